@@ -329,8 +329,6 @@ def _verdict(verified: Verified) -> str:
     if verified.damage:
         return "\n    ".join(["damaged", *verified.damage])
     size = f"{verified.files} files, {verified.nbytes / 2**20:,.1f} MiB"
-    if verified.unchecked:
-        return f"complete, {size}; not verified, because it has no checksums"
     return f"whole, {size}"
 
 

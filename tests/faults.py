@@ -34,8 +34,8 @@ from lightstep.checkpoint import (
     save_checkpoint,
     verify_checkpoints,
 )
-from lightstep.checkpoint.checksums import seal
-from lightstep.checkpoint.pending import finish_pending
+from lightstep.checkpoint.background import finish_pending
+from lightstep.checkpoint.layout import seal
 from lightstep.checkpoint.storage import LocalStorage
 from lightstep.checkpoint.verify import is_undamaged
 

@@ -4,7 +4,7 @@
 """
 
 from lightstep.checkpoint.errors import CheckpointError
-from lightstep.checkpoint.export import export_model, to_torch_state_dict
+from lightstep.checkpoint.huggingface import export_model, to_torch_state_dict
 from lightstep.checkpoint.layout import latest_checkpoint
 from lightstep.checkpoint.load import load_checkpoint
 from lightstep.checkpoint.save import save_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from lightstep.checkpoint.ranks import RemoteRankError
+from lightstep.distributed import RemoteRankError
 
 
 class CheckpointError(RuntimeError):

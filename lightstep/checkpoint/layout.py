@@ -12,31 +12,96 @@
 At a URL all files but the manifest are in a folder inside ``step-100``, which the manifest names. Checkpoints of
 sharding.kind deepspeed have DeepSpeed's own files in place of the tensors (``lightstep/deepspeed``).
 
-The manifest has a random id of the save and the files' checksums. If a reader finds the same manifest before and after
-it reads, all it has read is from one save. The manifest's ``counter`` orders the checkpoints in a folder by the time
+Every byte has a CRC-32: the manifest has those of all small files, one of which is the index, which has those of all
+tensors. The manifest ends with its own. It also has a random id of the save: if a reader finds the same manifest before
+and after it reads, all it has read is from one save. Its ``counter`` orders the checkpoints in a folder by the time
 they were saved, independent of the clock.
 """
 
 from __future__ import annotations
 
-import logging
+import json
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightstep.checkpoint.checksums import seal, unseal
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, error_text
 from lightstep.checkpoint.storage import FolderKind, final_name, leftovers, location, storage_for, write_file
 from lightstep.crc32 import crc32
 from lightstep.version import __version__
 
-logger = logging.getLogger(__name__)
+_BLOCK = 8 * 2**20
+
+_SEAL = b'"crc32": "%08x"\n}'
+
+
+def crc32_of(blocks: Iterable[bytes]) -> int:
+    """The checksum of all blocks together."""
+    checksum = 0
+    for block in blocks:
+        checksum = crc32(block, checksum)
+    return checksum
+
+
+def seal(content: dict[str, Any]) -> bytes:
+    """``content`` as JSON, with the checksum of all text before it as the last key."""
+    text = json.dumps(content, indent=1).encode().removesuffix(b"\n}") + b",\n "
+    return text + _SEAL % crc32(text)
+
+
+def unseal(text: bytes) -> tuple[dict[str, Any], bool]:
+    """The content of sealed text, and whether its checksum is right.
+
+    Raises:
+        ValueError, TypeError: ``text`` is not JSON, or not a mapping.
+    """
+    content: dict[str, Any] = dict(json.loads(text))
+    body = text[: -len(_SEAL % 0)]
+    return content, text == body + _SEAL % crc32(body)
+
+
+def size_and_checksum(file: Path) -> tuple[int, int]:
+    """Size and CRC-32 of a file."""
+    return file.stat().st_size, crc32_of(_blocks(file))
+
+
+def check_file(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
+    """Compare a file in ``folder`` with its checksum in the manifest.
+
+    Raises:
+        DamagedError: they differ, or the file cannot be read.
+    """
+    expected = manifest["checksums"][name]
+    try:
+        found = crc32_of(_blocks(folder / name))
+    except OSError as error:
+        raise DamagedError(f"{folder / name} cannot be read: {error_text(error)}") from error
+    if found != expected:
+        raise DamagedError(f"{folder / name} is damaged: its checksum is {found:08x}, not {expected:08x}")
+
+
+def check_files(folder: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Compare those of these files that have checksums in the manifest with them.
+
+    Raises:
+        DamagedError: a file is damaged; it names the first one.
+    """
+    for name in names:
+        if name in manifest["checksums"]:
+            check_file(folder, manifest, name)
+
+
+def _blocks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            yield block
+
 
 MANIFEST = "lightstep.json"
 INDEX = "tensors.json"
@@ -58,9 +123,10 @@ def find_checkpoint(path: Path) -> Path:
     """
     if not path.exists():
         newest = _newest_complete(leftovers(path))
-        if newest is None:
+        if newest is not None:
+            return newest
+        if not path.exists():  # else another process has just put it there
             raise NotFoundError(f"{path} does not exist")
-        return newest
     if not (path / MANIFEST).exists() and (newest := latest_checkpoint(path)) is not None:
         raise NotFoundError(f"{path} is a folder of checkpoints; the newest is {newest}")
     read_manifest(path)
@@ -78,10 +144,9 @@ def holds_checkpoint(path: Path) -> bool:
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint directly in ``folder`` (a path or a URL) that was saved last, or ``None``.
 
-    Every checkpoint has a counter, so the order does not depend on the clock. (Checkpoints of versions without the
-    counter are ordered by their time.) Checkpoints without optimizer state are skipped: a run that continued from one
-    would lose its own. If all are, the newest one that was not saved with ``weights_only`` counts. Other processes may
-    save and remove checkpoints at the same time.
+    Every checkpoint has a counter, so the order does not depend on the clock. Checkpoints without optimizer state are
+    skipped: a run that continued from one would lose its own. If all are, the newest one that was not saved with
+    ``weights_only`` counts. Other processes may save and remove checkpoints at the same time.
     """
     root = location(folder)
     while True:
@@ -104,11 +169,11 @@ def checkpoints_in(root: Path) -> list[Path]:
 def _newest_first(root: Path, entries: list[Path]) -> list[Path]:
     names = {entry.name for entry in entries}
     candidates = [entry for entry in entries if final_name(entry) == entry.name or final_name(entry) not in names]
-    found: dict[Path, tuple[int, int]] = {}
-    for entry, order in _save_orders(candidates, _read):
+    found: dict[Path, int] = {}
+    for entry, counter in _counters(candidates, _read):
         path = root / final_name(entry)
-        found[path] = max(found.get(path, order), order)
-    return sorted(found, key=lambda path: (*found[path], path.name), reverse=True)
+        found[path] = max(found.get(path, counter), counter)
+    return sorted(found, key=lambda path: (found[path], path.name), reverse=True)
 
 
 def is_complete(folder: Path) -> bool:
@@ -158,16 +223,15 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _newest_complete(folders: Iterable[Path]) -> Path | None:
-    found = dict(_save_orders(folders, read_manifest))
-    return max(found, key=lambda folder: (*found[folder], folder.name), default=None)
+    found = dict(_counters(folders, read_manifest))
+    return max(found, key=lambda folder: (found[folder], folder.name), default=None)
 
 
-def _save_orders(folders: Iterable[Path], read: Callable[[Path], Manifest]) -> Iterator[tuple[Path, tuple[int, int]]]:
-    """The checkpoints among ``folders``, each with its counter and time, which order them."""
+def _counters(folders: Iterable[Path], read: Callable[[Path], Manifest]) -> Iterator[tuple[Path, int]]:
+    """The checkpoints among ``folders``, each with the counter that orders them."""
     for folder in folders:
         with suppress(CheckpointError):
-            manifest = read(folder)
-            yield folder, (int(manifest.get("counter", 0)), int(manifest.get("saved_at", 0)))
+            yield folder, read(folder)["counter"]
 
 
 # -- the manifest ------------------------------------------------------------------------------------------------------
@@ -212,8 +276,7 @@ def _check_types(manifest: Manifest) -> None:
     Raises:
         TypeError, KeyError, AttributeError: an entry is missing, or is not what a save writes.
     """
-    files, checksums = manifest["files"], manifest.get("checksums", {})
-    numbers = [*files.values(), *checksums.values(), manifest.get("counter", 0), manifest.get("saved_at", 0)]
+    numbers = [*manifest["files"].values(), *manifest["checksums"].values(), manifest["counter"]]
     aliases, base = manifest.get("aliases") or {}, manifest.get("base") or {"shapes": {}}
     groups = [name for group in manifest.get("groups") or [] for name in [*group]]
     names = [*groups, *aliases.values(), manifest.get("folder") or "", manifest.get("optimizer") or ""]
@@ -240,30 +303,24 @@ def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
         content = file.read_bytes()
     except OSError as error:
         raise DamagedError(f"{file} cannot be read: {error_text(error)}") from error
-    expected = manifest.get("checksums", {}).get(_manifest_name(manifest.get("folder"), name))
-    if expected is not None and crc32(content) != expected:
-        raise DamagedError(f"{file} is damaged: its checksum is {crc32(content):08x} and should be {expected:08x}")
+    expected = manifest["checksums"].get(_manifest_name(manifest.get("folder"), name))
+    if crc32(content) != expected:
+        raise DamagedError(f"{file} is damaged: its checksum is {crc32(content):08x}, not {expected:08x}")
     return content
 
 
-def warn_if_unchecked(folder: Path, manifest: Manifest) -> None:
-    """Log a warning if the checkpoint has no checksums (an old version wrote it)."""
-    if "checksums" not in manifest:
-        logger.warning("%s has no checksums: damage in it would not be noticed; save it again to have them", folder)
-
-
-def is_unchanged(folder: Path, manifest: Manifest) -> bool:
-    """Whether ``folder`` still has this manifest, and has not been replaced."""
+@contextmanager
+def unreplaced(folder: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
+    """Raise :class:`CheckpointError`, whatever the block raised, if the checkpoint was replaced or removed in it."""
     try:
-        return _read(folder) == manifest
-    except CheckpointError:
-        return False
-
-
-def refuse_replaced(folder: Path, manifest: Manifest) -> None:
-    """Raise :class:`CheckpointError` if the checkpoint was replaced or removed after ``manifest`` was read."""
-    if not is_unchanged(folder, manifest):
-        raise CheckpointError(f"{folder} was replaced or removed while it was read; load again")
+        yield
+    finally:
+        try:
+            is_unchanged = _read(folder) == manifest
+        except CheckpointError:
+            is_unchanged = False
+        if not is_unchanged:
+            raise CheckpointError(f"{folder} was replaced or removed while it was read; load again")
 
 
 def manifest_header(path: Path, world_size: int) -> Manifest:
@@ -276,7 +333,7 @@ def manifest_header(path: Path, world_size: int) -> Manifest:
         "lightstep": __version__,
         "torch": torch.__version__,
         "save_id": secrets.token_hex(16),
-        "counter": 1 + max((order[0] for _, order in _save_orders(_folders(path.parent), _read)), default=0),
+        "counter": 1 + max((counter for _, counter in _counters(_folders(path.parent), _read)), default=0),
         "saved_at": time.time_ns(),
         "world_size": world_size,
     }

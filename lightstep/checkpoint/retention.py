@@ -12,9 +12,9 @@ from pathlib import Path
 
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.layout import CHECKPOINT, is_complete, read_manifest, remove_checkpoint
-from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.storage import recover_interrupted
 from lightstep.checkpoint.verify import is_undamaged
+from lightstep.distributed import Ranks
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 

@@ -1,4 +1,23 @@
-"""Saving a training run, completely or not at all, on any number of ranks. ``layout.py`` describes the files."""
+"""Saving a training run, completely or not at all, on any number of ranks. ``layout.py`` describes the files.
+
+An asynchronous save returns when training can no longer change what it will write. It copies no more than necessary:
+
+- *Optimizer state in host records* (``stream``, ``bulk``) is pinned, not copied. The thread reads the records; an
+  update of a record that has not been read yet is written to a spare slab (:mod:`lightstep.state.snapshot`).
+- *Optimizer state on the device* (``resident``) is copied to the host in a lane of its own during the next iteration.
+  The thread allocates the memory for it. An update of a record that is not copied yet waits
+  (:mod:`lightstep.state.device_snapshot`).
+- *Weights, buffers, and all else that users may write to at any time* (state of plain torch optimizers, state that was
+  handed out) is copied on the current stream. The host does not wait; the next forward is queued after the copies. On
+  the CPU the caller makes these copies.
+
+Host memory: the copies take as many bytes as what is copied, page-locked. The memory is kept for the next save as long
+as the model exists, because page-locking and first touch take longer than the copies. Joined masters take the memory of
+what is on its way to the files (:data:`~lightstep.checkpoint.tensors.IN_FLIGHT_BYTES`).
+
+A synchronous save reads everything in place. So does an asynchronous one if the host has not enough memory for its
+copies: training waits for it, and a warning says so.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +25,7 @@ import copy
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -17,16 +37,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
-from lightstep.checkpoint.frozen_base import describe_base, has_adapters, without_base
+from lightstep.checkpoint.background import (
+    Background,
+    PendingSave,
+    completed_save,
+    finish_pending,
+    start_save,
+    writer_group,
+)
+from lightstep.checkpoint.errors import checkpoint_errors
 from lightstep.checkpoint.layout import CHECKPOINT, INDEX, STATE, TORCH_INDEX, commit_checkpoint, manifest_header
-from lightstep.checkpoint.optimizer_content import OptimizerContent
-from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
-from lightstep.checkpoint.pending import PendingSave, completed_save, finish_pending, start_save, writer_group
-from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.model_state import (
+    average_key,
+    averaged_weights,
+    describe_base,
+    has_adapters,
+    live_tensors,
+    refuse_partly_loaded,
+    without_base,
+)
+from lightstep.checkpoint.optimizer_state import OptimizerContent
 from lightstep.checkpoint.retention import Retention
-from lightstep.checkpoint.small_state import check_loadable, fingerprint, random_states, write_state
-from lightstep.checkpoint.staging import in_place, stage_sources
+from lightstep.checkpoint.saved import check_loadable, fingerprint, random_states, write_state
 from lightstep.checkpoint.storage import location, new_shared_folder, write_file
 from lightstep.checkpoint.tensors import (
     Index,
@@ -36,19 +68,13 @@ from lightstep.checkpoint.tensors import (
     format_torch_index,
     merge_indices,
     shard_of,
+    share,
+    write_tensors,
 )
-from lightstep.checkpoint.workers import Background
-from lightstep.checkpoint.write import share, write_tensors
-from lightstep.distributed import local_tensor
-from lightstep.sharding.model_names import (
-    NamedTensor,
-    extra_states,
-    holders,
-    named_tensors,
-    numbered,
-    several_holders,
-)
-from lightstep.sharding.prepared_model import PreparedModel
+from lightstep.distributed import Ranks, local_tensor
+from lightstep.sharding.model_names import NamedTensor, extra_states
+from lightstep.state.backend import PinnedState
+from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostMemoryError
 
 logger = logging.getLogger(__name__)
@@ -90,8 +116,8 @@ def save_checkpoint(
             is removed first, to make room. Checkpoints with and without optimizer state are counted separately.
         keep_every: checkpoints whose number is a multiple of it are kept too; 0: none.
         asynchronous: return as soon as training can no longer change what will be saved, and write in a thread.
-            ``staging.py`` describes how, and how much host memory it takes. The next save and the end of the process
-            wait for the thread.
+            ``save.py`` describes how, and how much host memory it takes. The next save and the end of the process wait
+            for the thread.
 
     Returns:
         With ``asynchronous``, a handle with ``done()`` and ``result(timeout=None)``, which returns the folder. An error
@@ -189,23 +215,6 @@ def _write(plan: _Plan, ranks: Ranks, background: Background | None = None) -> P
     return target
 
 
-def live_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks, for_load: bool = False
-) -> list[NamedTensor]:
-    """The model's tensors after all pending updates. Different tensors have different names on all ranks.
-
-    Called by all ranks.
-
-    Args:
-        for_load: they will be replaced, so a step that has failed does not matter.
-
-    Raises:
-        CheckpointError: tensors are on the meta device.
-    """
-    tensors = ranks.together(lambda: _updated_tensors(model, optimizer, for_load))
-    return numbered(tensors, several_holders(ranks.gather(holders(tensors))))
-
-
 def finish_checkpoint(
     folder: Path, target: Path, index: Index, state: dict[str, Any], manifest: dict[str, Any], world_size: int
 ) -> None:
@@ -238,17 +247,6 @@ class _Content:
     rank_values: dict[str, Any] = field(default_factory=dict)
     """What only this rank knows: plain state values, random states, tied names, names in the parameter groups, and the
     fingerprint of its ``extra``."""
-
-
-def _updated_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, for_load: bool) -> list[NamedTensor]:
-    is_replaced = for_load and getattr(optimizer, "half_updated", False)
-    if optimizer is not None and hasattr(optimizer, "synchronize") and not is_replaced:
-        optimizer.synchronize()
-    tensors = named_tensors(model)
-    empty = [named.name for named in tensors if named.tensor.is_meta]
-    if empty:
-        raise CheckpointError(f"{len(empty)} tensors of the model are on the meta device ({', '.join(empty[:3])})")
-    return tensors
 
 
 def _collect(
@@ -310,18 +308,6 @@ def _collect_optimizer(content: _Content, optimizer: OptimizerContent) -> None:
     content.rank_values |= {"values": values, "groups": optimizer.groups}
 
 
-def averaged_weights(model: nn.Module, tensors: Iterable[NamedTensor]) -> list[tuple[NamedTensor, Tensor]]:
-    """Each of the model's ``tensors`` that has an average, and the average."""
-    average = PreparedModel.of(model).average
-    averages = {} if average is None else average.tensors
-    return [(named, averages[named.model_name]) for named in tensors if named.model_name in averages]
-
-
-def average_key(name: str) -> str:
-    """The key of a weight's average in the checkpoint."""
-    return f"average.{name}"
-
-
 def _sources(key: str, tensor: Tensor) -> list[Source]:
     """The source for this rank's part of a tensor; none if the rank is not in the DTensor's mesh."""
     shard = shard_of(tensor)
@@ -354,3 +340,102 @@ def _finish(temporary: Path, target: Path, content: _Content, parts: Sequence[di
 def _union(names: Iterable[Iterable[str]]) -> list[str]:
     """All names once, in the order in which they first appear."""
     return list(dict.fromkeys(itertools.chain.from_iterable(names)))
+
+
+# -- what is written is made independent of training ------------------------------------------------------------------
+
+_kept: weakref.WeakKeyDictionary[nn.Module, HostCopyPool] = weakref.WeakKeyDictionary()
+
+
+def stage_sources(
+    sources: Sequence[Source], model: nn.Module, optimizer: Any, until_written: ExitStack
+) -> tuple[list[Source], Callable[[], object]]:
+    """Sources of the same tensors that a thread can fetch, once each, while training continues.
+
+    Also returns what the thread has to call as soon as it runs.
+
+    Args:
+        until_written: gets the pinned state, which is released when the checkpoint has been written.
+
+    Raises:
+        HostMemoryError: there is not enough host memory for the copies.
+    """
+    copies = _kept.setdefault(model, HostCopyPool())
+    copies.reset()
+    copies.reserve(sum(source.nbytes for source in sources if source.entry is None))
+    for source in sources:  # first, because the next forward waits for these
+        if source.entry is None and source.model_tensor is not None:
+            copies.copy_once(source.model_tensor)
+
+    def later(copy: Tensor) -> Callable[[], Tensor]:
+        return partial(copies.wait_for, copy)
+
+    pinned = _pin_state(sources, optimizer, lambda tensor: later(copies.copy_once(tensor)), copies, until_written)
+
+    def detached(source: Source) -> Source:
+        if pinned is not None and source.entry is not None and source.model_tensor in pinned:
+            return _from_pinned(source, pinned)
+        copy = (
+            copies.copy(source.fetch())
+            if source.model_tensor is None or source.entry is not None
+            else copies.copy_once(source.model_tensor)
+        )
+        return source.with_fetch(later(copy))
+
+    state = [source for source in sources if source.entry is not None]
+    copies.reserve(sum(source.nbytes for source in state if pinned is None or source.model_tensor not in pinned))
+    found = [detached(source) for source in _pinned_first(sources)]
+    copies.seal()
+    return found, pinned.begin if pinned is not None else lambda: None
+
+
+def in_place(sources: Sequence[Source], optimizer: Any, until_written: ExitStack) -> list[Source]:
+    """Sources of the same tensors for a synchronous save: records on the host are read without a copy."""
+    pinned = _pin_state(sources, optimizer, lambda tensor: partial(_to_host, tensor), None, until_written)
+    if pinned is None:
+        return list(sources)
+    return [
+        _from_pinned(source, pinned) if source.entry is not None and source.model_tensor in pinned else source
+        for source in _pinned_first(sources)
+    ]
+
+
+def _pin_state(
+    sources: Sequence[Source],
+    optimizer: Any,
+    weight_of: Callable[[Tensor], Callable[[], Tensor]],
+    copies: HostCopyPool | None,
+    until_written: ExitStack,
+) -> PinnedState | None:
+    """Pin the optimizer's state that is among ``sources``; ``None`` if the optimizer has nothing to pin.
+
+    Args:
+        weight_of: called with a parameter, returns a function that returns its weights on the host.
+        copies: where state on the device is copied to; ``None`` reads it in place.
+    """
+    wanted: dict[Tensor, set[str]] = {}
+    for source in sources:
+        if source.model_tensor is not None and source.entry is not None:
+            wanted.setdefault(source.model_tensor, set()).add(source.entry)
+    pin = getattr(optimizer, "pinned_state", None)
+    pinned: PinnedState | None = None if pin is None else pin(wanted, weight_of, copies)
+    if pinned is not None:
+        until_written.callback(pinned.close)
+    return pinned
+
+
+def _from_pinned(source: Source, pinned: PinnedState) -> Source:
+    assert source.model_tensor is not None and source.entry is not None
+    return source.with_fetch(
+        partial(pinned.take, source.model_tensor, source.entry),
+        partial(pinned.written, source.model_tensor, source.entry),
+    )
+
+
+def _pinned_first(sources: Sequence[Source]) -> list[Source]:
+    """Optimizer state first, so that records are unpinned soon."""
+    return sorted(sources, key=lambda source: source.entry is None)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor).detach().to(torch.device("cpu"))

@@ -1,10 +1,16 @@
-"""Where folders are written: the storage protocol, and the storage for local file systems.
+"""Where folders are written: the storage protocol, local file systems, and URLs.
 
-One writer at a time writes a folder. The folder appears at its path when it is complete. On a local file system
-``step-100`` is written as ``.step-100.saving-<token>``, flushed to disk and renamed. A folder that it replaces is
-renamed to ``.step-100.replaced-<token>`` first. Files that its writer did not write are then moved from there into the
-new folder, and the rest is removed. After a crash at least one complete folder has one of the three names. The writer
-holds a lock on ``.step-100.lock``, which the operating system releases when the process ends.
+One writer at a time writes a folder, which appears at its path when it is complete.
+
+On a local file system ``step-100`` is written as ``.step-100.saving-<token>``, flushed to disk and renamed. A folder
+that it replaces is renamed to ``.step-100.replaced-<token>`` first. Files that its writer did not write are then moved
+from there into the new folder, and the rest is removed. After a crash at least one complete folder has one of the three
+names. The writer holds a lock on ``.step-100.lock``, which the operating system releases when the process ends.
+
+URLs (fsspec: ``s3://``, ``gs://``, ``hf://``, ``memory://``, ...) have no atomic rename. A save writes its files to a
+new folder inside the checkpoint's folder, ``step-100/data-<token>``, and then ``step-100/lightstep.json``, a single
+object that names the new folder. After that it removes the folders of older saves. There are no locks: if two processes
+save to one URL, one of them finds its files removed and raises.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -19,12 +26,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, Protocol, cast
 
+from filelock import FileLock, Timeout
+
 from lightstep.checkpoint.errors import CheckpointError
-from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.urls import UrlPath, UrlStorage
 from lightstep.crc32 import crc32
+from lightstep.distributed import Ranks
+from lightstep.extras import needs
 from lightstep.paths import is_url, local_path
 
 logger = logging.getLogger(__name__)
@@ -33,6 +43,7 @@ _WRITE_BEHIND = 8 << 20
 """Bytes after which the operating system is told to write them to disk."""
 
 _SAVING, _REPLACED = ".saving-", ".replaced-"
+_DATA = re.compile(r"data-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,9 @@ class Storage(Protocol):
 
     def remove(self, folder: Path, own: Iterable[str]) -> None:
         """Remove these files in this order, then empty folders. The user's files stay."""
+
+
+# -- local file systems ------------------------------------------------------------------------------------------------
 
 
 class LocalStorage:
@@ -151,6 +165,142 @@ class _SyncedFile(io.FileIO):
                 os.fsync(self.fileno())
         finally:
             super().close()
+
+
+# -- URLs --------------------------------------------------------------------------------------------------------------
+
+
+class UrlPath:
+    """The methods of ``pathlib.Path`` that checkpoints need, for a URL. Listings are not cached: others may write."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    def __truediv__(self, name: str) -> UrlPath:
+        return UrlPath(f"{self._url}/{name}")
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"UrlPath({self._url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UrlPath) and str(other) == self._url
+
+    def __hash__(self) -> int:
+        return hash(self._url)
+
+    @property
+    def name(self) -> str:
+        return self._url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> UrlPath:
+        above = self._url.rpartition("/")[0]
+        return UrlPath(above) if "://" in above else self
+
+    def fsspec(self) -> tuple[Any, str]:
+        """fsspec's file system for this URL, and the path in it."""
+        with needs("urls"):
+            from fsspec.core import url_to_fs
+        try:
+            system, path = url_to_fs(self._url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:  # the protocol is unknown, or its library is not installed
+            raise CheckpointError(f"{self._url} cannot be reached: {error}") from error
+        return system, path
+
+    def resolve(self) -> UrlPath:
+        return self
+
+    def exists(self) -> bool:
+        system, path = self.fsspec()
+        return bool(system.exists(path))
+
+    def is_file(self) -> bool:
+        system, path = self.fsspec()
+        return bool(system.isfile(path))
+
+    def is_dir(self) -> bool:
+        system, path = self.fsspec()
+        return bool(system.isdir(path))
+
+    def iterdir(self) -> Iterator[UrlPath]:
+        system, path = self.fsspec()
+        return (self / entry.rstrip("/").rpartition("/")[2] for entry in system.ls(path, detail=False))
+
+    def stat(self) -> Any:
+        system, path = self.fsspec()
+        return SimpleNamespace(st_size=int(system.size(path)))
+
+    def open(self, mode: str = "rb", buffering: int = -1) -> BinaryIO:
+        system, path = self.fsspec()
+        return cast(BinaryIO, system.open(path, mode))
+
+    def read_bytes(self) -> bytes:
+        system, path = self.fsspec()
+        return bytes(system.cat_file(path))
+
+
+class UrlStorage:
+    """A storage that fsspec reaches. Every path is a :class:`UrlPath`."""
+
+    @contextmanager
+    def new_folder(self, path: Path, kind: FolderKind) -> Iterator[Path]:
+        # List before the check of the manifest: another process may finish its save in between.
+        has_others = any(not _DATA.fullmatch(entry.name) for entry in _entries(path))
+        if path.is_file() or (has_others and not kind.is_ours(path)):
+            raise CheckpointError(f"{path} exists and is not {kind.name}; choose another path or remove it")
+        folder = path / f"data-{secrets.token_hex(8)}"
+        system, name = cast(UrlPath, folder).fsspec()
+        system.makedirs(name, exist_ok=True)
+        try:
+            yield folder
+        except BaseException:
+            _remove(folder)
+            raise
+
+    def create(self, file: Path) -> BinaryIO:
+        return file.open("wb")
+
+    def read(self, file: Path, start: int, size: int) -> bytes:
+        system, path = cast(UrlPath, file).fsspec()
+        return bytes(system.cat_file(path, start=start, end=start + size))
+
+    def commit(self, folder: Path, path: Path, kind: FolderKind) -> None:
+        """Remove the folders of earlier saves: the manifest at ``path`` names the new one."""
+        for entry in _entries(path):
+            if _DATA.fullmatch(entry.name) and entry != folder:
+                _remove(entry)
+
+    def remove(self, folder: Path, own: Iterable[str]) -> None:
+        with suppress(OSError):
+            for name in own:
+                system, path = cast(UrlPath, folder / name).fsspec()
+                with suppress(FileNotFoundError):
+                    system.rm_file(path)
+            for entry in _entries(folder):
+                if _DATA.fullmatch(entry.name):
+                    _remove(entry)
+            if not _entries(folder):
+                _remove(folder)
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in the folder; nothing if it does not exist."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _remove(folder: Path) -> None:
+    system, path = cast(UrlPath, folder).fsspec()
+    with suppress(OSError):
+        system.rm(path, recursive=True)
+
+
+# -- either of them ----------------------------------------------------------------------------------------------------
 
 
 def location(path: str | os.PathLike[str]) -> Path:
@@ -263,58 +413,26 @@ def locked(path: Path) -> Iterator[None]:
         CheckpointError: another process is writing to it.
     """
     file = path.parent / f".{path.name}.lock"
-    descriptor = _lock(file, path)
+    lock = FileLock(file, timeout=0, thread_local=False)  # another thread may release it
     try:
+        lock.acquire()
+    except Timeout:
+        raise CheckpointError(f"{_holder(file)} is saving to {path}; wait for it, or choose another path") from None
+    except (OSError, NotImplementedError) as error:
+        logger.debug("the file system does not support locks: %s", error)
+    try:
+        with suppress(OSError):  # the disk may be full
+            file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield
     finally:
         file.unlink(missing_ok=True)
-        os.close(descriptor)
+        lock.release()
 
 
-def _lock(file: Path, path: Path) -> int:
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            _flock(descriptor)
-            if _is_same(descriptor, file):
-                _write_holder(descriptor)
-                return descriptor
-        except BlockingIOError:
-            holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
-            os.close(descriptor)
-            raise CheckpointError(f"{holder} is saving to {path}; wait for it, or choose another path") from None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # the previous holder removed the file between open() and flock()
-
-
-def _write_holder(descriptor: int) -> None:
-    """Write this process's id and host into the lock file, for the error in other processes."""
-    with suppress(OSError):  # the disk may be full
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-
-
-def _flock(descriptor: int) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        logger.debug("the file system does not support locks: %s", error)
-
-
-def _is_same(descriptor: int, file: Path) -> bool:
-    """Whether ``file`` is still the file that was opened."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), file.stat())
-    except FileNotFoundError:
-        return False
+def _holder(file: Path) -> str:
+    with suppress(OSError):
+        return file.read_text(errors="replace") or "another process"
+    return "another process"
 
 
 # -- recovery after crashes --------------------------------------------------------------------------------------------

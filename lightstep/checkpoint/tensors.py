@@ -1,18 +1,27 @@
-"""Tensors of a checkpoint: what is written, what is read, and the index that locates every tensor in the files.
+"""Tensors of a checkpoint: the index that locates each in the files, writing them, and reading them.
 
 The files are in the format of ``torch.distributed.checkpoint``, and torch's tools can read them. lightstep itself reads
-a JSON index, so that loading unpickles nothing. ``write.py`` and ``read.py`` move the tensors.
+a JSON index, so that loading unpickles nothing.
+
+Writing: :func:`share` decides which rank writes what. After that no communication is needed. Each rank fetches its
+share one tensor at a time from any :class:`Source`, and threads write it. Reading: each rank reads the parts that it
+needs, from the files of any number of ranks.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
-from typing import Any
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
@@ -29,8 +38,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from lightstep.checkpoint.errors import DamagedError, error_text
+from lightstep.checkpoint.background import Background, Worker
+from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_text
 from lightstep.checkpoint.layout import INDEX
+from lightstep.checkpoint.storage import storage_for
+from lightstep.crc32 import crc32
+from lightstep.distributed import Ranks
 
 IN_FLIGHT_BYTES = 128 * 2**20
 """Limit on the bytes in host memory on their way to or from the files. Writing always allows two tensors of any size,
@@ -132,7 +145,7 @@ class Chunk:
     start: int
     nbytes: int
     checksum: int | None = None
-    """CRC-32 of these bytes. ``None`` in files from versions without checksums, and from other libraries."""
+    """CRC-32 of these bytes; ``None`` in files of other libraries."""
 
 
 @dataclass(frozen=True)
@@ -199,15 +212,12 @@ def _parse_stored(entry: dict[str, Any], files: Sequence[str]) -> StoredTensor:
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype) or any(PurePosixPath(file).name != file for file in files):
         raise ValueError(f"unknown dtype {entry['dtype']!r} or a file outside the folder")
-    checksums = entry.get("crc32") or [None] * len(entry["chunks"])
     numbers = [number for offsets, lengths, *others in entry["chunks"] for number in (*offsets, *lengths, *others)]
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"a chunk has {entry['chunks']}")
-    if any(type(checksum) not in (int, type(None)) for checksum in checksums):
-        raise ValueError(f"a chunk has the checksum {checksums}")
+    if any(type(number) is not int or number < 0 for number in [*numbers, *entry["crc32"]]):
+        raise ValueError(f"a chunk has {entry['chunks']}, with the checksums {entry['crc32']}")
     chunks = tuple(
         Chunk(torch.Size(offsets), torch.Size(lengths), files[file], int(start), int(size), checksum)
-        for (offsets, lengths, file, start, size), checksum in zip(entry["chunks"], checksums, strict=True)
+        for (offsets, lengths, file, start, size), checksum in zip(entry["chunks"], entry["crc32"], strict=True)
     )
     return StoredTensor(dtype, torch.Size(entry["shape"]), chunks)
 
@@ -223,3 +233,296 @@ def format_torch_index(index: Index) -> bytes:
             location = _StorageInfo(chunk.file, chunk.start, chunk.nbytes)
             locations[MetadataIndex(key, chunk.offsets, number)] = location
     return pickle.dumps(Metadata(tensors, storage_data=locations, storage_meta=StorageMeta()))
+
+
+FILE_BYTES = 512 * 2**20
+"""A file ends with the tensor that brings it to this size."""
+
+_WRITERS = 4
+"""Threads, each with its own files: one computes checksums while another waits for the disk."""
+
+
+def share(sources: Sequence[Source], ranks: Ranks) -> list[Source]:
+    """The ``sources`` that this rank writes. A shard that several ranks have is written by one of them.
+
+    All ranks write about the same number of bytes. The order stays: consecutive entries of one parameter are built
+    once. Called by all ranks.
+    """
+    own = {(source.key, source.shard.offsets): source for source in sources if _has_data(source)}
+    if not ranks.is_distributed:
+        return list(own.values())
+    load = [0] * ranks.size
+    sizes = ranks.gather({shard: source.nbytes for shard, source in own.items()})
+    owners: dict[tuple[str, torch.Size], list[int]] = {}
+    for rank, shards in enumerate(sizes):
+        for shard in shards:
+            owners.setdefault(shard, []).append(rank)
+    writer = {}
+    for shard, candidates in owners.items():
+        writer[shard] = rank = min(candidates, key=lambda rank: load[rank])
+        load[rank] += sizes[rank][shard]
+    return [source for shard, source in own.items() if writer[shard] == ranks.rank]
+
+
+def write_tensors(
+    folder: Path, sources: Sequence[Source], rank: int = 0, background: Background | None = None
+) -> Index:
+    """Write ``sources`` to files of this rank, and return their index.
+
+    At most :data:`IN_FLIGHT_BYTES`, or two tensors, are in host memory at a time, and what the last fetch built.
+
+    Args:
+        background: the priority of fetches and writes; ``None``: that of the caller.
+
+    Raises:
+        Exception: the first error of a fetch or of the storage. Files may have been written.
+    """
+    count = min(_WRITERS, max(1, math.ceil(sum(source.nbytes for source in sources) / IN_FLIGHT_BYTES)))
+    written: list[Index] = []
+    in_flight: deque[tuple[int, Future[Index]]] = deque()
+    in_flight_bytes = 0
+    with without_torch_crc32(), ExitStack() as stack:
+        writers = [stack.enter_context(_Writer(folder, f"__{rank}_{number}_", background)) for number in range(count)]
+        fetcher = None if background is None else stack.enter_context(Worker(background))
+        for source in sources:
+            while len(in_flight) > 1 and in_flight_bytes >= IN_FLIGHT_BYTES:
+                nbytes, future = in_flight.popleft()
+                written.append(future.result())
+                in_flight_bytes -= nbytes
+            writer = min(writers, key=lambda writer: writer.nbytes)
+            if background is not None:
+                background.hurry_if_process_ends()
+            fetch = partial(_fetch, source)
+            tensor = fetch() if fetcher is None else fetcher.submit(fetch).result()
+            in_flight.append((source.nbytes, writer.submit(source, tensor)))
+            del tensor
+            in_flight_bytes += source.nbytes
+        written += [future.result() for _, future in in_flight]
+        for closed in [writer.submit_close() for writer in writers]:
+            closed.result()
+    return merge_indices(written)
+
+
+class _Writer:
+    """A worker that writes one file after another."""
+
+    def __init__(self, folder: Path, prefix: str, background: Background | None) -> None:
+        self.nbytes = 0
+        """Bytes submitted so far."""
+        self._folder, self._prefix = folder, prefix
+        self._files = 0
+        self._file: _ChecksummedFile | None = None
+        self._worker = Worker(background)
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._worker.__exit__(*error)
+        if self._file is not None:
+            self._file.stream.close()
+
+    def submit(self, source: Source, tensor: Tensor) -> Future[Index]:
+        self.nbytes += source.nbytes
+        return self._worker.submit(lambda: self._write(source, tensor))
+
+    def submit_close(self) -> Future[None]:
+        return self._worker.submit(self._close)
+
+    def _write(self, source: Source, tensor: Tensor) -> Index:
+        if self._file is None:
+            self._file = _ChecksummedFile(self._folder / f"{self._prefix}{self._files}.distcp")
+            self._files += 1
+        file, shard = self._file, source.shard
+        start, file.checksum = file.nbytes, 0
+        torch.save(tensor, cast(IO[bytes], file))
+        source.on_written()
+        chunk = Chunk(shard.offsets, shard.lengths, file.name, start, file.nbytes - start, file.checksum)
+        if file.nbytes >= FILE_BYTES:
+            self._close()
+        return {source.key: StoredTensor(source.dtype, shard.shape, (chunk,))}
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.stream.close()
+
+
+class _ChecksummedFile:
+    """A new file for ``torch.save``. ``checksum`` is the CRC-32 of what was written since it was set to 0."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self.stream: BinaryIO = storage_for(path).create(path)
+        self.nbytes = 0
+        self.checksum = 0
+
+    def write(self, data: bytes) -> int:
+        self.checksum = crc32(data, self.checksum)
+        self.stream.write(data)
+        self.nbytes += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Does nothing: the file is flushed when it is closed."""
+
+
+@contextmanager
+def without_torch_crc32() -> Iterator[None]:
+    """``torch.save`` without its own CRC-32, which ``torch.load`` does not check."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _fetch(source: Source) -> Tensor:
+    """The tensor on the host, with a storage of its own size: ``torch.save`` writes the whole storage."""
+    tensor = source.fetch().detach().cpu()
+    if tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    if not tensor.is_contiguous() or not tensor.numel():
+        return tensor.clone()
+    data = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())  # the same memory
+    return data.view(tensor.dtype).view(tensor.shape)
+
+
+def _has_data(source: Source) -> bool:
+    """Empty shards are not written. Empty tensors are, so that the checkpoint lists them."""
+    return source.shard.numel > 0 or math.prod(source.shard.shape) == 0
+
+
+_READERS = 4
+"""Threads that prefetch chunks."""
+
+
+class ChunkCache:
+    """Chunks kept in host memory between a dry run and the load: at most ``nbytes`` bytes."""
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self._free_bytes = nbytes
+        self._chunks: dict[Chunk, Tensor] = {}
+
+    def add(self, chunk: Chunk, tensor: Tensor) -> None:
+        """Keep the chunk if there is room for it."""
+        if tensor.nbytes <= self._free_bytes and chunk not in self._chunks:
+            self._free_bytes -= tensor.nbytes
+            self._chunks[chunk] = tensor
+
+    def pop(self, chunk: Chunk) -> Tensor | None:
+        """Remove the chunk and return it; ``None`` if it is not kept."""
+        return self._chunks.pop(chunk, None)
+
+    def close(self) -> None:
+        """Keep no further chunks."""
+        self._free_bytes = 0
+
+
+def read_tensors(folder: Path, index: Index, targets: Sequence[Target], cache: ChunkCache | None = None) -> None:
+    """Fill ``targets`` in their order from ``folder``, without communication.
+
+    Args:
+        cache: where chunks are looked up first, and added.
+
+    Raises:
+        DamagedError: a file cannot be read, or is damaged. Some targets may have been filled.
+        CheckpointError: a part of a tensor is not in the checkpoint.
+    """
+    overlaps = [(target, _overlaps(target, index)) for target in targets]
+    needed = [(target.key, overlap.chunk) for target, found in overlaps for overlap in found]
+    cache = cache or ChunkCache()
+    with closing(_prefetched(folder, needed, cache)) as chunks:
+        for target, found in overlaps:
+            local = target.allocate()
+            with torch.no_grad():
+                for overlap in found:
+                    tensor = next(chunks)
+                    local[overlap.in_target].copy_(tensor[overlap.in_chunk])
+                    cache.add(overlap.chunk, tensor)
+            target.on_filled(local)
+
+
+def read_whole(folder: Path, key: str, stored: StoredTensor) -> Tensor:
+    """A whole tensor, read by the calling thread.
+
+    Raises:
+        DamagedError: a file cannot be read, or is damaged.
+    """
+    whole = torch.empty(stored.shape, dtype=stored.dtype)
+    for chunk in stored.chunks:
+        ends = zip(chunk.offsets, chunk.lengths, strict=True)
+        whole[tuple(slice(start, start + length) for start, length in ends)] = _load(folder, key, chunk)
+    return whole
+
+
+def read_chunk(folder: Path, key: str, chunk: Chunk) -> bytes:
+    """A chunk's bytes, compared with their checksum.
+
+    Raises:
+        DamagedError: they differ or cannot be read; the message has file, tensor and offset.
+    """
+    file = folder / chunk.file
+    where = f"{file} is damaged: {key.partition('.')[2]} ({key.partition('.')[0]}) at byte {chunk.start}"
+    try:
+        content = storage_for(file).read(file, chunk.start, chunk.nbytes)
+    except OSError as error:
+        raise DamagedError(f"{where}: {error_text(error)}") from error
+    if len(content) < chunk.nbytes:
+        raise DamagedError(f"{where}: the file ends {chunk.nbytes - len(content)} bytes early")
+    if chunk.checksum is not None and crc32(content) != chunk.checksum:
+        found = crc32(content)
+        raise DamagedError(f"{where}: the checksum of {chunk.nbytes} bytes is {found:08x}, not {chunk.checksum:08x}")
+    return content
+
+
+@dataclass(frozen=True)
+class _Overlap:
+    """The region that a chunk and a target have in common."""
+
+    chunk: Chunk
+    in_chunk: tuple[slice, ...]
+    in_target: tuple[slice, ...]
+
+
+def _overlaps(target: Target, index: Index) -> list[_Overlap]:
+    shard = target.shard
+    found = []
+    for chunk in index[target.key].chunks if shard.numel > 0 else ():
+        ends = zip(chunk.offsets, chunk.lengths, shard.offsets, shard.lengths, strict=True)
+        common = [(max(a, b), min(a + m, b + n)) for a, m, b, n in ends]
+        if all(start < end for start, end in common):
+            in_chunk = tuple(slice(start - a, end - a) for (start, end), a in zip(common, chunk.offsets, strict=True))
+            in_target = tuple(slice(start - b, end - b) for (start, end), b in zip(common, shard.offsets, strict=True))
+            found.append(_Overlap(chunk, in_chunk, in_target))
+    if sum(math.prod(part.stop - part.start for part in overlap.in_target) for overlap in found) != shard.numel:
+        raise CheckpointError(f"the checkpoint does not hold all of {target.key}")
+    return found
+
+
+def _prefetched(folder: Path, needed: Iterable[tuple[str, Chunk]], cache: ChunkCache) -> Generator[Tensor, None, None]:
+    """The ``needed`` chunks in order. At most :data:`IN_FLIGHT_BYTES` of them, but at least one, are prefetched."""
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as pool:
+        ahead: deque[tuple[int, Future[Tensor]]] = deque()
+        for key, chunk in needed:
+            ahead.append((chunk.nbytes, pool.submit(_load_unless, cache.pop(chunk), folder, key, chunk)))
+            while sum(nbytes for nbytes, _ in ahead) > IN_FLIGHT_BYTES:
+                yield ahead.popleft()[1].result()
+        while ahead:
+            yield ahead.popleft()[1].result()
+
+
+def _load_unless(cached: Tensor | None, folder: Path, key: str, chunk: Chunk) -> Tensor:
+    return _load(folder, key, chunk) if cached is None else cached
+
+
+def _load(folder: Path, key: str, chunk: Chunk) -> Tensor:
+    content = read_chunk(folder, key, chunk)
+    try:
+        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise DamagedError(f"{folder / chunk.file}: {key} at byte {chunk.start}: {error_text(error)}") from error
+    if not isinstance(tensor, Tensor) or tensor.shape != chunk.lengths:
+        raise DamagedError(f"{folder / chunk.file}: {key} at byte {chunk.start} is not the tensor that the index names")
+    return tensor

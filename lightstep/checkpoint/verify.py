@@ -1,4 +1,16 @@
-"""Verifying checkpoints: every byte is read and compared with its checksum. No model is needed."""
+"""Verifying checkpoints: every byte is read and compared with its checksum. No model is needed.
+
+The Trainer and accelerate have files beside a checkpoint. Their sizes and checksums are in a list, which is written
+last::
+
+    checkpoint-100/
+        lightstep/              a checkpoint
+        model.safetensors       files of another library
+        trainer_state.json
+        lightstep-files.json    the list of these files; it also names the save that lightstep/ is from
+
+Files that are not in the list are the user's.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +22,98 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from lightstep.checkpoint.checksums import check_file
-from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
-from lightstep.checkpoint.file_list import CHECKPOINT, FILE_LIST, read_file_list
+from lightstep.checkpoint.background import Worker
+from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, error_text
 from lightstep.checkpoint.layout import (
+    FORMAT,
     INDEX,
     MANIFEST,
     Manifest,
+    check_file,
+    check_files,
+    check_sizes,
     checkpoints_in,
     data_folder,
     find_checkpoint,
+    holds_checkpoint,
     is_weights_only,
     read_manifest,
+    seal,
+    size_and_checksum,
+    unseal,
 )
-from lightstep.checkpoint.read import read_chunk
 from lightstep.checkpoint.saved import read_index
-from lightstep.checkpoint.storage import location
-from lightstep.checkpoint.workers import Worker
+from lightstep.checkpoint.storage import location, sync, write_file
+from lightstep.checkpoint.tensors import read_chunk
+
+CHECKPOINT = "lightstep"
+"""The folder of the checkpoint beside the other library's files."""
+
+FILE_LIST = "lightstep-files.json"
+
+
+def write_file_list(folder: Path, names: Iterable[str]) -> None:
+    """Write the list of these files in ``folder``, relative to it, at once. It replaces an older list."""
+    found = {name: size_and_checksum(folder / name) for name in sorted(names)}
+    content = {
+        "format": FORMAT,
+        "save_id": _save_id(folder) if holds_checkpoint(folder / CHECKPOINT) else None,
+        "files": {name: size for name, (size, _) in found.items()},
+        "checksums": {name: checksum for name, (_, checksum) in found.items()},
+    }
+    temporary = folder / f".{FILE_LIST}"
+    write_file(temporary, seal(content))
+    os.replace(temporary, folder / FILE_LIST)
+    sync(folder)
+
+
+def read_file_list(folder: Path) -> Manifest | None:
+    """The list, in the form of a checkpoint's manifest; ``None`` if the folder has none: the user may remove it.
+
+    Raises:
+        DamagedError: the list is damaged, files in it are missing or have other sizes, or the checkpoint is of another
+            save.
+        CheckpointError: its format is newer.
+    """
+    file = folder / FILE_LIST
+    try:
+        listed, undamaged = unseal(file.read_bytes())
+        version, _, _ = int(listed["format"]), dict(listed["files"]), dict(listed["checksums"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{file} cannot be read: {error_text(error)}") from error
+    if not undamaged:
+        raise DamagedError(f"{file} is damaged: its text does not have the checksum at its end")
+    if version > FORMAT:
+        raise CheckpointError(f"{file} has format {version}; this lightstep reads up to {FORMAT}")
+    check_sizes(folder, listed)
+    if listed.get("save_id") is not None:
+        if not holds_checkpoint(folder / CHECKPOINT):
+            raise DamagedError(f"{folder} is not a complete checkpoint: {CHECKPOINT} is missing")
+        if _save_id(folder) != listed["save_id"]:
+            raise DamagedError(f"{folder / CHECKPOINT} and the files beside it are of two saves; one was interrupted")
+    return listed
+
+
+def check_listed_files(folder: Path) -> bool:
+    """Compare the files with the list. ``False`` if the folder has none.
+
+    Raises:
+        DamagedError: a file is damaged; the message names the first one.
+        CheckpointError: the list's format is newer.
+    """
+    try:
+        listed = read_file_list(folder)
+        check_files(folder, listed or {}, (listed or {"files": ()})["files"])
+    except DamagedError as error:
+        raise DamagedError(f"{error}. If you changed it yourself, remove {folder / FILE_LIST}") from error
+    return listed is not None
+
+
+def _save_id(folder: Path) -> str | None:
+    return read_manifest(find_checkpoint(folder / CHECKPOINT)).get("save_id")
+
 
 _READERS = 4
 
@@ -38,8 +125,6 @@ class Verified:
     path: Path
     damage: list[str] = field(default_factory=list)
     """One sentence for each damaged file or tensor."""
-    unchecked: bool = False
-    """The checkpoint has no checksums (an old version wrote it). Only names and sizes of its files were checked."""
     files: int = 0
     nbytes: int = 0
 
@@ -86,11 +171,7 @@ def _verify_listed(path: Path) -> Verified:
     if (path / CHECKPOINT).exists():
         inner = verify(path / CHECKPOINT)
         found.damage += inner.damage
-        found.unchecked, found.files, found.nbytes = (
-            inner.unchecked,
-            found.files + inner.files,
-            found.nbytes + inner.nbytes,
-        )
+        found.files, found.nbytes = found.files + inner.files, found.nbytes + inner.nbytes
     return found
 
 
@@ -104,17 +185,15 @@ def verify(path: Path) -> Verified:
     try:
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
-        found.unchecked = "checksums" not in manifest
         found.files, found.nbytes = len(manifest["files"]) + 1, sum(manifest["files"].values())
-        if not found.unchecked:
-            found.damage = _damage(_checks(folder, manifest))
+        found.damage = _damage(_checks(folder, manifest))
     except DamagedError as error:
         found.damage.append(str(error))
     return found
 
 
 def is_undamaged(path: Path) -> bool:
-    """Whether :func:`verify` finds a checkpoint without damage. One without checksums counts as undamaged."""
+    """Whether :func:`verify` finds a checkpoint without damage."""
     try:
         return not verify(path).damage
     except CheckpointError:

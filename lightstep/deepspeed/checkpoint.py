@@ -24,28 +24,29 @@ from typing import Any
 
 from torch import nn
 
-from lightstep.checkpoint.checksums import check_files, size_and_checksum
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
-from lightstep.checkpoint.formats.zero_files import RESERVED
+from lightstep.checkpoint.formats.zero import RESERVED
 from lightstep.checkpoint.layout import (
     CHECKPOINT,
     STATE,
+    check_files,
     commit_checkpoint,
     find_checkpoint,
     manifest_header,
     read_manifest,
-    refuse_replaced,
+    size_and_checksum,
+    unreplaced,
 )
 from lightstep.checkpoint.load import apply_scheduler
-from lightstep.checkpoint.optimizer_content import OptimizerContent
-from lightstep.checkpoint.partly_loaded import loading, refuse_partly_loaded
-from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.model_state import loading, refuse_partly_loaded
+from lightstep.checkpoint.optimizer_state import OptimizerContent
 from lightstep.checkpoint.retention import Retention
-from lightstep.checkpoint.small_state import check_loadable, random_states, read_state, set_random_states, write_state
+from lightstep.checkpoint.saved import check_loadable, random_states, read_state, set_random_states, write_state
 from lightstep.checkpoint.storage import local_folder, new_shared_folder, sync, write_file
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.deepspeed.universal import UNIVERSAL, load_universal, refuse_untrusted, trusted_loads
 from lightstep.deepspeed.weights import shapes
+from lightstep.distributed import Ranks
 from lightstep.sharding.model_names import named_tensors, unwrap_model
 
 logger = logging.getLogger(__name__)
@@ -103,10 +104,8 @@ def load_checkpoint(
     with checkpoint_errors(f"{path} was not loaded"):
         folder = ranks.together(lambda: find_checkpoint(path), only_first=True)
         manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))
-        tag = manifest[_SECTION]["tag"]
         with loading(model, [optimizer], path):
-            ranks.together(lambda: _load_engine(folder, tag, optimizer, weights_only))
-            ranks.together(lambda: refuse_replaced(folder, manifest))
+            ranks.together(lambda: _load_engine(folder, manifest, optimizer, weights_only))
             ranks.together(lambda: _apply(manifest, state, model, optimizer, scheduler, ranks.rank, weights_only))
     logger.info("loaded %s", path)
     return dict(state.get("extra") or {})
@@ -297,13 +296,13 @@ _HOW_TO_CONTINUE = (
 )
 
 
-def _load_engine(folder: Path, tag: str, optimizer: DeepSpeedOptimizer, weights_only: bool) -> None:
+def _load_engine(folder: Path, manifest: Mapping[str, Any], optimizer: DeepSpeedOptimizer, weights_only: bool) -> None:
     engine = optimizer.engine
     module_only = weights_only and not engine.zero_optimization_partition_weights()
-    with trusted_loads():
+    with unreplaced(folder, manifest), trusted_loads():
         engine.load_checkpoint(
             str(folder),
-            tag=tag,
+            tag=manifest[_SECTION]["tag"],
             load_optimizer_states=not weights_only,
             load_lr_scheduler_states=False,
             load_module_only=module_only,

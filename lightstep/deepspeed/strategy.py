@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightstep.checkpoint.pending import PendingSave
+from lightstep.checkpoint.background import PendingSave
 from lightstep.config import ConfigError, DeepSpeedSharding, StrategyConfig
 from lightstep.deepspeed import checkpoint as deepspeed_checkpoint
 from lightstep.deepspeed import weights as deepspeed_weights

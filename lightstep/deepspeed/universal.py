@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
-from lightstep.checkpoint.formats.safe_load import GETATTR, enum_member, refused_name
-from lightstep.checkpoint.formats.zero_files import RESERVED
+from lightstep.checkpoint.formats.files import GETATTR, enum_member, refused_name
+from lightstep.checkpoint.formats.zero import RESERVED
 from lightstep.checkpoint.load import apply_scheduler
-from lightstep.checkpoint.partly_loaded import loading
-from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.small_state import set_random_states
+from lightstep.checkpoint.model_state import loading
+from lightstep.checkpoint.saved import set_random_states
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
+from lightstep.distributed import Ranks
 
 logger = logging.getLogger(__name__)
 

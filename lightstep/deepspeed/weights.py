@@ -13,11 +13,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
-from lightstep.checkpoint.export import ONLY_LOCAL, write_export
-from lightstep.checkpoint.pretrained import find_tensors, warn_of_unused
-from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.huggingface import ONLY_LOCAL, find_tensors, warn_of_unused, write_export
 from lightstep.checkpoint.storage import local_folder
 from lightstep.config import ConfigError
+from lightstep.distributed import Ranks
 from lightstep.sharding.model_names import NamedTensor, named_tensors, unwrap_model
 
 

@@ -1,8 +1,9 @@
 """DTensors, device meshes and process groups: the only folder below sharding/ that knows them.
 
-``groups`` has the process groups, ``tensors`` the local parts of DTensors, ``norms`` the reduction of a norm over
-meshes, ``replicas`` the collectives of ranks with the same part of the model, ``matrices`` those of ranks that share
-matrices, and ``windows`` the positions of a shard's elements in the whole tensor.
+``groups`` has the process groups, ``ranks`` steps that all ranks do or none, ``tensors`` the local parts of DTensors
+and their gathering, ``norms`` the reduction of a norm over meshes, ``replicas`` the collectives of ranks with the same
+part of the model, ``matrices`` those of ranks that share matrices, and ``windows`` the positions of a shard's elements
+in the whole tensor.
 """
 
 from torch.distributed.tensor import DTensor
@@ -19,9 +20,11 @@ from lightstep.distributed.groups import (
 )
 from lightstep.distributed.matrices import MatrixExchange, MatrixTransfer, Rows, rows_of
 from lightstep.distributed.norms import NormReduction
+from lightstep.distributed.ranks import Ranks, RemoteRankError
 from lightstep.distributed.replicas import Replicas
 from lightstep.distributed.tensors import (
     differs_across_ranks,
+    gather_tensor,
     is_sharded,
     like,
     local_gradient,
@@ -35,11 +38,14 @@ __all__ = [
     "MatrixExchange",
     "MatrixTransfer",
     "NormReduction",
+    "Ranks",
+    "RemoteRankError",
     "Replicas",
     "Rows",
     "Window",
     "differs_across_ranks",
     "form_role_group",
+    "gather_tensor",
     "initialized",
     "is_sharded",
     "let_gloo_finish_at_exit",

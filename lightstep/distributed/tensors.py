@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -46,6 +47,35 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     return DTensor(
         local, spec, requires_grad=False
     )  # as FSDP2; `from_local` would move the tensor to the mesh's device
+
+
+def gather_tensor(
+    tensor: Tensor,
+    sender: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The whole tensor, on every rank. Called by all ranks: an all-gather if it is sharded, and perhaps a broadcast.
+
+    Args:
+        sender: the rank that broadcasts a tensor of which some ranks have no part; ``None``: all of them have one.
+        group: the ranks that call this.
+        dtype: sharded tensors of a wider dtype are cast to it before the all-gather.
+    """
+    tensor = tensor.detach()
+    if dtype is not None and is_sharded(tensor) and dtype.itemsize < tensor.dtype.itemsize:
+        tensor = tensor.to(dtype)
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full if sender is None else _broadcast(full, tensor, sender, group)
+
+
+def _broadcast(full: Tensor, sharded: Tensor, sender: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The sender's ``full`` on every rank. On ranks outside the mesh ``full_tensor()`` has returned an empty tensor."""
+    if rank() not in mesh_ranks(sharded):
+        full = torch.empty(sharded.shape, dtype=sharded.dtype, device=full.device)
+    full = full.contiguous()
+    dist.broadcast(full.view(-1).view(torch.uint8), src=sender, group=group)
+    return full
 
 
 def local_gradient(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:

@@ -28,15 +28,14 @@ with needs("train"):
     from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin, broadcast, gather_object
 
+from lightstep.checkpoint.background import PendingSave
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
-from lightstep.checkpoint.export import full_weights
-from lightstep.checkpoint.file_list import CHECKPOINT, FILE_LIST, read_file_list, write_file_list
+from lightstep.checkpoint.huggingface import full_weights
 from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
-from lightstep.checkpoint.pending import PendingSave
-from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.storage import recover_interrupted, remove_folder
+from lightstep.checkpoint.verify import CHECKPOINT, FILE_LIST, read_file_list, write_file_list
 from lightstep.config import ConfigError, FSDP2Sharding
-from lightstep.distributed import local_tensor
+from lightstep.distributed import Ranks, local_tensor
 from lightstep.integrations.checks import (
     check_accelerator,
     check_all_parameters,

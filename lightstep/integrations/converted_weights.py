@@ -18,10 +18,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lightstep.checkpoint.errors import CheckpointError, list_names
-from lightstep.checkpoint.partly_loaded import loading
-from lightstep.checkpoint.pretrained import shards_with_other_dtypes
-from lightstep.checkpoint.ranks import Ranks
-from lightstep.distributed import local_tensor
+from lightstep.checkpoint.huggingface import shards_with_other_dtypes
+from lightstep.checkpoint.model_state import loading
+from lightstep.distributed import Ranks, local_tensor
 from lightstep.integrations.full_state import local_part
 from lightstep.sharding.model_names import named_tensors, unwrap_model
 from lightstep.sharding.prepared_model import PreparedModel

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightstep.checkpoint.pretrained import shards_with_other_dtypes
+from lightstep.checkpoint.huggingface import shards_with_other_dtypes
 from lightstep.checkpoint.tensors import shard_of
 from lightstep.distributed import is_sharded, local_tensor
 from lightstep.optimizer.base import BaseOptimizer

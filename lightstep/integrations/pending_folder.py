@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from lightstep.checkpoint.background import PendingSave, writer_group
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
-from lightstep.checkpoint.file_list import CHECKPOINT, FILE_LIST, check_listed_files, read_file_list, write_file_list
-from lightstep.checkpoint.pending import PendingSave, writer_group
-from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.storage import FolderKind, new_shared_folder, storage_for, sync
+from lightstep.checkpoint.verify import CHECKPOINT, FILE_LIST, check_listed_files, read_file_list, write_file_list
+from lightstep.distributed import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class PendingFolder(PendingSave):
         rotate: called on the first rank when the folder is in its place.
 
     If the block fails on one rank, it is left with an error on all of them, and the hidden folder is removed. In the
-    block the others may only wait in :meth:`Ranks.together <lightstep.checkpoint.ranks.Ranks.together>`.
+    block the others may only wait in :meth:`Ranks.together <lightstep.distributed.Ranks.together>`.
 
     Raises:
         CheckpointError: another process is saving to ``path``, something else is there, or another rank has failed.

@@ -22,14 +22,13 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from lightstep import CheckpointError
 from lightstep.checkpoint.errors import DamagedError, is_damage, list_names
-from lightstep.checkpoint.export import full_weights
-from lightstep.checkpoint.file_list import CHECKPOINT
-from lightstep.checkpoint.frozen_base import has_adapters
+from lightstep.checkpoint.huggingface import full_weights, load_pretrained
 from lightstep.checkpoint.layout import holds_checkpoint
-from lightstep.checkpoint.pretrained import load_pretrained
-from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.model_state import has_adapters
 from lightstep.checkpoint.saved import SavedCheckpoint
+from lightstep.checkpoint.verify import CHECKPOINT
 from lightstep.config import ConfigError
+from lightstep.distributed import Ranks
 from lightstep.integrations import adapters
 from lightstep.integrations.checks import unwrap_optimizer
 from lightstep.integrations.converted_weights import converts_weights, load_converted, parts_with_other_dtypes

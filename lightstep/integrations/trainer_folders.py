@@ -12,9 +12,9 @@ from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from lightstep.checkpoint.errors import CheckpointError
-from lightstep.checkpoint.file_list import CHECKPOINT, read_file_list
 from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
 from lightstep.checkpoint.storage import recover_interrupted, remove_folder
+from lightstep.checkpoint.verify import CHECKPOINT, read_file_list
 from lightstep.integrations.pending_folder import folder_kind, newest_whole
 
 __all__ = ["KIND", "is_read_on_save", "keep_best_only", "newest_checkpoint", "remove_leftovers", "rotate"]

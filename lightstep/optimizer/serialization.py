@@ -28,7 +28,10 @@ def _copied(value: Any) -> Any:
 
 
 def load_torch_state_dict(optimizer: Optimizer, engine: Engine, state_dict: Mapping[str, Any]) -> None:
-    """``optimizer.load_state_dict``: hooks, checks, state, groups, loss scale; nothing is changed if a check fails.
+    """``optimizer.load_state_dict``: hooks, checks, groups, state, loss scale.
+
+    Nothing is changed if a check fails. If anything fails after that, the optimizer refuses steps and saves until state
+    has been loaded.
 
     torch's own method would cast state to the parameter's dtype, which ruins fp32 masters of 16-bit parameters.
     """
@@ -49,15 +52,19 @@ def load_torch_state_dict(optimizer: Optimizer, engine: Engine, state_dict: Mapp
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     engine.edits.release(states)
     _check_states(engine, states, settings)
-    for live, saved in zip(engine.param_groups, settings, strict=True):
-        live.pop(KEPT, None)
-        live.update(saved)
-    _load_states(engine, states)
-    if shared:  # of the plain optimizer: MADGRAD's state["k"]
-        kept = {engine.classes.own.kept_name: {"attributes": {}, "state": snapshot(shared)}}
-        engine.param_groups[0].setdefault(KEPT, kept)
-    if "loss_scale" in incoming:
-        engine.loss_scale.load_state_dict(incoming["loss_scale"])
+    try:
+        for live, saved in zip(engine.param_groups, settings, strict=True):
+            live.pop(KEPT, None)
+            live.update(saved)
+        _load_states(engine, states)
+        if shared:  # of the plain optimizer: MADGRAD's state["k"]
+            kept = {engine.classes.own.kept_name: {"attributes": {}, "state": snapshot(shared)}}
+            engine.param_groups[0].setdefault(KEPT, kept)
+        if "loss_scale" in incoming:
+            engine.loss_scale.load_state_dict(incoming["loss_scale"])
+    except BaseException as error:
+        engine.broken.mark(f"load_state_dict failed ({error_text(error)})")
+        raise
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -93,17 +100,12 @@ def _check_states(
 
 
 def _load_states(engine: Engine, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Load all states; if that fails halfway, the optimizer refuses further steps."""
     if _has_masters_only(engine, states):
         for parameter, entries in states.items():
             engine.replace_state(parameter, entries)
         return
-    try:
-        for item in _items(engine, states):
-            engine.replace_state(item.param, states.get(item.param, {}))
-    except BaseException as error:
-        engine.broken.mark(f"load_state_dict failed ({error_text(error)})")
-        raise
+    for item in _items(engine, states):
+        engine.replace_state(item.param, states.get(item.param, {}))
 
 
 def _has_masters_only(engine: Engine, states: Mapping[Tensor, Mapping[str, Any]]) -> bool:

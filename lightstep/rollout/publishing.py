@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.checkpoint.errors import CheckpointError
-from lightstep.checkpoint.export import find_senders, gather_tensor
-from lightstep.checkpoint.ranks import Ranks
-from lightstep.distributed import local_tensor
+from lightstep.checkpoint.huggingface import find_senders
+from lightstep.distributed import Ranks, gather_tensor, local_tensor
 from lightstep.optimizer.param_groups import layer_of
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.transport import Bucket, WeightInfo, WeightTransferError, WeightTransport, buckets_of
@@ -107,7 +106,8 @@ class Publication:
         self._transport.send(bucket)
 
     def _gather(self, info: WeightInfo) -> Tensor:
-        return gather_tensor(self._named[info], self._senders, self._ranks.group, info.dtype)
+        named = self._named[info]
+        return gather_tensor(named.tensor, self._senders.get(named.name), self._ranks.group, info.dtype)
 
     def _run_on_all(self, step: Callable[[], object]) -> None:
         """Run ``step`` on all ranks. If it fails on one of them, all raise."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
+from lightstep.checkpoint.model_state import refuse_partly_loaded
 from lightstep.config import ConfigError, Rollout
 from lightstep.distributed import initialized, rank
 from lightstep.rollout.engine import RolloutEngine

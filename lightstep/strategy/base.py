@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightstep.checkpoint.pending import PendingSave, finish_pending
-from lightstep.checkpoint.pretrained import load_pretrained, shards_with_other_dtypes
+from lightstep.checkpoint.background import PendingSave, finish_pending
+from lightstep.checkpoint.huggingface import load_pretrained, shards_with_other_dtypes
 from lightstep.config import (
     ConfigError,
     StrategyConfig,

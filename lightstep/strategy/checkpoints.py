@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightstep import checkpoint
-from lightstep.checkpoint.pending import PendingSave
+from lightstep.checkpoint.background import PendingSave
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.rollout.roles import Role, Roles
 from lightstep.sharding.model_names import unwrap_model

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.checkpoint import CheckpointError, latest_checkpoint
-from lightstep.checkpoint.pending import PendingSave
+from lightstep.checkpoint.background import PendingSave
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.plan.report import peak_memory

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GenerationConfig
 
 from lightstep.checkpoint.errors import list_names
-from lightstep.checkpoint.pretrained import TiedWeightsDifferError, find_tensors
+from lightstep.checkpoint.huggingface import TiedWeightsDifferError, find_tensors
 from lightstep.config import ConfigError
 from lightstep.config_errors import one_sentence, suggest
 from lightstep.trainer.config import Model

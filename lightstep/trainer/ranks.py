@@ -9,9 +9,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lightstep.checkpoint.ranks import Ranks
 from lightstep.config import ConfigError
-from lightstep.distributed import world_size
+from lightstep.distributed import Ranks, world_size
 from lightstep.strategy import Strategy
 from lightstep.strategy.process_group import ProcessGroupStrategy
 

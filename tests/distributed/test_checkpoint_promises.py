@@ -14,9 +14,9 @@ from torch import nn
 
 import lightstep
 from lightstep.checkpoint import CheckpointError, load, save
+from tests.checkpoint_runs import OLD, Adapted
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import full
-from tests.unit.test_checkpoint_promises import OLD, Adapted
 
 
 def made(module: nn.Module, steps: int, width: int) -> tuple[Any, nn.Module, Any]:
@@ -59,14 +59,13 @@ def test_checkpoints_of_the_previous_version_load_to_the_same_bits(pool: Pool, n
 
 
 def check_replaced(rank: int, world_size: int, folder: str) -> None:
-    """The first rank sees the checkpoint before it is replaced, the second one after: both load the new one."""
+    """The checkpoint is replaced after one rank has read it: all ranks are told to load again, and get the new one."""
     path = Path(folder, "step")
     strategy, model, optimizer = made(nn.Linear(5, 3), 1, 5)
     strategy.save_checkpoint(path, model, optimizer)
     newer, model2, optimizer2 = made(nn.Linear(5, 3), 3, 5)
     expected, read, calls = content(model2, optimizer2), load.read_tensors, []
     newer.save_checkpoint(Path(folder, "newer"), model2, optimizer2)
-    moments = [1, 2, 3]  # after which reading it is replaced
 
     def replacing(*arguments: Any) -> None:
         calls.append(arguments)
@@ -75,13 +74,16 @@ def check_replaced(rank: int, world_size: int, folder: str) -> None:
             path.rename(path.with_name("aside"))
             Path(folder, "newer").rename(path)
 
+    moments = [1, 2, 3]  # after which reading it is replaced
     while moments:
+        other, model3, optimizer3 = made(nn.Linear(5, 3), 0, 5)
         load.read_tensors = replacing
         try:
-            other, model3, optimizer3 = made(nn.Linear(5, 3), 0, 5)
-            other.load_checkpoint(path, model3, optimizer3)
+            with pytest.raises(CheckpointError, match="step was replaced or removed while it was read; load again"):
+                other.load_checkpoint(path, model3, optimizer3)
         finally:
             load.read_tensors = read
+        other.load_checkpoint(path, model3, optimizer3)
         same(content(model3, optimizer3), expected)
         dist.barrier()
         if rank == 1:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import resource
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,14 +12,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import lightstep
 from lightstep import CheckpointError, WeightAverage
-from lightstep.checkpoint import save
+from lightstep.checkpoint import export_model, load_checkpoint, save, save_checkpoint
 from lightstep.distributed import local_tensor
+from tests.checkpoint_runs import Tied, Unloadable, contents, limited_file_size
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import full, same_weights, weights_of
@@ -367,8 +372,6 @@ class Elsewhere(nn.Module):
 
 
 def check_ranks_without_a_part(rank: int, world_size: int, folder: str) -> None:
-    from safetensors.torch import load_file
-
     strategy = lightstep.Strategy.load("fp32")
     for holders in ([0], [1], [1, 2]):
         model = Elsewhere(holders)
@@ -391,3 +394,51 @@ def check_ranks_without_a_part(rank: int, world_size: int, folder: str) -> None:
 
 def test_ranks_outside_the_mesh_of_a_weight(pool: Pool, tmp_path: Path) -> None:
     pool.run(check_ranks_without_a_part, 3, folder=str(tmp_path))
+
+
+def check_full_disk(rank: int, world_size: int, root: str) -> None:
+    """A sharded model saved by two ranks; then the second one's disk is full, and both raise."""
+    torch.manual_seed(3)
+    model, mesh = Tied(), init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
+    folder = Path(root) / "checkpoints" / "step"
+    random.seed(rank)
+    save_checkpoint(folder, model, optimizer)
+    drawn = random.random()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    full = limited_file_size(100 if rank == 1 else resource.RLIM_INFINITY)
+    with full, pytest.raises(CheckpointError, match="File too large" if rank == 1 else "rank 1: File too large"):
+        save_checkpoint(folder, model, optimizer)
+    with pytest.raises(TypeError, match=r"step was not saved: .*extra\['a'\] is a"):
+        save_checkpoint(folder, model, optimizer, extra={"a": Unloadable()} if rank == 1 else {})
+    dist.barrier()
+    assert contents(folder.parent) == ["step"]
+    load_checkpoint(folder, model, optimizer)
+    assert random.random() == drawn
+    assert all(torch.equal(value.to_local(), before[name].to_local()) for name, value in model.state_dict().items())
+    export_model(Path(root) / "export", model)
+
+
+def test_two_ranks_save_together_and_fail_together(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_full_disk, 2, cpu=True, root=str(tmp_path))
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    random.seed(5)
+    load_checkpoint(tmp_path / "checkpoints" / "step", model, optimizer)
+    torch.manual_seed(3)
+    expected = Tied()
+    reference = torch.optim.AdamW(expected.parameters(), lr=0.1)
+    expected(torch.arange(5)).square().sum().backward()
+    reference.step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected.state_dict()))
+    weights = load_file(tmp_path / "export" / "model.safetensors")
+    assert all(torch.equal(weights[name], value) for name, value in model.named_parameters())
+    random.seed(0)
+    assert random.random() == pytest.approx(0.8444218515250481), "rank 0 started from its own seed"

@@ -15,9 +15,9 @@ import torch
 
 from lightstep import DynamicLossScale, Strategy
 from lightstep.checkpoint import CheckpointError
-from lightstep.checkpoint.formats import convert_checkpoint, read_checkpoint, scales
+from lightstep.checkpoint.formats import convert_checkpoint, read_checkpoint
 from lightstep.checkpoint.formats.names import read_naming
-from lightstep.checkpoint.formats.state import TrainingState
+from lightstep.checkpoint.formats.state import TrainingState, scale_from_deepspeed, scale_to_deepspeed
 from tests.distributed import deepspeed_runs, lightrft_runs
 from tests.distributed.ranks import Pool
 from tests.reference.converted_run import ADAMW, AFTER, BEFORE, Run, differences, make_groups, make_net
@@ -282,7 +282,7 @@ def test_loss_scales_go_on_alike(pool: Pool) -> None:
             scale.update(chance.random() < 0.2)
         state = {**scale.state_dict(), "settings": {"growth_interval": interval, "hysteresis": hysteresis}}
         overflows = [False] * chance.randint(0, 15) + [True] * chance.randint(0, 4)
-        histories.append((vars(scales.to_deepspeed(state, chance.randint(0, 50))), overflows))
+        histories.append((vars(scale_to_deepspeed(state, chance.randint(0, 50))), overflows))
         expected.append(_values(scale, overflows))
     ends = pool.run(deepspeed_runs.scale_histories, 1, histories=histories)[0]
     assert [values for values, _ in ends] == expected
@@ -291,7 +291,7 @@ def test_loss_scales_go_on_alike(pool: Pool) -> None:
     for (end, overflows), (values, _) in zip(continued, theirs, strict=True):
         interval, hysteresis = end["scale_window"], end["delayed_shift"]
         scale = DynamicLossScale(growth_interval=interval, hysteresis=hysteresis, max_scale=2.0**120)
-        scale.load_state_dict(scales.from_deepspeed(types.SimpleNamespace(**end)) or {})
+        scale.load_state_dict(scale_from_deepspeed(types.SimpleNamespace(**end)) or {})
         assert _values(scale, overflows) == values
 
 

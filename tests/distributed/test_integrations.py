@@ -36,7 +36,7 @@ from transformers import (
 
 from lightstep import CheckpointError, ConfigError, Rule, Strategy
 from lightstep.checkpoint import save
-from lightstep.checkpoint.export import full_weights
+from lightstep.checkpoint.huggingface import full_weights
 from lightstep.integrations.accelerate import prepare
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.state.replicas import ReplicaShardedBackend

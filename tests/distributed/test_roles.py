@@ -26,7 +26,7 @@ from lightstep.bench import roles as bench
 from lightstep.bench.chart import draw
 from lightstep.bench.llama import LlamaShape
 from lightstep.bench.report import print_table
-from lightstep.checkpoint.export import full_weights
+from lightstep.checkpoint.huggingface import full_weights
 from lightstep.cli import app
 from lightstep.strategy import fsdp2
 from tests.distributed.models import TinyTransformer, loss_of

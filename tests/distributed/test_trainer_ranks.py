@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightstep
-from lightstep.checkpoint.ranks import RemoteRankError
 from lightstep.config import ConfigError
+from lightstep.distributed import RemoteRankError
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.loop import Loop
 from lightstep.trainer.session import train

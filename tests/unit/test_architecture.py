@@ -41,7 +41,6 @@ MAY_IMPORT["rollout"] = MAY_IMPORT["checkpoint"] | {"checkpoint"}
 MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout", "plan", "presets"}
 MAY_IMPORT["deepspeed"] = MAY_IMPORT["strategy"] | {"strategy"}
 MAY_IMPORT["lightstep"] = MAY_IMPORT["strategy"] | {"strategy"}
-MAY_IMPORT["conversion"] = MAY_IMPORT["lightstep"]  # the old name of checkpoint.formats
 MAY_IMPORT["integrations"] = MAY_IMPORT["deepspeed"] | {"lightstep", "optimizer_class"}
 MAY_IMPORT["trainer"] = MAY_IMPORT["integrations"] | {"integrations"}
 MAY_IMPORT["bench"] = MAY_IMPORT["trainer"] | {"trainer"}

@@ -26,9 +26,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from lightstep import CheckpointError, ConfigError
 from lightstep.checkpoint import save
-from lightstep.checkpoint.file_list import FILE_LIST
-from lightstep.checkpoint.pending import PendingSave, finish_pending
-from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.background import PendingSave, finish_pending
+from lightstep.checkpoint.verify import FILE_LIST
+from lightstep.distributed import Ranks
 from lightstep.integrations.pending_folder import PendingFolder, folder_kind
 from lightstep.integrations.trainer_folders import is_read_on_save, rotate
 from lightstep.integrations.transformers import LightstepTrainer

@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 import errno
 import json
-import math
 import os
 import pickle
 import random
-import re
-import resource
 import shutil
-import sys
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,7 +22,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, MultiStepLR, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+)
 
 import lightstep
 from lightstep.checkpoint import (
@@ -37,14 +41,25 @@ from lightstep.checkpoint import (
     to_torch_state_dict,
     verify_checkpoints,
 )
-from lightstep.checkpoint import write as checkpoint_write
-from lightstep.checkpoint.checksums import seal
-from lightstep.checkpoint.optimizer_content import OptimizerContent
+from lightstep.checkpoint import tensors as checkpoint_write
+from lightstep.checkpoint.layout import seal
+from lightstep.checkpoint.optimizer_state import OptimizerContent
+from tests.checkpoint_runs import (
+    DISK_IS_FULL,
+    Tied,
+    Unloadable,
+    contents,
+    dies_at,
+    failing_calls,
+    held,
+    limited_file_size,
+)
 from tests.covering import every_pair
-from tests.distributed.ranks import Pool
 from tests.faults import forge
 from tests.reference.pair import BACKENDS, TWO_GROUPS, Pair, same_tree, scale_for, strategy_values
 from tests.reference.tiny_model import TinyModel, loss_of
+
+__all__ = ["held"]
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
@@ -86,10 +101,6 @@ def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def contents(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir())
-
-
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
@@ -127,14 +138,50 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, name: str, parameters: str
     pair.train(4)
 
 
-@pytest.mark.parametrize("saved", BACKENDS)
-@pytest.mark.parametrize("loaded", BACKENDS)
-def test_state_moves_between_backends(tmp_path: Path, saved: str, loaded: str) -> None:
+STORAGES: dict[str, Callable[[Path], Any]] = {
+    "folder": lambda root: root / "runs",
+    "file://": lambda root: f"file://{root}/runs",
+    "memory://": lambda root: f"memory://{root}/runs",
+}
+
+
+@every_pair(saved=BACKENDS, loaded=BACKENDS, storage=STORAGES, asynchronous=[False, True])
+def test_what_is_saved_is_loaded(
+    tmp_path: Path, saved: str, loaded: str, storage: str, asynchronous: bool, held: threading.Event
+) -> None:
+    """By every backend into every other, wherever it is, and whatever training does while a thread writes it."""
+    root = STORAGES[storage](tmp_path)
+    path = root / "step-3" if isinstance(root, Path) else f"{root}/step-3"
     strategy, model, optimizer = trained(backend=saved)
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    scheduler = LinearLR(optimizer, 0.5, total_iters=10)
+    extra = {"losses": [1.0], "seen": torch.zeros(2)}
+    expected, rates = everything(model, optimizer), [group["lr"] for group in optimizer.param_groups]
+    if not asynchronous:
+        held.set()
+    pending = strategy.save_checkpoint(path, model, optimizer, scheduler, extra, asynchronous=asynchronous)
+    drawn = draw()
+    extra["losses"].append(2.0)
+    extra["seen"] += 1
+    for step in range(3):
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+        scheduler.step()
+    with torch.no_grad():
+        model.head.weight.zero_()
+    if pending is not None:
+        assert not pending.done() and latest_checkpoint(root) is None
+        held.set()
+        assert str(pending.result(timeout=60)) == str(path)
+        weights = sum(parameter.nbytes for parameter in model.parameters())  # kept; of `resident` the state too
+        assert optimizer.memory_report()["saving_bytes"] >= weights * (5 if saved == "resident" else 1)
+    assert str(latest_checkpoint(root)) == str(path)
     other, model2, optimizer2 = trained(backend=loaded, steps=1)
-    other.load_checkpoint(tmp_path / "a", model2, optimizer2)
-    same_tree("state", everything(model2, optimizer2), everything(model, optimizer))
+    scheduler2 = LinearLR(optimizer2, 0.5, total_iters=10)
+    found = other.load_checkpoint(path, model2, optimizer2, scheduler2)
+    assert draw() == drawn
+    same_tree("extra", found, {"losses": [1.0], "seen": torch.zeros(2)})
+    same_tree("state", everything(model2, optimizer2), expected)
+    assert [group["lr"] for group in optimizer2.param_groups] == rates and scheduler2.last_epoch == 0
 
 
 def test_parameters_without_state_stay_without(tmp_path: Path) -> None:
@@ -382,23 +429,6 @@ def test_our_state_as_a_torch_state_dict(tmp_path: Path) -> None:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    def __init__(self, tie: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 5, bias=False)
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
-        if tie:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden)
-
-
 def compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="eager")  # type: ignore[no-any-return]
 
@@ -524,17 +554,6 @@ def test_another_optimizer_is_refused_and_left_alone(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "b", target, torch.optim.AdamW(target.parameters()))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_state_with_nan_is_refused_by_name(tmp_path: Path, backend: str) -> None:
-    strategy, model, optimizer = trained(backend="resident")
-    name, parameter = next((n, p) for n, p in model.named_parameters() if p in optimizer.state)
-    optimizer.state[parameter]["exp_avg_sq"].view(-1)[-1] = math.nan
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
-    strategy, model, optimizer = trained(backend=backend)
-    with pytest.raises(CheckpointError, match=rf"state 'exp_avg_sq' of {re.escape(name)} holds 1 NaN .*load an"):
-        strategy.load_checkpoint(tmp_path / "a", model, optimizer)
-
-
 def test_groups_are_matched_by_name(tmp_path: Path) -> None:
     model, target = small_model(), small_model()
     rates = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.2}]
@@ -561,22 +580,6 @@ def test_groups_that_were_one_are_told_that_they_get_the_same_settings(
     assert "groups 0 and 1 of the optimizer were one group of the checkpoint, and get the same settings" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["lightstep.json", "tensors.json", "state.pt", "__0_0_0.distcp"])
-@pytest.mark.parametrize("damage", ["removed", "cut", "emptied"])
-def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, name: str, damage: str) -> None:
-    save_checkpoint(tmp_path / "a", small_model(1.0))
-    file = tmp_path / "a" / name
-    if damage == "removed":
-        file.unlink()
-    else:
-        os.truncate(file, 0 if damage == "emptied" else file.stat().st_size - 1)
-    target = small_model(2.0)
-    with pytest.raises(CheckpointError, match=name):
-        load_checkpoint(tmp_path / "a", target)
-    assert value_of(target) == 2.0
-    assert latest_checkpoint(tmp_path) is None
-
-
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         load_checkpoint(tmp_path / "none", small_model())
@@ -585,7 +588,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "run" / "a", small_model())
     with pytest.raises(CheckpointError, match=r"run is a folder of checkpoints; the newest is .*run/a"):
         load_checkpoint(tmp_path / "run", small_model())
-    (tmp_path / "run" / "a" / "lightstep.json").write_text('{"format": 99, "files": {}}')
+    forge(tmp_path / "run" / "a", format=99)
     with pytest.raises(CheckpointError, match="format 99"):
         load_checkpoint(tmp_path / "run" / "a", small_model())
 
@@ -601,10 +604,6 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
             save_checkpoint(tmp_path / name, small_model())
     assert contents(tmp_path) == ["a", "b", "c"]
     assert contents(tmp_path / "b") == ["thesis.tex"]
-
-
-class Unloadable:
-    pass
 
 
 @pytest.mark.parametrize(
@@ -787,27 +786,6 @@ def test_an_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
 # -- whole or not at all -----------------------------------------------------------------------------------------------
 
 
-def save_and_die(folder: Path, count: int, model: nn.Module) -> bool:
-    """Save in a forked child that dies without a word at its ``count``-th file operation; whether it got that far."""
-    child = os.fork()
-    if child == 0:
-        remaining = [count]
-
-        def watch(event: str, args: tuple[Any, ...]) -> None:
-            changes = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
-            if event in changes and str(folder.parent) in f"{args[0]!r} {args[1:2]!r}":
-                remaining[0] -= 1
-                if remaining[0] == 0:
-                    os._exit(9)
-
-        sys.addaudithook(watch)
-        save_checkpoint(folder, model)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) in (0, 9)
-    return os.waitstatus_to_exitcode(status) == 9
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("replacing", [True, False], ids=["replacing", "first"])
 def test_a_crash_at_any_file_operation_leaves_one_whole_checkpoint(tmp_path: Path, replacing: bool) -> None:
@@ -817,7 +795,7 @@ def test_a_crash_at_any_file_operation_leaves_one_whole_checkpoint(tmp_path: Pat
         folder.parent.mkdir()
         if replacing:
             save_checkpoint(folder, small_model(1.0))
-        died = save_and_die(folder, count, small_model(2.0))
+        died = dies_at(count, folder.parent, lambda folder=folder: save_checkpoint(folder, small_model(2.0)))
         model = small_model()
         if replacing or latest_checkpoint(folder.parent) is not None:
             assert latest_checkpoint(folder.parent) == folder
@@ -851,20 +829,6 @@ def test_saving_right_after_a_crash_between_the_renames_keeps_a_checkpoint_all_t
     assert contents(tmp_path) == ["step"]
 
 
-class limited_file_size:
-    """A disk on which no file can be larger than ``limit`` bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-
-    def __enter__(self) -> None:
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.before[1]))
-
-    def __exit__(self, *_: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
-
-
 @pytest.mark.parametrize("limit", [0, 1000, 5000])
 def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path, limit: int) -> None:
     folder = tmp_path / "step"
@@ -879,40 +843,21 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path, limit: 
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "mkdir"])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
-def test_a_failing_call_leaves_everything_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: BaseException
-) -> None:
+@pytest.mark.parametrize("error", [DISK_IS_FULL, KeyboardInterrupt()])
+def test_a_failing_call_leaves_everything_as_it_was(tmp_path: Path, call: str, error: BaseException) -> None:
     folder = tmp_path / "step"
-    save_checkpoint(folder, small_model(1.0))
-    real = getattr(os, call)
-    for number in range(50):
-        left = [number]
-
-        def failing(*args: Any, left: list[int] = left, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if left[0] == -1:
-                raise error
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(os, call, failing)
-        expected = 1.0
-        try:
-            save_checkpoint(folder, small_model(2.0))
-            expected = 2.0
-        except CheckpointError as caught:
-            assert str(caught) == f"{folder} was not saved: No space left on device"
-        except KeyboardInterrupt:
-            assert isinstance(error, KeyboardInterrupt)
-        monkeypatch.setattr(os, call, real)
-        assert contents(tmp_path) == ["step"]
-        model = small_model()
-        load_checkpoint(folder, model)
-        assert value_of(model) == expected
-        if left[0] >= 0:
-            assert number > 0, f"{call} was never called"
-            break
+    for patch in failing_calls(call, error):
         save_checkpoint(folder, small_model(1.0))
+        expected = 2.0
+        with patch:
+            try:
+                save_checkpoint(folder, small_model(2.0))
+            except (CheckpointError, KeyboardInterrupt) as caught:
+                expected = 1.0
+                assert caught is error or str(caught) == f"{folder} was not saved: No space left on device"
+        assert contents(tmp_path) == ["step"]
+        load_checkpoint(folder, model := small_model())
+        assert value_of(model) == expected
 
 
 def test_latest_checkpoint(tmp_path: Path) -> None:
@@ -1040,64 +985,3 @@ def test_export_of_a_transformers_model(tmp_path: Path, tied: bool) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto")
     assert loaded.dtype == torch.bfloat16
     same_tree("weights", dict(loaded.state_dict()), dict(model.state_dict()))
-
-
-# -- two ranks ---------------------------------------------------------------------------------------------------------
-
-
-def two_ranks(rank: int, world_size: int, root: str) -> None:
-    """A sharded model saved by two ranks; then the second one's disk is full, and both raise."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(3)
-    model, mesh = Tied(), init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.arange(5)).square().sum().backward()
-    optimizer.step()
-    folder = Path(root) / "checkpoints" / "step"
-    random.seed(rank)
-    save_checkpoint(folder, model, optimizer)
-    drawn = random.random()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        model.embed.weight.zero_()
-    full = limited_file_size(100 if rank == 1 else resource.RLIM_INFINITY)
-    with full, pytest.raises(CheckpointError, match="File too large" if rank == 1 else "rank 1: File too large"):
-        save_checkpoint(folder, model, optimizer)
-    with pytest.raises(TypeError, match=r"step was not saved: .*extra\['a'\] is a"):
-        save_checkpoint(folder, model, optimizer, extra={"a": Unloadable()} if rank == 1 else {})
-    dist.barrier()
-    assert contents(folder.parent) == ["step"]
-    load_checkpoint(folder, model, optimizer)
-    assert random.random() == drawn
-    assert all(torch.equal(value.to_local(), before[name].to_local()) for name, value in model.state_dict().items())
-    export_model(Path(root) / "export", model)
-
-
-def test_two_ranks_save_together_and_fail_together(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    pool = Pool()
-    try:
-        pool.run(two_ranks, 2, root=str(tmp_path))
-    finally:
-        pool.close()
-    model = Tied()
-    optimizer = torch.optim.AdamW(model.parameters())
-    random.seed(5)
-    load_checkpoint(tmp_path / "checkpoints" / "step", model, optimizer)
-    torch.manual_seed(3)
-    expected = Tied()
-    reference = torch.optim.AdamW(expected.parameters(), lr=0.1)
-    expected(torch.arange(5)).square().sum().backward()
-    reference.step()
-    torch.testing.assert_close(dict(model.state_dict()), dict(expected.state_dict()))
-    weights = load_file(tmp_path / "export" / "model.safetensors")
-    assert all(torch.equal(weights[name], value) for name, value in model.named_parameters())
-    random.seed(0)
-    assert random.random() == pytest.approx(0.8444218515250481), "rank 0 started from its own seed"

@@ -10,7 +10,7 @@ import pytest
 
 from lightstep.checkpoint import load_checkpoint, save_checkpoint, storage, verify_checkpoints
 from tests import faults
-from tests.unit.test_checkpoint_promises import model_of, values_of
+from tests.checkpoint_runs import model_of, values_of
 
 BAD = {
     "left a damaged checkpoint",
@@ -49,12 +49,6 @@ def test_a_disk_that_is_full_at_any_stage_loses_nothing(tmp_path: Path, asynchro
     counts = faults.full_disks(tmp_path, 12, asynchronous)
     nothing_bad(counts)
     assert counts["tried"] == 12
-
-
-def test_a_zeroed_sector_and_a_byte_less_are_found_everywhere(tmp_path: Path) -> None:
-    counts = faults.cut_and_zeroed(tmp_path)
-    nothing_bad(counts)
-    assert counts["tried"] > 20
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

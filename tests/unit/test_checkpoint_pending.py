@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -17,59 +17,14 @@ import torch
 from torch import nn
 
 from lightstep.checkpoint import CheckpointError, latest_checkpoint, save
-from lightstep.checkpoint import write as write_module
-from lightstep.checkpoint.pending import finish_pending
+from lightstep.checkpoint import tensors as write_module
 from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostMemoryError
+from tests.checkpoint_runs import content, held, same, trained
 from tests.python import python
-from tests.reference.pair import BACKENDS
-from tests.unit.test_checkpoint_promises import content, same, trained
 
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The writer waits until this is set."""
-    write, go = save.write_tensors, threading.Event()
-
-    def waits(*arguments: Any) -> Any:
-        assert go.wait(60)
-        return write(*arguments)
-
-    monkeypatch.setattr(save, "write_tensors", waits)
-    yield go
-    go.set()
-    finish_pending()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_saved_is_the_run_when_it_was_asked_for(tmp_path: Path, backend: str, held: threading.Event) -> None:
-    strategy, model, optimizer = trained(backend)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=10)
-    extra = {"losses": [1.0], "seen": torch.zeros(2)}
-    expected = content(model, optimizer)
-    pending = strategy.save_checkpoint(tmp_path / "a", model, optimizer, scheduler, extra, asynchronous=True)
-    rate, drawn = optimizer.param_groups[0]["lr"], torch.get_rng_state()
-    extra["losses"].append(2.0)
-    extra["seen"] += 1
-    for step in range(3):
-        optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
-        optimizer.step()
-        scheduler.step()
-        assert not pending.done(), step
-    with torch.no_grad():
-        model.weight.zero_()
-    assert latest_checkpoint(tmp_path) is None
-    held.set()
-    assert pending.result(timeout=60) == tmp_path / "a" and pending.done()
-    copied = optimizer.memory_report()["saving_bytes"]  # kept: weights, and of `resident` masters and moments too
-    assert copied >= sum(p.nbytes for p in model.parameters()) * (7 if backend == "resident" else 1)
-    _, other, optimizer2 = trained(backend, steps=1)
-    assert optimizer2.memory_report()["saving_bytes"] == 0
-    loaded = strategy.load_checkpoint(tmp_path / "a", other, optimizer2)
-    assert loaded["losses"] == [1.0] and not loaded["seen"].any()
-    assert optimizer2.param_groups[0]["lr"] == rate and torch.equal(torch.get_rng_state(), drawn)
-    same(content(other, optimizer2), expected)
+__all__ = ["held"]
 
 
 def niceness() -> int:
@@ -311,9 +266,10 @@ def wait_until(condition: Callable[[], Any]) -> None:
 ENDS = """
 import os, sys, threading, time, torch
 from torch import nn
-from lightstep.checkpoint import save, save_checkpoint, write
+from lightstep.checkpoint import save, save_checkpoint, tensors
 from lightstep.checkpoint.retention import Retention
-model, fetch, remove, seen = nn.Sequential(*(nn.Linear(3, 4) for _ in range(3))), write._fetch, Retention.remove_old, []
+model = nn.Sequential(*(nn.Linear(3, 4) for _ in range(3)))
+fetch, remove, seen = tensors._fetch, Retention.remove_old, []
 optimizer = torch.optim.SGD(model.parameters())
 for step in range(3):
     save_checkpoint(f"{sys.argv[1]}-{step}", model, optimizer)
@@ -326,7 +282,7 @@ def late(*arguments, **keywords):
     remove(*arguments, **keywords)
     if seen:
         assert seen[-1] == os.getpriority(os.PRIO_PROCESS, 0), seen
-write._fetch, Retention.remove_old = slowly, late
+tensors._fetch, Retention.remove_old = slowly, late
 save_checkpoint(f"{sys.argv[1]}-3", model, optimizer, asynchronous=True, keep_last=1)
 """
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import lightstep
 from lightstep.checkpoint import (
@@ -31,54 +31,15 @@ from lightstep.checkpoint import (
     layout,
     load,
     load_checkpoint,
-    pretrained,
     save_checkpoint,
     storage,
 )
+from lightstep.checkpoint import huggingface as pretrained
 from lightstep.checkpoint.formats import read_checkpoint
 from lightstep.checkpoint.layout import holds_checkpoint, remove_checkpoint
 from lightstep.checkpoint.tensors import Chunk, StoredTensor
+from tests.checkpoint_runs import OLD, Adapted, content, model_of, same, trained, values_of
 from tests.reference.pair import BACKENDS
-
-OLD = Path(__file__).parents[1] / "data" / "checkpoints"
-
-
-def model_of(value: float, count: int = 1) -> nn.Sequential:
-    model = nn.Sequential(*(nn.Linear(3, 4) for _ in range(count)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
-
-
-def values_of(model: nn.Module) -> set[float]:
-    return {float(x) for parameter in model.parameters() for x in parameter.detach().flatten()}
-
-
-def trained(backend: str, steps: int = 2, **changes: Any) -> tuple[Any, nn.Module, Any]:
-    strategy = lightstep.Strategy.load({"optimizer_state": {"backend": backend}, **changes})
-    torch.manual_seed(0)
-    model = strategy.prepare_model(nn.Linear(5, 3))
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
-    for step in range(steps):
-        torch.manual_seed(10 + step)
-        optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
-        optimizer.step()
-    return strategy, model, optimizer
-
-
-def content(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    optimizer.synchronize()
-    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        found |= {f"{name}.{k}": torch.as_tensor(v).clone() for k, v in optimizer.state.get(parameter, {}).items()}
-    return found
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items())
-
 
 # -- earlier versions --------------------------------------------------------------------------------------------------
 
@@ -156,12 +117,12 @@ def test_a_frozen_base_that_was_saved_in_fp32_gets_no_masters(tmp_path: Path) ->
 
 
 def test_a_checkpoint_has_what_the_previous_version_reads(tmp_path: Path) -> None:
-    """The files and keys of format 1; what is new is beside them."""
+    """The files and keys of format 1."""
     strategy, model, optimizer = trained("stream")
     strategy.save_checkpoint(tmp_path / "a", model, optimizer)
     old, new = (json.loads((folder / "lightstep.json").read_text()) for folder in (OLD / "stream", tmp_path / "a"))
     assert old["format"] == new["format"] and old["files"].keys() == new["files"].keys()
-    assert new.keys() - old.keys() == {"save_id", "counter", "checksums", "crc32"} and not old.keys() - new.keys()
+    assert new.keys() == old.keys()
     indices = [json.loads((folder / "tensors.json").read_text()) for folder in (OLD / "stream", tmp_path / "a")]
     assert indices[0]["tensors"].keys() == indices[1]["tensors"].keys()
 
@@ -179,17 +140,6 @@ def test_the_newest_is_the_one_saved_last_whatever_the_clock_says(
     assert latest_checkpoint(tmp_path) == tmp_path / "step-200"
     save_checkpoint(tmp_path / "step-150", model_of(1.5))
     assert latest_checkpoint(tmp_path) == tmp_path / "step-150", "a run that went back and saved again"
-
-
-def test_checkpoints_of_before_the_order_come_first_and_by_their_time(tmp_path: Path) -> None:
-    for name, at in (("b", 5), ("a", 7), ("c", 6)):
-        shutil.copytree(OLD / "stream", tmp_path / name)
-        manifest = json.loads((tmp_path / name / "lightstep.json").read_text())
-        (tmp_path / name / "lightstep.json").write_text(json.dumps({**manifest, "saved_at": at}))
-    assert latest_checkpoint(tmp_path) == tmp_path / "a"
-    model = model_of(1.0)
-    save_checkpoint(tmp_path / "b", model, torch.optim.SGD(model.parameters()))
-    assert latest_checkpoint(tmp_path) == tmp_path / "b"
 
 
 def test_looking_for_the_newest_beside_a_process_that_rotates(tmp_path: Path) -> None:
@@ -394,25 +344,34 @@ def test_a_load_during_saves_is_of_one_checkpoint(tmp_path: Path) -> None:
             assert int(saver.stdout.readline()) == last == loaded_value(folder)
 
 
-def test_a_checkpoint_that_is_replaced_between_two_files_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", [1, 2])
+def test_a_checkpoint_that_is_replaced_during_a_load_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int
 ) -> None:
-    """Also when it happens while the model is being filled: the load starts over with the new one."""
+    """In the dry run nothing is changed; while the model is being filled, it has to be loaded again."""
     folder, read, calls = tmp_path / "step", load.read_tensors, []
-    for when in (1, 2, 3, 4):
-        save_checkpoint(folder, model_of(1.0), extra={"of": 1})
+    save_checkpoint(folder, model_of(1.0))
 
-        def replacing(*arguments: Any, when: int = when) -> None:
-            calls.append(arguments)
-            read(*arguments)
-            if len(calls) == when:
-                save_checkpoint(folder, model_of(2.0), extra={"of": 2})
+    def replacing(*arguments: Any) -> None:
+        calls.append(arguments)
+        read(*arguments)
+        if len(calls) == when:
+            save_checkpoint(folder, model_of(2.0))
 
-        monkeypatch.setattr(load, "read_tensors", replacing)
-        model = model_of(0.0)
-        extra = load_checkpoint(folder, model)
-        assert (extra["of"], values_of(model)) == ((2, {2.0}) if when < 3 else (1, {1.0}))
-        calls.clear()
+    model = model_of(0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "read_tensors", replacing)
+        with pytest.raises(CheckpointError, match=r"step was replaced or removed while it was read; load again$"):
+            load_checkpoint(folder, model)
+    if when == 1:
+        assert values_of(model) == {0.0}
+        save_checkpoint(tmp_path / "other", model)
+    else:
+        with pytest.raises(CheckpointError, match="failed after a part of it had been loaded"):
+            save_checkpoint(tmp_path / "other", model)
+    load_checkpoint(folder, model)
+    assert values_of(model) == {2.0}
+    save_checkpoint(tmp_path / "other", model)
 
 
 def test_a_checkpoint_between_two_renames_is_there(tmp_path: Path) -> None:
@@ -422,44 +381,6 @@ def test_a_checkpoint_between_two_renames_is_there(tmp_path: Path) -> None:
 
 
 # -- loads that fail ---------------------------------------------------------------------------------------------------
-
-
-def spoil(folder: Path, what: str) -> None:
-    """Damage that the manifest does not show."""
-    index = json.loads((folder / "tensors.json").read_text())
-    (key,) = [key for key in index["tensors"] if key.endswith(what)][:1]
-    _, _, file, start, size = index["tensors"][key]["chunks"][-1]
-    with (folder / index["files"][file]).open("r+b") as stream:
-        stream.seek(start + size - 100)
-        stream.write(bytes(100))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("what", ["bias", "bias.exp_avg_sq", "bias.step"])
-def test_what_cannot_be_read_changes_nothing(tmp_path: Path, backend: str, what: str) -> None:
-    strategy, model, optimizer = trained(backend, steps=4)
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
-    spoil(tmp_path / "a", what)
-    strategy, model, optimizer = trained(backend)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=10)
-    before, random = content(model, optimizer), torch.get_rng_state()
-    with pytest.raises(CheckpointError, match="a was not loaded"):
-        strategy.load_checkpoint(tmp_path / "a", model, optimizer, scheduler)
-    same(content(model, optimizer), before)
-    assert torch.equal(torch.get_rng_state(), random)
-    strategy.save_checkpoint(tmp_path / "b", model, optimizer)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_state_with_nan_changes_nothing(tmp_path: Path, backend: str) -> None:
-    strategy, model, optimizer = trained("resident", steps=4)
-    optimizer.state[model.weight]["exp_avg_sq"].view(-1)[-1] = torch.nan
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
-    strategy, model, optimizer = trained(backend)
-    before = content(model, optimizer)
-    with pytest.raises(CheckpointError, match="holds 1 NaN"):
-        strategy.load_checkpoint(tmp_path / "a", model, optimizer)
-    same(content(model, optimizer), before)
 
 
 def test_a_model_that_is_loaded_in_part_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,6 +398,78 @@ def test_a_model_that_is_loaded_in_part_is_not_saved(tmp_path: Path, monkeypatch
     strategy.load_checkpoint(tmp_path / "a", model, optimizer)
     strategy.save_checkpoint(tmp_path / "b", model, optimizer)
     optimizer.step()
+
+
+def test_a_torch_optimizer_that_is_loaded_in_part_takes_no_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its groups and the weights are the checkpoint's, its state is not."""
+    model = model_of(1.0)
+    save_checkpoint(tmp_path / "a", model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    model = model_of(2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with failing_at(3, monkeypatch), pytest.raises(CheckpointError, match="Input/output error"):
+        load_checkpoint(tmp_path / "a", model, optimizer)
+    assert values_of(model) == {1.0} and optimizer.param_groups[0]["lr"] == 0.5
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="failed after a part of it had been loaded; weights and state may be"):
+            optimizer.step()
+    with pytest.raises(CheckpointError, match="failed after a part of it had been loaded"):
+        save_checkpoint(tmp_path / "b", model, optimizer)
+    load_checkpoint(tmp_path / "a", model, optimizer)
+    optimizer.step()
+    save_checkpoint(tmp_path / "b", model, optimizer)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_state_dict_that_is_loaded_in_part_is_not_gone_on_from(
+    backend: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its groups have been loaded, and the state of none or one of two parameters."""
+    _, _, source = trained(backend, steps=3)
+    saved = source.state_dict()
+    saved["param_groups"][0]["lr"] = 0.5
+    _, model, optimizer = trained(backend)
+    breaks_off(optimizer, number, monkeypatch, lambda: optimizer.load_state_dict(saved))
+    with pytest.raises(RuntimeError, match=r"load_state_dict failed \(OSError: .*may be half updated"):
+        optimizer.step()
+    optimizer.load_state_dict(saved)
+    found = content(model, optimizer)
+    for name, entries in zip(("weight", "bias"), saved["state"].values(), strict=True):
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(found[f"{name}.{key}"], torch.as_tensor(entries[key])), (name, key)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.backward(model(torch.ones(4, 5, dtype=torch.bfloat16)).float().sum())
+    optimizer.step()
+
+
+def test_masters_that_are_loaded_in_part_before_the_first_step_are_not_gone_on_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wrappers load such state before the model is sharded."""
+    _, _, optimizer = trained("resident", steps=0)
+    masters = {number: {"master": torch.ones(shape)} for number, shape in enumerate([(3, 5), (3,)])}
+    saved = {"state": masters, "param_groups": optimizer.state_dict()["param_groups"]}
+    breaks_off(optimizer, 1, monkeypatch, lambda: optimizer.load_state_dict(saved))
+    with pytest.raises(RuntimeError, match="load_state_dict failed"):
+        optimizer.step()
+
+
+def breaks_off(optimizer: Any, number: int, monkeypatch: pytest.MonkeyPatch, load_state: Callable[[], object]) -> None:
+    """Load while the disk fails after the state of ``number`` parameters."""
+    replace_state, calls = optimizer.engine.replace_state, []
+
+    def fails(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) > number:
+            broken_disk()
+        replace_state(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer.engine, "replace_state", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            load_state()
 
 
 def test_weights_that_are_half_updated_are_neither_saved_nor_exported(tmp_path: Path) -> None:
@@ -591,25 +584,6 @@ def test_masters_in_the_file_follow_an_edit_after_a_load(tmp_path: Path, backend
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
-
-
-class Adapted(nn.Module):
-    """A frozen base with an adapter, as PEFT leaves it."""
-
-    def __init__(self, base: str = "org/base", seed: int = 0, tied: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.base = nn.Linear(6, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.adapter = nn.Linear(6, 6, bias=False)
-        if tied:
-            self.again = self.base
-        for parameter in (*self.base.parameters(), *self.norm.parameters()):
-            parameter.requires_grad_(False)
-        self.peft_config = {"default": type("Config", (), {"base_model_name_or_path": base})()}
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.norm(self.base(rows)) + self.adapter(rows)
 
 
 def adapted(steps: int, backend: str = "resident", **arguments: Any) -> tuple[Any, Adapted, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from torch import nn
 from lightstep import Strategy
 from lightstep.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, save, save_checkpoint
 from lightstep.checkpoint.verify import is_undamaged
-from tests.unit.test_checkpoint_checksums import flip
-from tests.unit.test_checkpoint_promises import model_of, trained, values_of
+from tests.checkpoint_runs import dies_at, flip, model_of, trained, values_of
 
 
 def saved(folder: Path, *numbers: int, **options: Any) -> None:
@@ -110,28 +108,11 @@ def test_when_all_are_damaged_none_is_removed_before_one_is_whole(
 
 def test_a_crash_at_any_moment_of_a_rotation_leaves_a_whole_one(tmp_path: Path) -> None:
     """A child dies at its n-th file operation, for random n until it gets through."""
-    seed, died = random.Random(0), 0
+    seed, died, folder = random.Random(0), 0, tmp_path / "run"
     for number in range(2, 14):
-        folder = tmp_path / "run"
         if not folder.exists():
             saved(folder, 1)
-        child = os.fork()
-        if child == 0:
-            remaining = [seed.randrange(1, 26)]
-
-            def watch(event: str, args: tuple[Any, ...], remaining: list[int] = remaining) -> None:
-                if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and "run" in f"{args[:2]!r}":
-                    remaining[0] -= 1
-                    if remaining[0] == 0:
-                        os._exit(9)
-
-            sys.addaudithook(watch)
-            try:
-                saved(folder, number, keep_last=1)
-            finally:
-                os._exit(0)
-        seed.random()
-        died += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        died += dies_at(seed.randrange(1, 26), folder, lambda number=number: saved(folder, number, keep_last=1))
         newest = latest_checkpoint(folder)
         assert newest is not None and is_undamaged(newest)
         load_checkpoint(newest, model := model_of(0.0))

@@ -20,16 +20,15 @@ from lightstep.checkpoint import (
     retention,
     save,
     save_checkpoint,
-    urls,
     verify_checkpoints,
 )
+from lightstep.checkpoint import storage as urls
+from lightstep.checkpoint.background import finish_pending
 from lightstep.checkpoint.formats import convert_checkpoint, describe_checkpoint
 from lightstep.checkpoint.layout import remove_checkpoint
-from lightstep.checkpoint.pending import finish_pending
-from lightstep.checkpoint.urls import UrlPath
+from lightstep.checkpoint.storage import UrlPath
 from lightstep.extras import MissingLibraryError
-from tests.reference.pair import BACKENDS
-from tests.unit.test_checkpoint_promises import content, model_of, same, trained, values_of
+from tests.checkpoint_runs import model_of, trained, values_of
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -47,16 +46,6 @@ def files(url: str) -> dict[str, bytes]:
     return {} if not system.exists(root) else {path[len(root) :]: system.cat_file(path) for path in system.find(root)}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_run_goes_on_from_a_url(url: str, backend: str) -> None:
-    strategy, model, optimizer = trained(backend, steps=3)
-    strategy.save_checkpoint(f"{url}/step-3", model, optimizer, extra={"epoch": 1})
-    other, model2, optimizer2 = trained("resident", steps=1)
-    assert other.load_checkpoint(f"{url}/step-3", model2, optimizer2) == {"epoch": 1}
-    same(content(model2, optimizer2), content(model, optimizer))
-    assert str(latest_checkpoint(url)) == f"{url}/step-3"
-
-
 def test_a_checkpoint_is_replaced_by_its_manifest(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until that is written the one before is there; what is left of it then goes."""
     place = f"{url}/step"
@@ -70,7 +59,7 @@ def test_a_checkpoint_is_replaced_by_its_manifest(url: str, monkeypatch: pytest.
         return write(path, data)
 
     monkeypatch.setattr(save, "write_file", fails)
-    monkeypatch.setattr("lightstep.checkpoint.small_state.write_file", fails)
+    monkeypatch.setattr("lightstep.checkpoint.saved.write_file", fails)
     with pytest.raises(CheckpointError, match=f"{place} was not saved: No space left"):
         save_checkpoint(place, model_of(2.0))
     assert files(place) == before

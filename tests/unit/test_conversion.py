@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 
 from lightstep import Strategy
 from lightstep.checkpoint import CheckpointError
-from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, from_dcp, read_checkpoint
+from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
+from lightstep.checkpoint.formats import dcp as from_dcp
+from lightstep.checkpoint.formats.files import load_file
 from lightstep.checkpoint.formats.names import read_naming
-from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState
 from lightstep.cli import app
 from lightstep.config import LossScaleConfig, parse_config

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightstep import Strategy
-from lightstep.checkpoint import CheckpointError, export, export_model, load_checkpoint
-from lightstep.checkpoint.pretrained import load_pretrained
+from lightstep.checkpoint import CheckpointError, export_model, load_checkpoint
+from lightstep.checkpoint import huggingface as export
+from lightstep.checkpoint.huggingface import load_pretrained
 from lightstep.checkpoint.storage import LocalStorage
+from tests.checkpoint_runs import dies_at, failing_calls
 
 
 class Sharded(nn.Module):
@@ -72,27 +72,6 @@ def test_a_second_export_replaces_the_first_and_keeps_the_users_files(tmp_path: 
         assert entries(tmp_path) == ["m"]
 
 
-def export_and_die(folder: Path, count: int, model: nn.Module) -> bool:
-    """Export in a forked child that dies without a word at its ``count``-th file operation; whether it got that far."""
-    child = os.fork()
-    if child == 0:
-        remaining = [count]
-
-        def watch(event: str, args: tuple[Any, ...]) -> None:
-            changes = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
-            if event in changes and str(folder.parent) in f"{args[0]!r} {args[1:2]!r}":
-                remaining[0] -= 1
-                if remaining[0] == 0:
-                    os._exit(9)
-
-        sys.addaudithook(watch)
-        export_model(folder, model)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) in (0, 9)
-    return os.waitstatus_to_exitcode(status) == 9
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_crash_at_any_file_operation_leaves_the_old_or_the_new_model_whole(tmp_path: Path) -> None:
     results, between = [], 0
@@ -100,7 +79,7 @@ def test_a_crash_at_any_file_operation_leaves_the_old_or_the_new_model_whole(tmp
         folder = tmp_path / str(count) / "m"
         user_files(folder)
         export_model(folder, Sharded(1.0))
-        died = export_and_die(folder, count, Sharded(2.0))
+        died = dies_at(count, folder.parent, lambda folder=folder: export_model(folder, Sharded(2.0)))
         if not folder.exists():  # a crash between the two renames; both models are whole beside it
             between += 1
             (old,), (new,) = folder.parent.glob(".m.replaced-*"), folder.parent.glob(".m.saving-*")
@@ -118,33 +97,19 @@ def test_a_crash_at_any_file_operation_leaves_the_old_or_the_new_model_whole(tmp
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "mkdir"])
-def test_a_failing_call_leaves_the_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_failing_call_leaves_the_earlier_export(tmp_path: Path, call: str) -> None:
     user_files(tmp_path / "m")
-    export_model(tmp_path / "m", Sharded(1.0))
-    real = getattr(os, call)
-    for number in range(50):
-        left = [number]
-
-        def failing(*args: Any, left: list[int] = left, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if left[0] == -1:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(os, call, failing)
-        expected = 2.0
-        try:
-            export_model(tmp_path / "m", Sharded(2.0))
-        except CheckpointError as error:
-            assert str(error) == f"{tmp_path / 'm'} was not exported: No space left on device"
-            expected = 1.0
-        monkeypatch.setattr(os, call, real)
-        assert exported_value(tmp_path / "m") == expected
+    for patch in failing_calls(call):
         export_model(tmp_path / "m", Sharded(1.0))
-        assert has_user_files(tmp_path / "m") and entries(tmp_path) == ["m"]
-        if left[0] >= 0:
-            assert number > 0, f"{call} was never called"
-            return
+        assert has_user_files(tmp_path / "m") and entries(tmp_path) == ["m"], "what the failure left is gone"
+        expected = 2.0
+        with patch:
+            try:
+                export_model(tmp_path / "m", Sharded(2.0))
+            except CheckpointError as error:
+                assert str(error) == f"{tmp_path / 'm'} was not exported: No space left on device"
+                expected = 1.0
+        assert exported_value(tmp_path / "m") == expected
 
 
 def test_every_file_is_on_the_disk_before_the_folder_takes_its_place(
@@ -227,7 +192,7 @@ def test_a_url_is_refused_before_anything_is_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lightstep.checkpoint.export.full_weights", lambda *_, **__: pytest.fail("gathered"))
+    monkeypatch.setattr("lightstep.checkpoint.huggingface.full_weights", lambda *_, **__: pytest.fail("gathered"))
     with pytest.raises(CheckpointError, match="is a URL, and save_pretrained writes to local folders; export to one"):
         export_model(url, nn.Linear(2, 2))
     assert not entries(tmp_path)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import lightstep
-from lightstep.checkpoint.pending import finish_pending
+from lightstep.checkpoint.background import finish_pending
 from lightstep.optimizer.schedule import NextForward
 from lightstep.state import units as units_module
 from lightstep.state.device_snapshot import DeviceSnapshot

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.checkpoint import CheckpointError
-from lightstep.checkpoint.pending import finish_pending
-from lightstep.checkpoint.read import read_tensors
+from lightstep.checkpoint.background import finish_pending
 from lightstep.checkpoint.saved import SavedCheckpoint
-from lightstep.checkpoint.tensors import Target, full_shard
+from lightstep.checkpoint.tensors import Target, full_shard, read_tensors
 from lightstep.state import units as units_module
 from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.host_copy_pool import HostCopyPool

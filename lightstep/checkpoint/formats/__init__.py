@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from lightstep.checkpoint.formats.convert import convert_checkpoint
-from lightstep.checkpoint.formats.describe import describe_checkpoint
-from lightstep.checkpoint.formats.read import read_checkpoint
+from lightstep.checkpoint.formats.convert import convert_checkpoint, describe_checkpoint, read_checkpoint
 
 __all__ = ["convert_checkpoint", "describe_checkpoint", "read_checkpoint"]

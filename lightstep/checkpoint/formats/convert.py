@@ -1,21 +1,40 @@
-"""Converting a checkpoint from one format to another."""
+"""Recognising a checkpoint's format and reading it; converting it to another format; describing it in rows of text."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
-from lightstep.checkpoint.formats.names import read_naming
-from lightstep.checkpoint.formats.read import read_checkpoint
-from lightstep.checkpoint.formats.scales import is_dynamic
-from lightstep.checkpoint.formats.state import TrainingState
-from lightstep.checkpoint.formats.to_lightstep import write_lightstep
-from lightstep.checkpoint.formats.to_torch import write_torch
-from lightstep.checkpoint.formats.to_universal import write_universal
-from lightstep.checkpoint.small_state import check_loadable
-from lightstep.checkpoint.storage import location
+from lightstep.checkpoint.errors import CheckpointError, NotFoundError, checkpoint_errors, list_names
+from lightstep.checkpoint.formats.dcp import METADATA, read_dcp
+from lightstep.checkpoint.formats.files import load_file
+from lightstep.checkpoint.formats.lightrft import is_lightrft, rank_files, read_lightrft
+from lightstep.checkpoint.formats.lightstep import read_lightstep, write_lightstep
+from lightstep.checkpoint.formats.names import Naming, read_naming
+from lightstep.checkpoint.formats.plain_torch import (
+    TRAINER_STATE,
+    add_trainer_files,
+    is_trainer_checkpoint,
+    read_torch_file,
+    read_trainer_checkpoint,
+    write_torch,
+)
+from lightstep.checkpoint.formats.state import LazyTensor, TrainingState, is_dynamic
+from lightstep.checkpoint.formats.universal import PARAMETERS, read_universal, write_universal
+from lightstep.checkpoint.formats.zero import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    is_engine_checkpoint,
+    open_zero,
+    read_engine_checkpoint,
+    read_zero,
+)
+from lightstep.checkpoint.layout import MANIFEST, find_checkpoint, latest_checkpoint
+from lightstep.checkpoint.saved import check_loadable
+from lightstep.checkpoint.storage import UrlPath, location
 from lightstep.config import DynamicScale, LossScaleConfig
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.paths import local_path
@@ -42,8 +61,7 @@ def convert_checkpoint(
     a few tensors.
 
     Args:
-        source: a checkpoint in any format of :data:`~lightstep.checkpoint.formats.read.READABLE`, or the URL of one of
-            lightstep's.
+        source: a checkpoint in any format of :data:`READABLE`, or the URL of one of lightstep's.
         destination: a folder, or a file for ``"torch"``; for ``"lightstep"`` it may be a URL. An existing one is
             replaced if it is a checkpoint of lightstep (for ``"lightstep"``) or a conversion wrote it; otherwise it is
             refused.
@@ -125,3 +143,162 @@ def _set_scale_settings(state: TrainingState, scale: LossScaleConfig) -> None:
         raise CheckpointError("the loss scale of the checkpoint is dynamic, that of the strategy is not")
     assert state.loss_scale is not None
     state.loss_scale = {**state.loss_scale, "settings": scale.model_dump(exclude={"kind", "init_scale"})}
+
+
+READABLE = (
+    "lightstep checkpoints, DeepSpeed's ZeRO and universal checkpoints, files of torch.save with a model and an "
+    "optimizer, transformers Trainer's checkpoint-N folders, folders of torch.distributed.checkpoint, and LightRFT's "
+    "optim_states"
+)
+
+
+def read_checkpoint(path: Path, naming: Naming | None = None) -> TrainingState:
+    """The run in a checkpoint of any known format. Every file is opened; tensors are read later.
+
+    Raises:
+        CheckpointError: there is no checkpoint in a known format, or files are missing, damaged, or of different runs.
+    """
+    state = _read(path, naming or Naming())
+    state.check()
+    return state
+
+
+def _read(path: Path, naming: Naming) -> TrainingState:
+    if path.is_file():
+        content = load_file(path)
+        return read_lightrft(path, naming) if is_lightrft(content) else read_torch_file(path, naming)
+    if not path.is_dir() or (path / MANIFEST).is_file():
+        whole = find_checkpoint(path)
+        return read_engine_checkpoint(whole) if is_engine_checkpoint(whole) else read_lightstep(whole)
+    if isinstance(path, UrlPath):
+        raise NotFoundError(f"{path} holds no checkpoint of lightstep; copy one of another format to a local folder")
+    folder = _tagged(path)
+    if (folder / PARAMETERS).is_dir():
+        return _with_trainer_files(read_universal(folder), folder.parent)
+    if any(OPTIMIZER_FILE.fullmatch(entry.name) or MODEL_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
+        return _with_trainer_files(read_zero(open_zero(folder)), folder.parent)
+    if rank_files(path):
+        return read_lightrft(path, naming)
+    if (path / METADATA).is_file():
+        return read_dcp(path)
+    if is_trainer_checkpoint(path):
+        return read_trainer_checkpoint(path, naming)
+    if (newest := latest_checkpoint(path)) is not None:
+        raise NotFoundError(f"{path} is a folder of checkpoints; the newest is {newest}")
+    raise NotFoundError(f"{path} holds no checkpoint in a known format. Known are {READABLE}")
+
+
+def _with_trainer_files(state: TrainingState, folder: Path) -> TrainingState:
+    """The run of DeepSpeed's files, with the Trainer's own if ``folder`` is a checkpoint of it."""
+    if (folder / TRAINER_STATE).is_file():
+        add_trainer_files(state, folder)
+    return state
+
+
+def _tagged(path: Path) -> Path:
+    """The folder that DeepSpeed's ``latest`` or ``latest_universal`` names."""
+    for pointer in ("latest", "latest_universal"):
+        if (path / pointer).is_file():
+            folder = path / (path / pointer).read_text(encoding="utf-8").strip()
+            if not folder.is_dir() or folder.parent != path:
+                raise CheckpointError(
+                    f"{path / pointer} names {folder.name!r}, which is not there; pass another folder"
+                )
+            return folder
+    return path
+
+
+_HYPERPARAMETERS = ("lr", "betas", "momentum", "eps", "weight_decay")
+
+
+def describe_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: str | os.PathLike[str] | None = None,
+    names: str | os.PathLike[str] | None = None,
+) -> list[tuple[str, str]]:
+    """``(what, text)`` rows. Every file is opened and checked, but only step counts are read.
+
+    Args:
+        model: as for :func:`~lightstep.checkpoint.formats.convert.convert_checkpoint`.
+        names: likewise.
+
+    Raises:
+        CheckpointError: there is no checkpoint in a known format, or it is incomplete; the message says why.
+    """
+    with checkpoint_errors(f"{path} was not read"):
+        return list(_rows(read_checkpoint(location(path).resolve(), read_naming(model, names))))
+
+
+def _rows(state: TrainingState) -> Iterable[tuple[str, str]]:
+    yield "format", state.format
+    yield "complete", "yes: every file is there (verify reads their bytes)"
+    yield "step", "unknown" if state.step is None else str(state.step)
+    yield "written by", "unknown" if state.world_size is None else f"{state.world_size} rank{_s(state.world_size)}"
+    optimized = set(state.optimized())
+    yield "trained parameters", _tensors(w for n, w in state.weights.items() if n in optimized)
+    yield "frozen parameters, buffers", _tensors(w for n, w in state.weights.items() if n not in optimized)
+    if state.base is not None:
+        yield "frozen base", f"{state.base['name'] or 'without a name'}, not in the checkpoint"
+    if state.aliases:
+        yield "tied", list_names(f"{alias} = {name}" for alias, name in state.aliases.items())
+    entries: dict[str, list[Any]] = {}
+    for own in state.entries.values():
+        for key, value in own.items():
+            entries.setdefault(key, []).append(value)
+    for key, values in entries.items():
+        yield f"state: {key}", _entry(values)
+    if state.groups is None:
+        yield "optimizer", "none"
+    for number, group in enumerate(state.groups or ()):
+        known = {key: group.settings[key] for key in _HYPERPARAMETERS if key in group.settings}
+        settings = ", ".join(
+            f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in known.items()
+        )
+        yield f"group {number}", f"{len(group.names)} parameter{_s(len(group.names))}: {settings}"
+    yield "loss scale", _loss_scale(state.loss_scale)
+    yield "scheduler", "none" if state.scheduler is None else list_names(state.scheduler)
+    yield "extra", list_names(map(str, state.extra)) or "none"
+    for note in state.notes:
+        yield "note", note
+
+
+def _tensors(tensors: Iterable[LazyTensor]) -> str:
+    tensors = list(tensors)
+    if not tensors:
+        return "none"
+    dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    numbers = sum(tensor.shape.numel() for tensor in tensors)
+    kinds = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
+    return f"{len(tensors)} ({kinds}), {numbers:,} numbers, {_size(sum(t.nbytes for t in tensors))}"
+
+
+def _entry(values: list[Any]) -> str:
+    tensors = [value for value in values if isinstance(value, LazyTensor)]
+    if not tensors or all(not tensor.shape for tensor in tensors):
+        found = sorted({int(v.read()) if isinstance(v, LazyTensor) else v for v in values}, key=str)
+        return f"{len(values)} ({list_names(map(str, found))})"
+    return _tensors(tensors)
+
+
+def _loss_scale(scale: dict[str, Any] | None) -> str:
+    if scale is None:
+        return "none"
+    if "good_steps" not in scale:
+        return f"{scale['scale']:g}, constant"
+    return (
+        f"{scale['scale']:g}, dynamic: {scale['good_steps']} good steps, "
+        f"{scale['hysteresis_left']} overflow{_s(scale['hysteresis_left'])} left"
+    )
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"

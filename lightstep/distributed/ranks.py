@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightstep.distributed import role_group
+from lightstep.distributed.groups import role_group
 
 Result = TypeVar("Result")
 

@@ -17,12 +17,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from lightstep.checkpoint.errors import CheckpointError, error_text, list_names
-from lightstep.checkpoint.formats.from_lightstep import lazy
-from lightstep.checkpoint.formats.from_torch import MODEL_KEYS, OPTIMIZER_KEYS, SCALER_KEYS, SCHEDULER_KEYS, own_extra
-from lightstep.checkpoint.formats.safe_load import enum_member, load_bytes
-from lightstep.checkpoint.formats.scales import from_torch
-from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step, step_tensor
-from lightstep.checkpoint.optimizer_content import same_settings
+from lightstep.checkpoint.formats.files import enum_member, load_bytes
+from lightstep.checkpoint.formats.lightstep import lazy
+from lightstep.checkpoint.formats.plain_torch import MODEL_KEYS, OPTIMIZER_KEYS, SCALER_KEYS, SCHEDULER_KEYS, own_extra
+from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step, scale_from_torch, step_tensor
+from lightstep.checkpoint.optimizer_state import same_settings
 from lightstep.checkpoint.tensors import Chunk, StoredTensor
 from lightstep.optimizer.param_groups import clean_name
 
@@ -228,7 +227,7 @@ def _add_rest(state: TrainingState, rest: dict[str, Any]) -> None:
         found = next((key for key in keys if isinstance(kept.get(key), dict) and kept[key]), None)
         if found is not None:
             value = kept.pop(found)
-            setattr(state, name, value if name == "scheduler" else from_torch(value))
+            setattr(state, name, value if name == "scheduler" else scale_from_torch(value))
     state.extra = own_extra(kept)
 
 

@@ -1,4 +1,6 @@
-"""Reading files of ``torch.save({"model": ..., "optimizer": ...})``, and checkpoints of transformers' Trainer."""
+"""Files of ``torch.save({"model": ..., "optimizer": ...})``, read and written, and checkpoints of transformers'
+Trainer.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,22 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lightstep.checkpoint.errors import CheckpointError, list_names
+from lightstep.checkpoint.formats.files import load_file, save_lazily
 from lightstep.checkpoint.formats.names import Grouping, Naming, ParameterOrder, name_groups, read_model
-from lightstep.checkpoint.formats.safe_load import load_file
-from lightstep.checkpoint.formats.scales import from_torch
-from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step, step_tensor
+from lightstep.checkpoint.formats.state import (
+    MASTER,
+    Group,
+    LazyTensor,
+    TrainingState,
+    is_dynamic,
+    max_step,
+    scale_from_torch,
+    scale_to_torch,
+    step_tensor,
+)
+from lightstep.checkpoint.storage import new_file
 from lightstep.optimizer.param_groups import clean_name
+from lightstep.version import __version__
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -54,7 +67,7 @@ def _read_rest(
     if found["scheduler"]:
         state.scheduler = content[found["scheduler"]]
     if found["scaler"]:
-        state.loss_scale = from_torch(content[found["scaler"]])
+        state.loss_scale = scale_from_torch(content[found["scaler"]])
     if isinstance(section := content.get("lightstep"), dict):
         state.format = "torch (converted)"
         state.optimizer_class, state.loss_scale = content.get("optimizer_class"), content.get("loss_scale")
@@ -74,7 +87,7 @@ def own_extra(rest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cast_back(state: TrainingState, trained_in: Mapping[str, str]) -> None:
-    """Undo what :func:`~lightstep.checkpoint.formats.to_torch.write_torch` does: its weights are the masters.
+    """Undo what :func:`~lightstep.checkpoint.formats.plain_torch.write_torch` does: its weights are the masters.
 
     Args:
         trained_in: name -> dtype in which the parameter is trained.
@@ -173,7 +186,7 @@ def read_trainer_checkpoint(folder: Path, naming: Naming) -> TrainingState:
         state.weights = _in_model_order(state.weights, naming.model)
     add_optimizer(state, load_file(folder / "optimizer.pt"), naming, [_trainer_groups(naming.model)])
     if (folder / "scaler.pt").is_file():
-        state.loss_scale = from_torch(load_file(folder / "scaler.pt"))
+        state.loss_scale = scale_from_torch(load_file(folder / "scaler.pt"))
     add_trainer_files(state, folder)
     return state
 
@@ -241,3 +254,69 @@ def _trainer_groups(model: ParameterOrder | None) -> Grouping:
     """Trainer's two groups: parameters with weight decay, then those without (biases and norms)."""
     decayed = model.decayed if model is not None and model.decayed is not None else frozenset()
     return lambda order: [[n for n in order if n in decayed], [n for n in order if n not in decayed]]
+
+
+MARK = "lightstep"
+
+
+def write_torch(state: TrainingState, path: Path) -> None:
+    """Write the run as a file of ``torch.save``. Host memory grows by what reading one tensor takes.
+
+    Raises:
+        CheckpointError: something that no conversion wrote is at ``path``, ...
+    """
+    content = _content(state)
+    with new_file(path, is_conversion, "a file that a conversion wrote") as temporary:
+        save_lazily(content, temporary)
+
+
+def is_conversion(path: Path) -> bool:
+    """Whether :func:`write_torch` wrote the file."""
+    try:
+        content = load_file(path) if path.is_file() else None
+    except CheckpointError:
+        return False
+    return isinstance(content, dict) and isinstance(content.get(MARK), dict)
+
+
+def _content(state: TrainingState) -> dict[str, Any]:
+    """The file's content. The model's weights are the masters, for a loop with fp32 weights."""
+    weights = {name: state.master(name) for name in state.weights}
+    content: dict[str, Any] = {
+        MARK: {"version": __version__, "converted_from": state.format, "trained_in": _dtypes(state)},
+        "model": {**weights, **{alias: weights[name] for alias, name in state.aliases.items() if name in weights}},
+    }
+    if state.groups is not None:
+        content["optimizer"] = _optimizer(state)
+        content["optimizer_class"] = state.optimizer_class
+    content["scheduler"] = state.scheduler
+    content["scaler"] = scale_to_torch(state.loss_scale) if state.loss_scale and is_dynamic(state.loss_scale) else None
+    content["loss_scale"] = state.loss_scale
+    content |= {"extra": state.extra, "random": state.random, "modules": state.modules, "step": state.step}
+    content["world_size"] = state.world_size
+    return content
+
+
+def _dtypes(state: TrainingState) -> dict[str, str]:
+    """The dtypes in which parameters are trained, if the file has their masters."""
+    return {
+        name: str(weight.dtype).removeprefix("torch.")
+        for name, weight in state.weights.items()
+        if state.master(name).dtype != weight.dtype
+    }
+
+
+def _optimizer(state: TrainingState) -> dict[str, Any]:
+    """The optimizer's state dict in torch's layout, with names in addition to the indices."""
+    assert state.groups is not None
+    index = {name: number for number, name in enumerate(state.optimized())}
+    entries = {
+        index[name]: {key: value for key, value in state.entries[name].items() if key != MASTER}
+        for name in index
+        if name in state.entries
+    }
+    groups = [
+        {**group.settings, "params": [index[name] for name in group.names], "param_names": list(group.names)}
+        for group in state.groups
+    ]
+    return {"state": {number: own for number, own in entries.items() if own}, "param_groups": groups}

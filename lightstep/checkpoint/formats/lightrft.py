@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 
 from lightstep.checkpoint.errors import CheckpointError, list_names
-from lightstep.checkpoint.formats.from_dcp import METADATA, read_dcp
+from lightstep.checkpoint.formats.dcp import METADATA, read_dcp
+from lightstep.checkpoint.formats.files import load_file
 from lightstep.checkpoint.formats.names import Naming, name_groups
-from lightstep.checkpoint.formats.safe_load import load_file
-from lightstep.checkpoint.formats.scales import from_lightrft
-from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, max_step, step_tensor
+from lightstep.checkpoint.formats.state import (
+    MASTER,
+    Group,
+    LazyTensor,
+    TrainingState,
+    max_step,
+    scale_from_lightrft,
+    step_tensor,
+)
 from lightstep.distributed import is_sharded, local_tensor, mesh_ranks
 
 KEYS = {"grad_scaler", "base_optim_states", "flat_fp32_weights"}
@@ -66,7 +73,7 @@ def read_lightrft(path: Path, naming: Naming) -> TrainingState:
         if state.weights.setdefault(name, entries[MASTER]).dtype == torch.float32:
             del entries[MASTER]
         state.entries[name] = entries
-    state.loss_scale = from_lightrft(contents[0]["grad_scaler"])
+    state.loss_scale = scale_from_lightrft(contents[0]["grad_scaler"])
     for file, key in (("scheduler_state.pt", "scheduler"), ("client_state.pt", "extra")):
         if path.is_dir() and (path / file).is_file():
             setattr(state, key, load_file(path / file))

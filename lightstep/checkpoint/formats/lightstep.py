@@ -1,7 +1,8 @@
-"""Reading lightstep's own checkpoints."""
+"""Reading and writing lightstep's own checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor
 
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step
-from lightstep.checkpoint.layout import refuse_replaced
-from lightstep.checkpoint.optimizer_content import entry_key, stored_entries
-from lightstep.checkpoint.read import read_tensors
-from lightstep.checkpoint.save import average_key
+from lightstep.checkpoint.layout import CHECKPOINT, unreplaced
+from lightstep.checkpoint.model_state import average_key
+from lightstep.checkpoint.optimizer_state import entry_key, stored_entries
+from lightstep.checkpoint.save import finish_checkpoint
 from lightstep.checkpoint.saved import SavedCheckpoint
-from lightstep.checkpoint.tensors import Index, Target, full_shard
+from lightstep.checkpoint.storage import storage_for
+from lightstep.checkpoint.tensors import Index, Source, Target, full_shard, read_tensors, write_tensors
 
 
 def read_lightstep(folder: Path) -> TrainingState:
@@ -62,10 +64,8 @@ def _lazy(saved: SavedCheckpoint, key: str) -> LazyTensor:
     tensor = lazy(saved.data, key, saved.index)
 
     def read() -> Tensor:
-        try:
+        with unreplaced(saved.folder, saved.manifest):
             return tensor.load()
-        finally:
-            refuse_replaced(saved.folder, saved.manifest)
 
     return LazyTensor(tensor.dtype, tensor.shape, read)
 
@@ -91,3 +91,65 @@ def _read_optimizer(state: TrainingState, saved: SavedCheckpoint) -> None:
         if found := {**values.get(name, {}), **entries}:
             state.entries[name] = found
     state.loss_scale = saved.optimizer.get("loss_scale")
+
+
+def write_lightstep(state: TrainingState, path: Path) -> None:
+    """Write the run as a lightstep checkpoint.
+
+    Host memory grows by what reading one tensor takes, and by 128 MiB of tensors, or two tensors if these are larger.
+
+    Raises:
+        CheckpointError: the disk is full, something else than a checkpoint is at ``path``, ...
+    """
+    with storage_for(path).new_folder(path, CHECKPOINT) as temporary:
+        index = write_tensors(temporary, _sources(state))
+        finish_checkpoint(temporary, path, index, _small_state(state), _manifest(state), state.world_size or 1)
+
+
+def _sources(state: TrainingState) -> list[Source]:
+    sources = [_source(f"model.{name}", weight) for name, weight in state.weights.items()]
+    for name in state.optimized():
+        for key, value in state.entries.get(name, {}).items():
+            if isinstance(value, LazyTensor):
+                sources.append(_source(entry_key(name, key), value))
+    return sources
+
+
+def _source(key: str, tensor: LazyTensor) -> Source:
+    return Source(key, full_shard(tensor.shape), tensor.dtype, compact(tensor.read))
+
+
+def compact(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """``read`` with a result whose storage has no other elements: ``torch.save`` writes the whole storage."""
+
+    def fetch() -> Tensor:
+        tensor = read().contiguous()
+        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+    return fetch
+
+
+def _small_state(state: TrainingState) -> dict[str, Any]:
+    small = {"extra": state.extra, "scheduler": state.scheduler, "modules": state.modules, "random": state.random}
+    if state.groups is not None:
+        plain = {
+            name: {key: value for key, value in entries.items() if not isinstance(value, LazyTensor)}
+            for name, entries in state.entries.items()
+        }
+        small["optimizer"] = {
+            "groups": [group.settings for group in state.groups],
+            "loss_scale": state.loss_scale,
+            "values": {name: values for name, values in plain.items() if values},
+        }
+    return small
+
+
+def _manifest(state: TrainingState) -> dict[str, Any]:
+    return {
+        "scheduler": None,
+        "optimizer": state.optimizer_class,
+        "groups": None if state.groups is None else [group.names for group in state.groups],
+        "aliases": state.aliases,
+        "converted_from": state.format,
+        **({} if state.base is None else {"base": state.base}),
+    }
