@@ -49,7 +49,7 @@ ARGUMENTS = {
     "num_batches_per_epoch": STEPS,
 }
 # A small ring: the model below has several units.
-SMALL_RING = {"optimizer_state.ring_mib": 2, "optimizer_state.resident_gib": 0}
+SMALL_RING = {"optimizer_state.ring_mib": 3, "optimizer_state.resident_gib": 0}
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "resident": ("resident", {}),
     "stream": ("stream", SMALL_RING),

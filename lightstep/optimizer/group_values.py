@@ -126,7 +126,14 @@ def equal_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 def _same(first: Any, second: Any) -> bool:
-    return first is second or (type(first) is type(second) and not isinstance(first, Tensor) and bool(first == second))
+    if first is second:
+        return True
+    if type(first) is not type(second) or isinstance(first, Tensor):
+        return False
+    try:
+        return bool(first == second)
+    except RuntimeError:  # a container that holds tensors, such as a class's queue of gradients
+        return False
 
 
 def copied(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import math
 from pathlib import Path
@@ -106,6 +107,15 @@ class StableAdamW(EachParameter):
         v.lerp_(grad.square(), 0.01)
         rms = (grad.square() / v.clamp(min=1e-12)).mean().sqrt().clamp(min=1)
         p.addcdiv_(m, v.sqrt() + 1e-6, value=-group["lr"] / float(rms))
+
+
+class QueuesGradients(EachParameter):
+    """As AdaShift: tensors in a container."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        queue = state.setdefault("queue", collections.deque(maxlen=3))
+        queue.append(grad.clone())
+        p.sub_(queue[0], alpha=group["lr"])
 
 
 class SmallStates(EachParameter):
@@ -259,7 +269,7 @@ ELEMENT_WISE = [
     DecaysUnmarked,
     ChecksRequiresGrad,
 ]
-WHOLE = [StableAdamW, SmallStates, DecaysMatrices, LooksAhead]
+WHOLE = [StableAdamW, QueuesGradients, SmallStates, DecaysMatrices, LooksAhead]
 
 
 @pytest.mark.parametrize("place", list(PLACES))
