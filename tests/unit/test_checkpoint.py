@@ -46,6 +46,7 @@ from lightstep.checkpoint.layout import seal
 from lightstep.checkpoint.optimizer_state import OptimizerContent
 from tests.checkpoint_runs import (
     DISK_IS_FULL,
+    Adapted,
     Tied,
     Unloadable,
     contents,
@@ -489,18 +490,6 @@ def test_untied_weights_load_into_tied_ones_if_they_are_equal(tmp_path: Path) ->
     assert torch.equal(target.head.weight, source.head.weight)
 
 
-def test_whole_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    source, target = small_model(), small_model()
-    source[1].num_batches_tracked.fill_(300)
-    save_checkpoint(tmp_path / "a", source)
-    target[1].num_batches_tracked = target[1].num_batches_tracked.to(torch.uint8)
-    with pytest.raises(CheckpointError, match=r"tracked is torch\.int64 in the checkpoint and torch\.uint8 in the"):
-        load_checkpoint(tmp_path / "a", target)
-    save_checkpoint(tmp_path / "b", target)
-    load_checkpoint(tmp_path / "b", source)
-    assert source[1].num_batches_tracked == 0
-
-
 def test_module_extra_state_comes_back(tmp_path: Path) -> None:
     class Counting(nn.Linear):
         calls = 0
@@ -521,37 +510,137 @@ def test_module_extra_state_comes_back(tmp_path: Path) -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def test_another_model_is_refused_by_name_and_left_alone(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "a", small_model(1.0))
-    other = small_model(2.0)
-    other[2] = nn.Linear(4, 3)
-    other.append(nn.Linear(1, 1))
-    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    with pytest.raises(CheckpointError) as raised:
-        load_checkpoint(tmp_path / "a", other)
-    for part in (str(tmp_path / "a"), "3.weight", "3.bias", "2.weight is [2, 4] in the checkpoint and [3, 4]"):
-        assert part in str(raised.value)
-    same_tree("model", dict(other.state_dict()), before)
-    smaller = nn.Sequential(nn.Linear(3, 4))
-    with pytest.raises(CheckpointError, match=r"not in the model: 1\.bias, 1\.num_batches_tracked"):
-        load_checkpoint(tmp_path / "a", smaller)
+def with_(model: nn.Sequential, number: int, module: nn.Module) -> nn.Sequential:
+    """The model with another module at a place, or one more."""
+    model.add_module(str(number), module)
+    return model
 
 
-def test_another_optimizer_is_refused_and_left_alone(tmp_path: Path) -> None:
-    model = small_model(1.0)
-    save_checkpoint(tmp_path / "a", model, torch.optim.AdamW(model.parameters()))
-    target = small_model(2.0)
-    for optimizer, message in [
-        (torch.optim.AdamW(target[0].parameters()), r"another optimizer \(not in the optimizer: 1\.bias"),
-        (torch.optim.SGD(target.parameters()), "holds the state of AdamW, the optimizer is SGD"),
-        (torch.optim.AdamW(small_model().parameters()), "6 parameters of the optimizer .* are not the model's"),
-    ]:
-        with pytest.raises(CheckpointError, match=message):
-            load_checkpoint(tmp_path / "a", target, optimizer)
-    assert value_of(target) == 2.0
-    save_checkpoint(tmp_path / "b", model, torch.optim.AdamW(model[0].parameters()))
-    with pytest.raises(CheckpointError, match=r"another optimizer \(not in the checkpoint: 1\.bias"):
-        load_checkpoint(tmp_path / "b", target, torch.optim.AdamW(target.parameters()))
+def counted(dtype: torch.dtype) -> nn.Sequential:
+    """A whole number that an 8-bit buffer cannot hold."""
+    model = small_model(2.0)
+    model[1].num_batches_tracked = torch.tensor(99, dtype=dtype)
+    return model
+
+
+Loaded = tuple[nn.Module, torch.optim.Optimizer | None]
+
+
+def adam_of(model: nn.Module, parameters: nn.Module | None = None, kind: Any = torch.optim.AdamW) -> Loaded:
+    return model, kind((parameters or model).parameters())
+
+
+REFUSED: dict[str, tuple[Callable[[], Loaded], Callable[[], Loaded], str]] = {
+    "a weight of another shape, and two more": (
+        lambda: (small_model(1.0), None),
+        lambda: (with_(with_(small_model(2.0), 2, nn.Linear(4, 3)), 3, nn.Linear(1, 1)), None),
+        r"another model \(not in the checkpoint: 3\.weight, 3\.bias; "
+        r"different: 2\.weight is \[2, 4\] in the checkpoint and \[3, 4\] in the model, 2\.bias",
+    ),
+    "weights that the model does not have": (
+        lambda: (small_model(1.0), None),
+        lambda: (nn.Sequential(nn.Linear(3, 4)), None),
+        r"not in the model: 1\.bias, 1\.num_batches_tracked",
+    ),
+    "whole numbers that do not fit": (
+        lambda: (counted(torch.int64), None),
+        lambda: (counted(torch.uint8), None),
+        r"tracked is torch\.int64 in the checkpoint and torch\.uint8 in the",
+    ),
+    "an optimizer of fewer parameters": (
+        lambda: adam_of(small_model(1.0)),
+        lambda: adam_of(model := small_model(2.0), model[0]),
+        r"another optimizer \(not in the optimizer: 1\.bias",
+    ),
+    "an optimizer of more parameters": (
+        lambda: adam_of(model := small_model(1.0), model[0]),
+        lambda: adam_of(small_model(2.0)),
+        r"another optimizer \(not in the checkpoint: 1\.bias",
+    ),
+    "an optimizer of another class": (
+        lambda: adam_of(small_model(1.0)),
+        lambda: adam_of(small_model(2.0), kind=torch.optim.SGD),
+        "holds the state of AdamW, the optimizer is SGD",
+    ),
+    "an optimizer of another model": (
+        lambda: adam_of(small_model(1.0)),
+        lambda: adam_of(small_model(2.0), small_model()),
+        r"6 parameters of the optimizer .* are not the model's",
+    ),
+    "a base of another shape": (
+        lambda: (Adapted(), None),
+        lambda: (changed(Adapted(), base=nn.Linear(6, 7)), None),
+        r"base.weight is \[6, 6\] in the checkpoint and \[7, 6\]",
+    ),
+    "no base": (
+        lambda: (Adapted(), None),
+        lambda: (changed(Adapted(), base=None), None),
+        "not in the model: base.bias, base.weight",
+    ),
+    "more than base and adapter": (
+        lambda: (Adapted(), None),
+        lambda: (changed(Adapted(), more=nn.Linear(1, 1)), None),
+        "not in the checkpoint: more.weight",
+    ),
+}
+
+
+def changed(model: nn.Module, **modules: nn.Module | None) -> nn.Module:
+    for name, module in modules.items():
+        setattr(model, name, module)
+    return model
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused_by_name_and_left_alone(tmp_path: Path, what: str) -> None:
+    saved, loaded, sentence = REFUSED[what]
+    save_checkpoint(tmp_path / "a", *saved())
+    model, optimizer = loaded()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=rf"a was not loaded: .*{sentence}"):
+        load_checkpoint(tmp_path / "a", model, optimizer)
+    same_tree("model", dict(model.state_dict()), before)
+    assert optimizer is None or not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("none", "none does not exist"),
+        ("", r"it has no lightstep\.json"),
+        ("run", r"run is a folder of checkpoints; the newest is .*run/a"),
+        ("run/b", "format 99"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(tmp_path: Path, path: str, sentence: str) -> None:
+    for name in ("b", "a"):
+        save_checkpoint(tmp_path / "run" / name, small_model())
+    forge(tmp_path / "run" / "b", format=99)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_checkpoint(tmp_path / path, small_model())
+
+
+class Planned:
+    """A scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": 3, "plan": Unloadable()}
+
+
+@pytest.mark.parametrize(
+    ("saved", "sentence"),
+    [
+        ({"extra": {"a": {"b": [1, Unloadable()]}}}, r"extra\['a'\]\['b'\]\[1\] is a .*Unloadable"),
+        ({"extra": {"loss": numpy.float64(0.5)}}, r"extra\['loss'\] is a numpy\.float64"),
+        ({"extra": {"hook": lambda: 0}}, r"extra\['hook'\] is a builtins\.function"),
+        ({"extra": {"where": Path("a")}}, r"extra\['where'\] is a pathlib"),
+        ({"scheduler": Planned()}, r"scheduler\['plan'\] is a .*Unloadable"),
+    ],
+)
+def test_what_could_not_be_loaded_again_is_refused_before_writing(tmp_path: Path, saved: Any, sentence: str) -> None:
+    with pytest.raises(TypeError, match=rf"a was not saved: {sentence}"):
+        save_checkpoint(tmp_path / "a", small_model(), **saved)
+    assert contents(tmp_path) == []
 
 
 def test_groups_are_matched_by_name(tmp_path: Path) -> None:
@@ -580,19 +669,6 @@ def test_groups_that_were_one_are_told_that_they_get_the_same_settings(
     assert "groups 0 and 1 of the optimizer were one group of the checkpoint, and get the same settings" in caplog.text
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
-        load_checkpoint(tmp_path / "none", small_model())
-    with pytest.raises(CheckpointError, match=r"it has no lightstep\.json"):
-        load_checkpoint(tmp_path, small_model())
-    save_checkpoint(tmp_path / "run" / "a", small_model())
-    with pytest.raises(CheckpointError, match=r"run is a folder of checkpoints; the newest is .*run/a"):
-        load_checkpoint(tmp_path / "run", small_model())
-    forge(tmp_path / "run" / "a", format=99)
-    with pytest.raises(CheckpointError, match="format 99"):
-        load_checkpoint(tmp_path / "run" / "a", small_model())
-
-
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     save_checkpoint(tmp_path / "a", small_model())
@@ -604,30 +680,6 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
             save_checkpoint(tmp_path / name, small_model())
     assert contents(tmp_path) == ["a", "b", "c"]
     assert contents(tmp_path / "b") == ["thesis.tex"]
-
-
-@pytest.mark.parametrize(
-    ("extra", "named"),
-    [
-        ({"a": {"b": [1, Unloadable()]}}, r"extra\['a'\]\['b'\]\[1\] is a .*Unloadable"),
-        ({"loss": numpy.float64(0.5)}, r"extra\['loss'\] is a numpy\.float64"),
-        ({"hook": lambda: 0}, r"extra\['hook'\] is a builtins\.function"),
-        ({"where": Path("a")}, r"extra\['where'\] is a pathlib"),
-    ],
-)
-def test_what_could_not_be_loaded_again_is_refused_before_writing(tmp_path: Path, extra: Any, named: str) -> None:
-    with pytest.raises(TypeError, match=named):
-        save_checkpoint(tmp_path / "a", small_model(), extra=extra)
-    assert contents(tmp_path) == []
-
-
-def test_a_scheduler_that_could_not_be_loaded_again_is_refused(tmp_path: Path) -> None:
-    class Schedule:
-        def state_dict(self) -> dict[str, Any]:
-            return {"last": 3, "plan": Unloadable()}
-
-    with pytest.raises(TypeError, match=r"scheduler\['plan'\]"):
-        save_checkpoint(tmp_path / "a", small_model(), scheduler=Schedule())
 
 
 @pytest.mark.parametrize("name", ["LambdaLR", "MultiStepLR"])
