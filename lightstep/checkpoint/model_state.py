@@ -122,8 +122,9 @@ def _base_name(model: nn.Module) -> str | None:
 _half_loaded: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 """Models that a load has changed in part -> what failed."""
 
-_refusing: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
-"""torch's own optimizers that a load has changed in part -> the hook by which ``step()`` raises."""
+_refusing: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[RemovableHandle, bool]] = weakref.WeakKeyDictionary()
+"""torch's own optimizers after a load that broke off -> the hook by which ``step()`` raises, and whether it was loading
+state."""
 
 
 @contextmanager
@@ -145,12 +146,14 @@ def loading(model: nn.Module, optimizers: Iterable[Any], path: Any, weights_only
             if hasattr(optimizer, "refuse_until_loaded"):
                 optimizer.refuse_until_loaded(reason, weights_only=weights_only)
             else:
+                with_state = not weights_only or _refusing.get(optimizer, (None, False))[1]
                 _allow_steps(optimizer)
-                _refusing[optimizer] = optimizer.register_step_pre_hook(partial(_refuse_step, reason))
+                _refusing[optimizer] = optimizer.register_step_pre_hook(partial(_refuse_step, reason)), with_state
         raise
     del _half_loaded[inner]
     for optimizer in optimizers:
-        _allow_steps(optimizer)
+        if not (weights_only and _refusing.get(optimizer, (None, False))[1]):
+            _allow_steps(optimizer)
 
 
 def _refuse_step(reason: str, *_: Any) -> None:
@@ -158,8 +161,8 @@ def _refuse_step(reason: str, *_: Any) -> None:
 
 
 def _allow_steps(optimizer: Any) -> None:
-    if (hook := _refusing.pop(optimizer, None)) is not None:
-        hook.remove()
+    if (refusal := _refusing.pop(optimizer, None)) is not None:
+        refusal[0].remove()
 
 
 def refuse_partly_loaded(model: nn.Module, doing: str = "saving one") -> None:

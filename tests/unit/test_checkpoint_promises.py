@@ -413,9 +413,19 @@ def test_a_torch_optimizer_that_is_loaded_in_part_takes_no_steps(
             optimizer.step()
     with pytest.raises(CheckpointError, match="failed after a part of it had been loaded"):
         save_checkpoint(tmp_path / "b", model, optimizer)
+    save_checkpoint(tmp_path / "weights", model_of(3.0))
+    load_checkpoint(tmp_path / "weights", model, optimizer)
+    with pytest.raises(RuntimeError, match="failed after a part of it had been loaded"):
+        optimizer.step()  # weights alone do not repair its state
     load_checkpoint(tmp_path / "a", model, optimizer)
     optimizer.step()
     save_checkpoint(tmp_path / "b", model, optimizer)
+    with failing_at(2, monkeypatch), pytest.raises(CheckpointError, match="Input/output error"):
+        load_checkpoint(tmp_path / "weights", model, optimizer)
+    with pytest.raises(RuntimeError, match="failed after a part of it had been loaded"):
+        optimizer.step()
+    load_checkpoint(tmp_path / "weights", model, optimizer)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
