@@ -13,9 +13,8 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-    from lightstep.bench.contender import Task
     from lightstep.bench.report import Values
-    from lightstep.bench.run import Run
+    from lightstep.bench.run import Run, Task
 
 FAILED = 1
 """The exit code when a contender failed."""
@@ -41,7 +40,6 @@ _ALLOWED = {
     "iteration": {*_TRAINED, "rounds", "clip_every", "iteration"},
     "timeline": {*_TRAINED, "timeline"},
     "tensors": {*_MEASURED, "rounds", "tensors"},
-    "roles": {"params", "layers", "roles"},
 }
 _COMMON = {"output", "device", "seed"}
 
@@ -103,9 +101,7 @@ def bench(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for the JSON file and the chart, or for timelines. Default: a new one in runs/bench."
-        ),
+        typer.Option(help="Folder for the JSON file and the chart, or for traces. Default: a new one in runs/bench."),
     ] = None,
     checkpoints: Annotated[
         Path | None,
@@ -123,7 +119,8 @@ def bench(
         bool,
         typer.Option(
             "--timeline",
-            help="Write a profiler trace of a few iterations of each, and a picture of its streams. Needs a GPU.",
+            help="Write a profiler trace of a few iterations of each, for ui.perfetto.dev, and say how much of the "
+            "copies ran beside the computation. Needs a GPU.",
         ),
     ] = False,
     tensors: Annotated[
@@ -157,12 +154,6 @@ def bench(
             help="Iterations: clip every N-th step, whatever its norm.",
         ),
     ] = None,
-    roles: Annotated[
-        bool,
-        typer.Option(
-            "--roles", help="Measure the memory of a worker that only generates, with the rollout role and without it."
-        ),
-    ] = False,
 ) -> None:
     """Measure strategies and other libraries side by side on this machine. Default: one optimizer step of a Llama.
 
@@ -170,8 +161,8 @@ def bench(
     measure at the same time, and each gets its share of the cores.
 
     --iteration trains a Llama with activation checkpointing and compares time and memory with the same iterations
-    without an optimizer. --tensors uses tensors so small that only Python takes time. --roles measures the memory of
-    one rollout worker.
+    without an optimizer. --tensors uses tensors so small that only Python takes time. --timeline writes traces for
+    ui.perfetto.dev.
 
     Exit code 1: at least one contender failed; the figures of the others are complete.
     """
@@ -198,8 +189,8 @@ def _mode(given: Mapping[str, Any]) -> str:
     params = given.get("params", 1.0)
     if not math.isfinite(params):
         raise ValueError(f"--params {params}: a number of parameters is needed, for example 1e9")
-    modes = [name for name in ("roles", "iteration", "timeline", "tensors") if name in given]
-    if len(modes) > 1 and modes[0] != "roles":
+    modes = [name for name in ("iteration", "timeline", "tensors") if name in given]
+    if len(modes) > 1:
         raise ValueError(f"--{modes[0]} and --{modes[1]} cannot be combined; give one of them")
     mode = modes[0] if modes else "step"
     for name in (name for name in given if name not in _ALLOWED[mode] | _COMMON):
@@ -214,10 +205,6 @@ def _run(mode: str, given: Mapping[str, Any]) -> Values:
 
     stem = {"step": "bench", "tensors": "tiny"}.get(mode, mode)
     folder = result_folder(given.get("output"), mode, stem)
-    if mode == "roles":
-        from lightstep.bench.roles import measure as measure_roles
-
-        return measure_roles(given.get("params"), given.get("layers"), folder, given.get("device"), given["seed"])
     return measure(plan(mode, given, folder), folder)
 
 
@@ -231,9 +218,9 @@ def plan(mode: str, given: Mapping[str, Any], folder: Path) -> Run:
     Raises:
         ConfigError, ValueError: an option is wrong; the message says what is allowed.
     """
-    from lightstep.bench.entries import parse_peers, parse_strategies
-    from lightstep.bench.ranks import Ranks, local_device, share_cores
-    from lightstep.bench.run import Effort, Run
+    from lightstep.bench.machine import Ranks, local_device, share_cores
+    from lightstep.bench.run import Effort, Run, parse_peers
+    from lightstep.bench.strategies import parse_strategies
 
     device = local_device(given.get("device"))
     options = {**_DEFAULTS[mode][device.type == "cuda"], **given}
@@ -258,15 +245,13 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
     """One task for each size."""
     seed = int(options.get("seed", 0))
     if mode == "tensors":
-        from lightstep.bench.tiny import TinyTask, tensor_counts
+        from lightstep.bench.tensors import TensorsTask, tensor_counts
 
-        return [TinyTask(device, seed, case=count) for count in tensor_counts(options["tensors"])]
-    from lightstep.bench.contender import MAX_NORM
-    from lightstep.bench.iteration import IterationTask, token_counts
+        return [TensorsTask(device, seed, case=count) for count in tensor_counts(options["tensors"])]
+    from lightstep.bench.contender import MAX_NORM, OPTIMIZERS
+    from lightstep.bench.iteration import IterationTask, TimelineTask, token_counts
     from lightstep.bench.llama import LlamaShape
-    from lightstep.bench.optimizers import OPTIMIZERS
     from lightstep.bench.step import StepTask
-    from lightstep.bench.timeline import TimelineTask
 
     shape = LlamaShape.nearest(int(options["params"]), options.get("layers"), released=mode != "step")
     optimizer = str(options.get("optimizer", "adamw"))
@@ -289,8 +274,8 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
 
 def measure(run: Run, folder: Path) -> Values:
     """Measure, write the result to `folder` and print it. Returns the values of the JSON file."""
-    from lightstep.bench.report import as_json, progress, write_json
-    from lightstep.bench.run import measure_all
+    from lightstep.bench.report import progress, write_json
+    from lightstep.bench.run import as_json, measure_all
 
     is_main, file = run.ranks.is_main, folder / f"{run.task.stem}.json"
     try:
@@ -326,8 +311,6 @@ def _publish(run: Run, values: Values, file: Path) -> None:
         return
     console = Console()
     for row in (row for row in run.rows if row.note is None):
-        written = row.extra["picture"]
-        console.print(f"{written.with_suffix('.json')} and {written} written", highlight=False)
         console.print("\n".join(row.extra["said"]), highlight=False, markup=False)
     for shown in (shown for shown in values["rows"] if shown["note"] is not None):
         console.print(f"{label(shown)}: {shown['note']}", highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""What is measured: contenders, and the task that all of them do.
+"""What is measured: contenders.
 
 A contender computes one global gradient norm, clips to one norm, updates with fp32 AdamW (or Muon, see `--optimizer`)
 and leaves new bf16 weights on the device. Contenders differ in where the state lives and how it gets there. The same
@@ -11,24 +11,25 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from lightstep.bench.trace import FORWARD, STEP
 from lightstep.distributed import local_tensor
-
-if TYPE_CHECKING:
-    from lightstep.bench.report import Values, View
-    from lightstep.bench.run import Measurement, Row, Run
+from lightstep.optimizer.rules import Rule
 
 MAX_NORM = 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MUON: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 
-FORWARD, STEP = "lightstep: forward", "lightstep: step"
-"""Names of the ranges in traces. Backward lies between them."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"class": "AdamW", **ADAMW},
+    "muon": {"class": "Muon + AdamW", "muon": MUON, "adamw": ADAMW},
+}
+"""`--optimizer`: its entry in the JSON file. Muon is for the hidden matrices, AdamW for the rest."""
 
 
 class Skipped(Exception):
@@ -121,77 +122,6 @@ class Contender(ABC):
         return
 
 
-@dataclass(frozen=True)
-class Task(ABC):
-    """What every contender does, how it is measured, and how the result is shown.
-
-    Attributes:
-        case: the size (tokens or tensors), for tasks that are measured at several.
-        stem: file name of the result, without its suffix.
-        case_name: the JSON key of `case`.
-        provides_gradients: whether steps are given gradients instead of running backward.
-        max_norm: the global norm to clip to.
-        optimizer: `--optimizer`.
-        threads: torch's CPU threads; None: this rank's share of the cores.
-        peers: the contenders that `--peers` can name.
-        baseline: a contender that is measured before all others.
-        view: how tables and chart show the result; None: the task writes its own files instead.
-    """
-
-    device: torch.device
-    seed: int
-
-    stem: ClassVar[str]
-    case_name: ClassVar[str | None] = None
-    default_peers: ClassVar[str] = "all"
-    max_norm: float = field(default=MAX_NORM, kw_only=True)
-    optimizer: str = field(default="adamw", kw_only=True)
-    provides_gradients: ClassVar[bool] = False
-    threads: ClassVar[int | None] = None
-    peers: ClassVar[tuple[type[Contender], ...]]
-    baseline: ClassVar[type[Contender] | None] = None
-    view: ClassVar[View | None] = None
-
-    case: int = field(default=0, kw_only=True)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Overrides for every strategy."""
-        return {"clipping.max_norm": self.max_norm}
-
-    def default_strategies(self, ranks: int) -> tuple[str, ...]:
-        """The strategies of `--strategies default` on `ranks` ranks."""
-        return ("resident", "stream", "stream-overlap")
-
-    @abstractmethod
-    def model(self, dtype: torch.dtype = torch.bfloat16) -> Any:
-        """A new model on the device. Equal seeds give equal weights."""
-
-    def model_for_peers(self, dtype: torch.dtype = torch.bfloat16) -> Any:
-        """The same model, changed as `settings` tells strategies to change theirs."""
-        return self.model(dtype)
-
-    @abstractmethod
-    def measure(self, measurement: Measurement) -> None:
-        """Measure one round of one contender."""
-
-    def probe(self, measurement: Measurement) -> None:
-        """Further measurements, after the last round."""
-        return
-
-    @abstractmethod
-    def head(self, run: Run) -> Values:
-        """The JSON values that belong to the whole run."""
-
-    @abstractmethod
-    def figures(self, run: Run, row: Row) -> Values:
-        """The JSON values of one row. A collective: all ranks call it."""
-
-    def compare(self, run: Run, rows: Sequence[Row], values: Sequence[Values]) -> None:
-        """Add values that compare the rows of one case with each other."""
-        return
-
-
 def nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of this rank's parts."""
     return sum(local_tensor(tensor.detach()).nbytes for tensor in tensors)
@@ -206,3 +136,40 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def optimizer_arguments(name: str) -> dict[str, Any]:
+    """Keyword arguments of `strategy.create_optimizer`."""
+    if name == "adamw":
+        return {"optimizer_class": torch.optim.AdamW, **ADAMW}
+    matrices = Rule(torch.optim.Muon, kinds="hidden_matrices", **MUON)
+    return {"rules": [matrices, Rule(torch.optim.AdamW, kinds="rest", **ADAMW)]}
+
+
+def torch_optimizers(
+    name: str, model: nn.Module, updated: Sequence[Tensor], **adamw: Any
+) -> list[torch.optim.Optimizer]:
+    """torch's optimizers on `updated`, one tensor for each parameter of the model, in its order.
+
+    Args:
+        adamw: the implementation of AdamW, for example `fused=True`.
+    """
+    if name == "adamw":
+        return [torch.optim.AdamW(updated, **adamw, **ADAMW)]
+    matrices, rest = split_matrices(model, updated)
+    return [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(rest, **adamw, **ADAMW)]
+
+
+def split_matrices(model: nn.Module, updated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Split `updated` into the tensors of hidden matrices and those of all other parameters."""
+    pairs = list(zip(updated, hidden_matrices(model), strict=True))
+    return [tensor for tensor, hidden in pairs if hidden], [tensor for tensor, hidden in pairs if not hidden]
+
+
+def hidden_matrices(model: nn.Module) -> list[bool]:
+    """For each parameter, whether it is a matrix inside a block."""
+    inside = {id(parameter) for parameter in model.layers.parameters()}  # type: ignore[union-attr]
+    return [parameter.dim() == 2 and id(parameter) in inside for parameter in model.parameters()]

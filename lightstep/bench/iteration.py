@@ -1,25 +1,28 @@
-"""`lightstep bench --iteration`: whole training iterations of a Llama; forward, backward and step."""
+"""`lightstep bench --iteration` and `--timeline`: whole training iterations of a Llama; forward, backward and step."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightstep.bench import muon_bounds
-from lightstep.bench.contender import Contender, Task
+from lightstep.bench.contender import OPTIMIZERS, Contender
 from lightstep.bench.libraries import DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2Offload
 from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
-from lightstep.bench.optimizers import OPTIMIZERS
 from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident
-from lightstep.bench.report import Column, Panel, Values, View, size
-from lightstep.bench.run import Measurement, Row, Run, Spread
+from lightstep.bench.report import BY_HAND, Column, Panel, Values, View, muon_sentence, size
+from lightstep.bench.run import Measurement, Row, Run, Spread, Task, add_times_by_hand
 from lightstep.bench.strategies import WithoutOptimizer
+from lightstep.bench.trace import hidden_copies, write_timeline
 from lightstep.sharding.preparation import checkpoint_activations
 
 
@@ -110,7 +113,7 @@ class IterationTask(Task):
         return {
             "model": {**self.shape.values(), **how},
             "optimizer": {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm, "clip_every": self.clip_every},
-            **muon_bounds.head(run, self.shape),
+            **(self.shape.muon_values() if self.optimizer == "muon" else {}),
             "sequence": self.sequence,
             "tokens_per_rank": run.cases,
             "iterations": run.effort.steps,
@@ -144,7 +147,39 @@ class IterationTask(Task):
             shown["ms_without_optimizer"] = own if alone is None else alone["iteration_ms"]
             # The chart's grey bar: memory without an optimizer.
             shown["device_bytes_without_optimizer"] = (alone or {}).get("peak_device_bytes") or shown["weight_bytes"]
-        muon_bounds.add_bounds(run, self.shape, values, "iteration_ms")
+        add_times_by_hand(run, values, "iteration_ms")
+
+
+@dataclass(frozen=True)
+class TimelineTask(IterationTask):
+    """Writes a Chrome trace of each contender's iterations to `folder`, on the first rank only."""
+
+    folder: Path
+
+    stem = "timeline"
+    baseline = None
+    view = None
+
+    def measure(self, measurement: Measurement) -> None:
+        contender, effort, entry = measurement.contender, measurement.run.effort, measurement.row.entry
+        iterate = partial(contender.iterate, self.batch(measurement.run.ranks.rank))
+        for _ in range(1 + effort.warmup):
+            iterate()
+        if measurement.run.ranks.is_main:
+            name = re.sub(r"[^A-Za-z0-9.=_-]+", "-", Path(entry.name).name if "/" in entry.name else entry.name)
+            file = self.folder / f"{name}-{self.case}-timeline.json"
+            write_timeline(iterate, effort.steps, file)
+            said = hidden_copies(json.loads(file.read_text())["traceEvents"])
+            measurement.row.extra = {
+                "said": [f"{file} written", *(f"{entry.label}, {self.case} tokens: {each}" for each in said)]
+            }
+        else:
+            for _ in range(effort.steps + 1):
+                iterate()
+        contender.finish()
+
+    def probe(self, measurement: Measurement) -> None:
+        return
 
 
 def token_counts(text: str, sequence: int) -> tuple[int, ...]:
@@ -177,7 +212,7 @@ def _footnotes(values: Values) -> list[str]:
     return [
         f"Mean of back-to-back iterations. Exposed: time beyond forward and backward of {base}. Peak: device memory of",
         "one rank during an iteration. Host waits: in one iteration, including the model's own.",
-        *muon_bounds.sentences(values)[:1],
+        *muon_sentence(values),
     ]
 
 
@@ -187,7 +222,7 @@ IterationTask.view = View(
         Column("iteration\nms", "iteration_ms", priority=9),
         Column("from – to\nms", "iteration_ms_range", priority=8),
         Column("×\nresident", "times_resident", ".3f", 6),
-        *muon_bounds.COLUMNS,
+        BY_HAND,
         Column("exposed\nms", "exposed_ms", priority=5),
         Column("tokens/s", "tokens_per_s", ".0f", 1),
         Column("peak\nGB", "peak_device_bytes", ".2f", 7, unit=1e9),

@@ -11,9 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightstep.bench.contender import ADAMW, Contender, Skipped, Task, clip_coefficient, total_norm
-from lightstep.bench.optimizers import MUON, split_matrices
+from lightstep.bench.contender import (
+    ADAMW,
+    MUON,
+    Contender,
+    Skipped,
+    clip_coefficient,
+    split_matrices,
+    total_norm,
+)
 from lightstep.bench.peers import CpuAdamW, HostSlot, TorchResident, shard
+from lightstep.bench.run import Task
 from lightstep.distributed import local_tensor, world_size
 
 

@@ -15,13 +15,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightstep.plan.activations import LOSS_CHUNK
+
 _VOCABULARIES = (128_256, 32_000)  # Llama 3 and Llama 2; smaller models get a smaller one
 _WIDTHS = (*range(32, 256, 8), *range(256, 1024, 64), *range(1024, 16_384 + 1, 128))
 _HEADS = (128, 64, 32, 16, 8, 4, 2)
 _NEAR = 0.1  # relative to the requested number of parameters
-
-LOSS_CHUNK = 1024
-"""Tokens per chunk of the loss."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,6 @@ class LlamaShape:
         return self.layers * block + (tables + 1) * self.hidden
 
     @property
-    def matrices(self) -> list[tuple[int, int]]:
-        """(rows, columns) of each matrix in the blocks."""
-        attention = [(self.hidden, self.hidden)] * 2 + [(self.key_value, self.hidden)] * 2
-        feed_forward = [(self.feed_forward, self.hidden)] * 2 + [(self.hidden, self.feed_forward)]
-        return self.layers * [*attention, *feed_forward]
-
-    @property
     def heads(self) -> int:
         return self.hidden // self.head
 
@@ -99,6 +91,13 @@ class LlamaShape:
         """For the JSON file."""
         heads = {"heads": self.heads, "key_value_heads": self.key_value_heads}
         return {**asdict(self), **heads, "parameters": self.parameters}
+
+    def muon_values(self) -> dict[str, Any]:
+        """For the JSON file: what Muon trains, and the bytes per parameter that `stream` then copies each way."""
+        per_layer = 2 * self.hidden + 2 * self.key_value + 3 * self.feed_forward  # rows of width `hidden`
+        trained = self.layers * per_layer * self.hidden
+        moved = (6 * trained + 10 * (self.parameters - trained)) / self.parameters
+        return {"muon_matrices": 7 * self.layers, "muon_parameters": trained, "link_bytes_per_parameter": moved}
 
     def config(self, **settings: Any) -> LlamaConfig:
         """The transformers configuration with these sizes and further ``settings``."""

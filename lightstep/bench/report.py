@@ -1,4 +1,4 @@
-"""The result of a run: JSON values (`as_json`), files in a new folder, and tables."""
+"""Shows results: files in a new folder, tables, and a chart with a line of panels for each table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import os
 import platform
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,39 +26,12 @@ from lightstep.plan.measure import device_name
 from lightstep.state import numa
 
 if TYPE_CHECKING:
-    from lightstep.bench.run import Row, Run
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Values = dict[str, Any]
 
 RUNS = Path("runs/bench")
-
-
-def as_json(run: Run) -> Values:
-    """All figures so far: the slowest rank's times and the largest memory. A collective: all ranks call it."""
-    shown: list[Values] = []
-    for task in run.tasks:
-        rows = [row for row in run.rows if row.task is task]
-        values = [_values(run, row) for row in rows]
-        task.compare(run, rows, values)
-        shown += values
-    return {
-        **conditions(run.task.device),
-        **run.task.head(run),
-        "warmup": run.effort.warmup,
-        "rounds": run.effort.rounds,
-        "ranks": run.ranks.world_size,
-        "link_gb_per_s": asdict(run.link) if run.link is not None else None,
-        "rows": shown,
-    }
-
-
-def _values(run: Run, row: Row) -> Values:
-    entry, task = row.entry, row.task
-    named = {"name": entry.name, "label": entry.label, "kind": entry.kind, "about": entry.about}
-    head: Values = {**named, "resident": entry.resident, "note": row.note, "skipped": row.skipped}
-    if task.case_name is not None:
-        head[task.case_name] = task.case
-    return head if row.note is not None or not row.windows else {**head, **task.figures(run, row)}
 
 
 def conditions(device: torch.device) -> Values:
@@ -128,8 +102,6 @@ def write_json(values: Values, path: Path) -> None:
 
 def publish(values: Values, view: View, file: Path) -> None:
     """Write the result as JSON and as a chart, and print its tables."""
-    from lightstep.bench.chart import draw
-
     write_json(values, file)
     draw(values, view, file.with_suffix(".png"))
     console = Console()
@@ -210,6 +182,9 @@ class View:
         return [(self.title(values, case), [row for row in rows if row.get(self.case) == case]) for case in cases]
 
 
+BY_HAND = Column("×\nby hand", "times_by_hand", ".3f", 8, optional=True)
+"""With Muon alone."""
+
 WIDE = 140
 _NAME = 24
 """Width that names keep when the terminal is narrow; longer names are folded."""
@@ -271,6 +246,16 @@ def size(parameters: int) -> str:
     return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
 
 
+def muon_sentence(values: Values) -> list[str]:
+    """The footnote of a run with Muon."""
+    if "muon_matrices" not in values:
+        return []
+    return [
+        f"Muon on {values['muon_matrices']} hidden matrices of {size(values['muon_parameters'])} parameters; streamed, "
+        f"{values['link_bytes_per_parameter']:.2f} bytes per parameter of the model each way."
+    ]
+
+
 def link_sentence(link: Values | None) -> str:
     if link is None:
         return "No GPU: nothing crosses a link here, so these times say nothing about one."
@@ -279,3 +264,71 @@ def link_sentence(link: Values | None) -> str:
         f"Link, {pinned}: {link['to_device']:.1f} GB/s ⇧ to the device alone, {link['to_host']:.1f} GB/s ⇩ to the host "
         f"alone, {link['duplex']:.1f} each way at once."
     )
+
+
+# -- the chart --------------------------------------------------------------------------------------------------------
+
+# The Okabe-Ito palette is safe for the common kinds of color blindness; the hatch also works in grayscale.
+_STYLE = {
+    "lightstep": ("#0072B2", "", "lightstep"),
+    "peer": ("#E69F00", "//", "others"),
+}
+_GREY = "#D0D0D0"
+_LINE = 84  # characters of a title that fit beside the names of the rows
+
+
+def draw(values: Values, view: View, path: Path) -> None:
+    """Write the chart as a PNG."""
+    from matplotlib.figure import Figure
+
+    measured = [row for row in values["rows"] if view.key in row]
+    panels = [panel for panel in view.panels if any(row.get(panel.key) for row in measured)] or view.panels[:1]
+    sections = view.sections(values)
+    height = len(sections) * 1.2 + 0.8 + 0.45 * max(1, len(measured))
+    figure = Figure(figsize=(11, height), layout="constrained")
+    for line, (title, rows) in zip(figure.subplots(len(sections), len(panels), squeeze=False), sections, strict=True):
+        line[0].set_title(textwrap.fill(title, _LINE), loc="left", fontsize="medium")
+        shown = [row for row in rows if view.key in row and row["kind"] != "baseline"]
+        for axes, panel in zip(line, panels, strict=True):
+            _draw_panel(axes, panel, shown, values)
+            axes.set_yticks(range(len(shown)), [label(row) for row in shown] if axes is line[0] else [""] * len(shown))
+            axes.invert_yaxis()
+    if values["hardware"]["device"] == "CPU":
+        figure.suptitle("Measured on a CPU: nothing crosses a link here", fontsize="medium")
+    _add_legend(figure)
+    figure.savefig(path, dpi=150, metadata={"Title": values["command"], "Description": values["date"]})
+
+
+def _draw_panel(axes: Axes, panel: Panel, shown: list[Values], values: Values) -> None:
+    ends = [(row.get(panel.key) or 0.0) / panel.unit for row in shown]
+    bases = [min(end, (row.get(panel.base) or 0.0) / panel.unit) for row, end in zip(shown, ends, strict=True)]
+    edge: Values = {"edgecolor": "black", "linewidth": 0.6}
+    if panel.base_label is not None:
+        axes.barh(range(len(shown)), bases, color=_GREY, label=panel.base_label, **edge)
+    for kind, (color, hatch, name) in _STYLE.items():
+        places = [i for i, row in enumerate(shown) if row["kind"] == kind]
+        if places:
+            lengths = [ends[i] - bases[i] for i in places]
+            left = [bases[i] for i in places]
+            axes.barh(places, lengths, left=left, color=color, hatch=hatch, label=name, **edge)
+    for place, (row, end) in enumerate(zip(shown, ends, strict=True)):
+        least, most = (value / panel.unit for value in row.get(panel.spread) or [end * panel.unit] * 2)
+        if most > least:
+            axes.errorbar(end, place, xerr=[[max(0.0, end - least)], [max(0.0, most - end)]], color="black", capsize=3)
+        text = f"{end:.0f}" if end >= 100 else f"{end:.1f}"
+        behind: Values = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # hides the mark's line
+        offset: Values = {"xytext": (4, 0), "textcoords": "offset points"}
+        axes.annotate(text, (max(end, most), place), va="center", bbox=behind, **offset)
+    if (mark := panel.mark(values)) is not None:
+        axes.axvline(mark[0], color="black", linestyle=":", linewidth=1.2, label=mark[1])
+    axes.set_xlabel(f"{panel.label} (less is better)")
+    axes.margins(x=0.14)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _add_legend(figure: Figure) -> None:
+    """Add one legend below all panels, with each label once."""
+    entries = [entry for axes in figure.axes for entry in zip(*axes.get_legend_handles_labels(), strict=True)]
+    unique = {name: handle for handle, name in reversed(entries)}
+    if unique:
+        figure.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=len(unique), frameon=False)

@@ -7,27 +7,151 @@ next step. A contender that fails gets a note, and the run continues.
 
 from __future__ import annotations
 
+import difflib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightstep.bench.contender import Contender, Skipped, Task, nbytes
-from lightstep.bench.disk import DiskTime
-from lightstep.bench.entries import Entry
-from lightstep.bench.muon_bounds import measure_exchange
-from lightstep.bench.probes import free_memory, gc_frozen, pinned_bytes, synchronize
-from lightstep.bench.ranks import Ranks
+from lightstep.bench.contender import MAX_NORM, Contender, Skipped, nbytes
+from lightstep.bench.machine import Ranks, free_memory, gc_frozen, pinned_bytes, synchronize
+from lightstep.bench.report import Values, View, conditions
 from lightstep.bench.trace import StepProfile, profile_step
 from lightstep.config import ConfigError
 from lightstep.plan.measure import MeasuredLink, lap_times
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contender before it is built.
+
+    Attributes:
+        name: as on the command line.
+        label: as shown in tables and charts.
+        build: makes the contender, or raises.
+        resident: whether it is a strategy that keeps all state on the device; others are compared with it.
+        needs_group: whether it needs a process group even on one rank.
+    """
+
+    name: str
+    label: str
+    kind: str
+    about: str
+    build: Callable[[Any], Contender]
+    resident: bool = False
+    needs_group: bool = False
+
+    @classmethod
+    def from_class(cls, contender: type[Contender]) -> Entry:
+        def build(task: Task) -> Contender:
+            if task.optimizer not in contender.optimizers:
+                raise Skipped(f"supports --optimizer {', '.join(contender.optimizers)} only, not {task.optimizer}")
+            return contender(task)  # type: ignore[call-arg]
+
+        kind, about = contender.kind, contender.about
+        return cls(contender.name, contender.name, kind, about, build, needs_group=contender.needs_group)
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """What every contender does, how it is measured, and how the result is shown.
+
+    Attributes:
+        case: the size (tokens or tensors), for tasks that are measured at several.
+        stem: file name of the result, without its suffix.
+        case_name: the JSON key of `case`.
+        provides_gradients: whether steps are given gradients instead of running backward.
+        max_norm: the global norm to clip to.
+        optimizer: `--optimizer`.
+        threads: torch's CPU threads; None: this rank's share of the cores.
+        peers: the contenders that `--peers` can name.
+        baseline: a contender that is measured before all others.
+        view: how tables and chart show the result; None: the task writes its own files instead.
+    """
+
+    device: torch.device
+    seed: int
+
+    stem: ClassVar[str]
+    case_name: ClassVar[str | None] = None
+    default_peers: ClassVar[str] = "all"
+    max_norm: float = field(default=MAX_NORM, kw_only=True)
+    optimizer: str = field(default="adamw", kw_only=True)
+    provides_gradients: ClassVar[bool] = False
+    threads: ClassVar[int | None] = None
+    peers: ClassVar[tuple[type[Contender], ...]]
+    baseline: ClassVar[type[Contender] | None] = None
+    view: ClassVar[View | None] = None
+
+    case: int = field(default=0, kw_only=True)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Overrides for every strategy."""
+        return {"clipping.max_norm": self.max_norm}
+
+    def default_strategies(self, ranks: int) -> tuple[str, ...]:
+        """The strategies of `--strategies default` on `ranks` ranks."""
+        return ("resident", "stream", "stream-overlap")
+
+    @abstractmethod
+    def model(self, dtype: torch.dtype = torch.bfloat16) -> Any:
+        """A new model on the device. Equal seeds give equal weights."""
+
+    def model_for_peers(self, dtype: torch.dtype = torch.bfloat16) -> Any:
+        """The same model, changed as `settings` tells strategies to change theirs."""
+        return self.model(dtype)
+
+    @abstractmethod
+    def measure(self, measurement: Measurement) -> None:
+        """Measure one round of one contender."""
+
+    def probe(self, measurement: Measurement) -> None:
+        """Further measurements, after the last round."""
+        return
+
+    @abstractmethod
+    def head(self, run: Run) -> Values:
+        """The JSON values that belong to the whole run."""
+
+    @abstractmethod
+    def figures(self, run: Run, row: Row) -> Values:
+        """The JSON values of one row. A collective: all ranks call it."""
+
+    def compare(self, run: Run, rows: Sequence[Row], values: Sequence[Values]) -> None:
+        """Add values that compare the rows of one case with each other."""
+        return
+
+
+def parse_peers(text: str | None, task: Task) -> list[Entry]:
+    """The entries of `--peers`: names separated by commas, `all` or `none`.
+
+    Raises:
+        ValueError: an unknown peer.
+    """
+    text = text or task.default_peers
+    known = {peer.name: peer for peer in task.peers}
+    names = list(known) if text == "all" else split_names(text)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"--peers {name}: no such peer{hint}; allowed are all, none and {', '.join(known)}")
+    return [Entry.from_class(known[name]) for name in names]
+
+
+def split_names(text: str) -> list[str]:
+    """Names separated by commas, without duplicates; `none` gives an empty list."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    return [] if names == ["none"] else list(dict.fromkeys(names))
 
 
 class Spread(NamedTuple):
@@ -75,7 +199,6 @@ class Row:
     host_bytes: int = 0
     profile: StepProfile | None = None
     sample: Tensor | None = None
-    disk: DiskTime | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     note: str | None = None
     skipped: bool = False
@@ -111,7 +234,6 @@ class Run:
     Attributes:
         tasks: one for each case, otherwise alike.
         checkpoints: the folder for timed saves.
-        exchange: GB/s that a rank sends in an all-to-all; measured for Muon only.
     """
 
     tasks: Sequence[Task]
@@ -120,7 +242,6 @@ class Run:
     rows: list[Row]
     checkpoints: Path | None = None
     link: MeasuredLink | None = None
-    exchange: float | None = None
 
     @classmethod
     def create(
@@ -150,7 +271,6 @@ def measure_all(run: Run, progress: Callable[[str], None]) -> None:
     """Fill the rows. `progress` is called with a sentence before each contender, and may save the rows so far."""
     progress("the link")
     run.link = run.ranks.measure_link()
-    run.exchange = measure_exchange(run.task.device, run.ranks) if run.task.optimizer == "muon" else None
     for number in range(run.effort.rounds):
         for row in run.rows if number % 2 == 0 else reversed(run.rows):  # fair if the machine slows down
             if row.note is not None:
@@ -272,3 +392,42 @@ def _failure(phase: Callable[[], None]) -> tuple[str | None, bool]:
         is_sentence = isinstance(error, ConfigError)  # of ours, about what was given
         return first_line if is_sentence else f"{type(error).__name__}: {first_line}", False
     return None, False
+
+
+# -- the result -------------------------------------------------------------------------------------------------------
+
+
+def as_json(run: Run) -> Values:
+    """All figures so far: the slowest rank's times and the largest memory. A collective: all ranks call it."""
+    shown: list[Values] = []
+    for task in run.tasks:
+        rows = [row for row in run.rows if row.task is task]
+        values = [_values(run, row) for row in rows]
+        task.compare(run, rows, values)
+        shown += values
+    return {
+        **conditions(run.task.device),
+        **run.task.head(run),
+        "warmup": run.effort.warmup,
+        "rounds": run.effort.rounds,
+        "ranks": run.ranks.world_size,
+        "link_gb_per_s": asdict(run.link) if run.link is not None else None,
+        "rows": shown,
+    }
+
+
+def _values(run: Run, row: Row) -> Values:
+    entry, task = row.entry, row.task
+    named = {"name": entry.name, "label": entry.label, "kind": entry.kind, "about": entry.about}
+    head: Values = {**named, "resident": entry.resident, "note": row.note, "skipped": row.skipped}
+    if task.case_name is not None:
+        head[task.case_name] = task.case
+    return head if row.note is not None or not row.windows else {**head, **task.figures(run, row)}
+
+
+def add_times_by_hand(run: Run, values: Sequence[Values], key: str) -> None:
+    """Compare rows that train with Muon with the loop by hand; ``key`` is the figure of their time."""
+    times = {shown["name"]: shown[key] for shown in values if key in shown}
+    by_hand = times.get("torch" if run.ranks.world_size == 1 else "torch-fsdp2")
+    for shown in (shown for shown in values if key in shown and run.task.optimizer == "muon"):
+        shown["times_by_hand"] = None if by_hand is None else shown[key] / by_hand

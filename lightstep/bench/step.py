@@ -10,16 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.bench import muon_bounds
-from lightstep.bench.contender import Task
-from lightstep.bench.disk import DiskTime, measure_saving
-from lightstep.bench.layer_stream import LayerStream
+from lightstep.bench.checkpoints import measure_saving
+from lightstep.bench.contender import OPTIMIZERS
 from lightstep.bench.libraries import DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2OffloadStep, TorchaoOffload
 from lightstep.bench.llama import Llama, LlamaShape
-from lightstep.bench.optimizers import OPTIMIZERS
-from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident, TorchResidentFloatGradients
-from lightstep.bench.report import Column, Panel, Values, View, link_sentence, size
-from lightstep.bench.run import Measurement, Row, Run, Spread
+from lightstep.bench.peers import CpuAdamW, LayerStream, TorchFsdp2, TorchResident, TorchResidentFloatGradients
+from lightstep.bench.report import BY_HAND, Column, Panel, Values, View, link_sentence, muon_sentence, size
+from lightstep.bench.run import Measurement, Row, Run, Spread, Task, add_times_by_hand
 from lightstep.bench.strategies import StrategyContender
 
 _SAMPLE = 2048  # weights per tensor that are compared between contenders
@@ -81,12 +78,12 @@ class StepTask(Task):
                 contender.step(measurement.inputs[0])
                 contender.finish()
 
-            measurement.row.disk = measure_saving(contender, step, folder, measurement.run.ranks)
+            measurement.row.extra["checkpoint"] = measure_saving(contender, step, folder, measurement.run.ranks)
 
     def head(self, run: Run) -> Values:
         values = {"model": {**self.shape.values(), "weights": "bfloat16"}, "steps": run.effort.steps}
         values["optimizer"] = {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm}
-        return {**values, **muon_bounds.head(run, self.shape)}
+        return values if self.optimizer == "adamw" else {**values, **self.shape.muon_values()}
 
     def figures(self, run: Run, row: Row) -> Values:
         steps = [time for window in row.windows for time in window[1:] or window]
@@ -108,7 +105,7 @@ class StepTask(Task):
             "peak_device_bytes_per_parameter": None if row.peak_bytes is None else given + beyond / row.parameters,
             "host_bytes_per_parameter": host / row.parameters,
             **row.host_waits(run.ranks),
-            "checkpoint": None if row.disk is None else _checkpoint(row.disk),
+            "checkpoint": row.extra.get("checkpoint"),
         }
 
     def compare(self, run: Run, rows: Sequence[Row], values: Sequence[Values]) -> None:
@@ -118,7 +115,7 @@ class StepTask(Task):
             sample = row.sample
             if "step_ms" in shown and reference is not None and sample is not None and sample.shape == reference.shape:
                 shown["largest_weight_difference"] = float((sample - reference).abs().max())
-        muon_bounds.add_bounds(run, self.shape, values, "step_ms")
+        add_times_by_hand(run, values, "step_ms")
 
 
 def random_gradients(
@@ -131,27 +128,6 @@ def random_gradients(
     generator = torch.Generator(device).manual_seed(seed)
     draws = ([torch.empty(w.shape, dtype=torch.bfloat16, device=device) for w in weights] for _ in range(2))
     return [[draw.normal_(0.0, _GRADIENT_STD, generator=generator).to(dtype) for draw in drawn] for drawn in draws]
-
-
-def _checkpoint(disk: DiskTime) -> Values:
-    gigabytes = disk.nbytes / 1e9
-    return {
-        "gb": gigabytes,
-        "save_s": disk.save_s,
-        "gb_per_s": gigabytes / disk.save_s,
-        "plain_files_gb_per_s": gigabytes / disk.plain_s,
-        "stall_s": disk.stall.seconds,
-        "stall_percent": 100 * disk.stall.seconds / disk.save_s,
-        "first_stall_s": disk.stall.first_seconds,
-        "lost_s": disk.stall.lost,
-        "first_lost_s": disk.stall.first_lost,
-        "steps_meanwhile": disk.stall.slowdown,
-        "torch_async_save_stall_s": disk.torch_stall.seconds,
-        "torch_async_save_first_stall_s": disk.torch_stall.first_seconds,
-        "torch_async_save_lost_s": disk.torch_stall.lost,
-        "torch_async_save_first_lost_s": disk.torch_stall.first_lost,
-        "torch_async_save_steps_meanwhile": disk.torch_stall.slowdown,
-    }
 
 
 def _traffic(run: Run, row: Row, step_ms: float) -> Values:
@@ -175,7 +151,7 @@ def _title(values: Values, case: Any) -> str:
 
 
 def _footnotes(values: Values) -> list[str]:
-    said = [link_sentence(values["link_gb_per_s"]), "Median of back-to-back steps.", *muon_bounds.sentences(values)]
+    said = [link_sentence(values["link_gb_per_s"]), "Median of back-to-back steps.", *muon_sentence(values)]
     for row in values["rows"]:
         if row.get("host_syncs") and row["kind"] == "lightstep":
             said.append(f"  {row['name']}: the host waits for the device, first by {row['first_sync']}")
@@ -211,7 +187,7 @@ StepTask.view = View(
     columns=(
         Column("step\nms", "step_ms", priority=9),
         Column("from – to\nms", "step_ms_range", priority=8),
-        *muon_bounds.COLUMNS,
+        BY_HAND,
         Column("ms per 10⁹\nparameters", "ms_per_1e9_parameters", priority=5),
         Column("GB moved\n⇧ / ⇩", "gb_to_device gb_to_host", ".2f", 1),
         Column("GB/s\n⇧ / ⇩", "gb_per_s_to_device gb_per_s_to_host", priority=2),

@@ -1,19 +1,25 @@
-"""lightstep's own strategies as contenders, built and stepped through the public interface only."""
+"""lightstep's own strategies as contenders, built and stepped through the public interface only; `--strategies`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import Tensor
 
-from lightstep.bench.contender import Contender, Skipped, Task
-from lightstep.bench.optimizers import OPTIMIZERS, optimizer_arguments
+from lightstep.bench.contender import OPTIMIZERS, Contender, Skipped, optimizer_arguments
+from lightstep.bench.run import Entry, Task, split_names
+from lightstep.config import ConfigError, merge_overrides, parse_config, read_yaml
 from lightstep.distributed import like, world_size
 from lightstep.optimizer import MixedPrecisionOptimizer
+from lightstep.presets import read_source
 from lightstep.strategy import Strategy
+
+_SEPARATOR = re.compile(r":(?=[^:=/]+=)")  # a colon before key=; other colons belong to a path
 
 
 class _Prepared(Contender):
@@ -117,3 +123,52 @@ class WithoutOptimizer(_Prepared):
 
     def update(self) -> None:
         self.model.zero_grad(set_to_none=True)
+
+
+# -- `--strategies` ---------------------------------------------------------------------------------------------------
+
+
+def parse_strategies(text: str, task: Task, ranks: int = 1) -> list[Entry]:
+    """The entries of `--strategies`. Wrong names and keys raise here; unsupported combinations raise when built.
+
+    Raises:
+        ConfigError: an unknown strategy, key or value.
+    """
+    names = task.default_strategies(ranks) if text == "default" else split_names(text)
+    return [_strategy(name, task.settings) for name in names]
+
+
+def _strategy(text: str, settings: Mapping[str, Any]) -> Entry:
+    strategy, overrides = parse_overrides(text, settings)
+    name, values = read_source(strategy)
+    config = parse_config(merge_overrides(values, overrides), name)
+
+    def build(task: Task) -> Contender:
+        return StrategyContender(task, Strategy.load(strategy, overrides=overrides), text)
+
+    keys = (assignment.rpartition("=")[0].split(".")[-1] for assignment in _SEPARATOR.split(text)[1:])
+    label = " ".join([strategy, *(f"{key}={value}" for key, value in zip(keys, overrides.values(), strict=False))])
+    resident = config.optimizer_state.backend == "resident"
+    return Entry(text, label, "lightstep", config.description or text, build, resident=resident)
+
+
+def parse_overrides(text: str, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Split `stream:optimizer_state.ring_mib=256:precision.reduce=parameters` into the strategy and its overrides.
+
+    Args:
+        settings: the bench's own overrides; the text wins. They come last, because overriding a section's `kind`
+            drops the section's other keys.
+
+    Raises:
+        ConfigError: the strategy's name is missing, or a value is not valid YAML.
+    """
+    strategy, *assignments = _SEPARATOR.split(text)
+    if not strategy or ("=" in strategy and not assignments):
+        raise ConfigError(f"--strategies {text}: the strategy's name is missing; write NAME:section.key=VALUE")
+    own: dict[str, Any] = {}
+    for key, _, value in (assignment.partition("=") for assignment in assignments):
+        try:
+            own[key] = read_yaml(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--strategies {text}: {value!r} is not a valid YAML value of {key}") from None
+    return strategy, {**own, **{key: value for key, value in settings.items() if key not in own}}

@@ -1,4 +1,4 @@
-"""Reads Chrome traces of torch.profiler: the copies and waits of one step, and timelines of whole iterations."""
+"""Traces of torch.profiler: the copies and waits of one step, and timelines of iterations."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from lightstep.bench.contender import FORWARD, STEP
+FORWARD, STEP = "lightstep: forward", "lightstep: step"
+"""Names of the ranges in traces. Backward lies between them."""
 
-MAIN, UPDATES, OTHERS = "main stream", "updates beside it", "other streams"
-TO_DEVICE, TO_HOST, COLLECTIVES = "host → device", "device → host", "NCCL"
-LANES = (MAIN, UPDATES, TO_DEVICE, TO_HOST, COLLECTIVES, OTHERS)
-"""Top to bottom."""
-
-Span = tuple[float, float]
-"""Start and end, in ms after the first event of the trace."""
 Event = dict[str, Any]
 
 _COPY = "gpu_memcpy"
@@ -29,9 +23,6 @@ _WORK = ("kernel", "gpu_memset", _COPY)
 _CALLS = ("cuda_runtime", "cuda_driver")
 PROFILED_RANGE = "lightstep: profiled step"
 """Name of the range in which waits are counted."""
-
-
-# -- one step ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -88,120 +79,53 @@ def _describe_call(wait: Event, events: Sequence[Event]) -> str:
     return str(wait["name"]) if outermost is None else f"{wait['name']} in {outermost['name']}"
 
 
-# -- whole iterations -------------------------------------------------------------------------------------------------
+# -- timelines --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """Busy spans of each lane, ascending, without idle lanes; `forwards` and `steps` in device time."""
-
-    lanes: dict[str, list[Span]]
-    forwards: list[Span]
-    steps: list[Span]
-
-    @property
-    def end(self) -> float:
-        """ms."""
-        return max(end for spans in self.lanes.values() for _, end in spans)
-
-    def busy(self, lane: str) -> float:
-        """ms."""
-        return sum(end - start for start, end in merged(self.lanes.get(lane, []), 0.0))
-
-    def overlap(self, lane: str, spans: Sequence[Span]) -> float:
-        """ms in which `lane` was busy during `spans` (which do not overlap each other)."""
-        own = merged(self.lanes.get(lane, []), 0.0)
-        return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in own for b in spans)
+def write_timeline(iterate: Callable[[], object], iterations: int, path: Path) -> None:
+    """Write the Chrome trace of some iterations, after an untraced one that starts the profiler."""
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
+        schedule=schedule(wait=0, warmup=1, active=iterations, repeat=1),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+    ) as profiler:
+        for _ in range(1 + iterations):
+            iterate()
+            profiler.step()
 
 
-def merged(spans: Iterable[Span], gap: float) -> list[Span]:
-    """Merge ascending spans that overlap or are closer than `gap` ms."""
-    whole: list[Span] = []
-    for start, end in spans:
-        if whole and start - whole[-1][1] < gap:
-            whole[-1] = whole[-1][0], max(end, whole[-1][1])
-        else:
-            whole.append((start, end))
-    return whole
-
-
-def read_timeline(events: Sequence[Event]) -> Timeline:
-    """Read a trace's `traceEvents`.
-
-    The main stream is the one with the most busy time, without collectives. Other streams that run Adam kernels are
-    update streams. Copies count by direction, whatever their stream. A phase spans the main stream's work that the host
-    launched during that phase.
+def hidden_copies(events: Sequence[Event]) -> list[str]:
+    """For each direction, how much of the copies ran beside the kernels of the busiest stream.
 
     Raises:
-        ValueError: the trace holds no kernel.
+        ValueError: the trace of these events holds no kernel.
     """
-    work = [event for event in events if event.get("cat") in _WORK]
-    own = [event for event in work if event["cat"] == "kernel" and not _is_collective(event)]
-    if not own:
-        raise ValueError("the trace has no GPU kernel: the profiler recorded nothing on the device")
-    origin = min(float(event["ts"]) for event in work)
-    main = _busiest(own)
-    updating = {_stream(event) for event in own if "adam" in event["name"].lower()} - {main}
-    lanes: dict[str, list[Span]] = defaultdict(list)
-    for event in work:
-        lanes[_lane(event, main, updating)].append(_span(event, origin))
-    launched = _launched(events, [event for event in work if _stream(event) == main], origin)
-    return Timeline(
-        {lane: sorted(lanes[lane]) for lane in LANES if lane in lanes},
-        _phase(FORWARD, events, launched),
-        _phase(STEP, events, launched),
-    )
-
-
-def _launched(events: Sequence[Event], work: list[Event], origin: float) -> list[tuple[float, Span]]:
-    """For each event of `work`: the launch time on the host (the trace's µs), and its span on the device."""
-    times = {_correlation(event): float(event["ts"]) for event in events if event.get("cat") in _CALLS}
-    return [(times[_correlation(event)], _span(event, origin)) for event in work if _correlation(event) in times]
-
-
-def _phase(name: str, events: Sequence[Event], launched: list[tuple[float, Span]]) -> list[Span]:
-    """For each range called `name`: the span from the first to the last event launched in it."""
-    found = []
+    kernels: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
-        if event.get("cat") == "user_annotation" and event["name"] == name:
-            start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
-            inside = [span for launch, span in launched if start <= launch <= end]
-            if inside:
-                found.append((min(inside)[0], max(span[1] for span in inside)))
-    return sorted(found)
+        if event.get("cat") == "kernel" and not str(event["name"]).startswith("nccl"):
+            kernels[event["args"]["stream"]].append(event)
+    if not kernels:
+        raise ValueError("the trace has no GPU kernel: the profiler recorded nothing on the device")
+    computing = max((_merged(of_stream) for of_stream in kernels.values()), key=_length)
+    said = []
+    for way, name in (("HtoD", "host → device"), ("DtoH", "device → host")):
+        copies = _merged(event for event in events if event.get("cat") == _COPY and way in event["name"])
+        hidden = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in copies for b in computing)
+        if copies:
+            said.append(f"{hidden:.0f} of {_length(copies):.0f} ms of copies {name} beside the main stream's kernels")
+    return said
 
 
-def _correlation(event: Event) -> Any:
-    return event.get("args", {}).get("correlation")
+def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """When any of the events ran: ascending (start, end) in ms, which do not overlap."""
+    spans: list[tuple[float, float]] = []
+    for start, end in sorted((event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3) for event in events):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((start, end))
+    return spans
 
 
-def _is_collective(event: Event) -> bool:
-    return str(event["name"]).startswith("nccl")
-
-
-def _stream(event: Event) -> Any:
-    return event.get("args", {}).get("stream", event.get("tid"))
-
-
-def _busiest(kernels: list[Event]) -> Any:
-    busy: dict[Any, float] = defaultdict(float)
-    for event in kernels:
-        busy[_stream(event)] += float(event["dur"])
-    return max(busy, key=lambda stream: busy[stream])
-
-
-def _lane(event: Event, main: Any, updating: set[Any]) -> str:
-    name = event["name"]
-    if event["cat"] == _COPY and "HtoD" in name:
-        return TO_DEVICE
-    if event["cat"] == _COPY and "DtoH" in name:
-        return TO_HOST
-    if _is_collective(event):
-        return COLLECTIVES
-    stream = _stream(event)
-    return MAIN if stream == main else UPDATES if stream in updating else OTHERS
-
-
-def _span(event: Event, origin: float) -> Span:
-    start = (float(event["ts"]) - origin) / 1e3
-    return start, start + float(event["dur"]) / 1e3
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)

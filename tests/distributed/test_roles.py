@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import os
 import signal
@@ -15,19 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from typer.testing import CliRunner
 
 import lightstep
 from lightstep import ConfigError, Strategy, TrainingEnded, TransformersEngine, WeightTransferError
-from lightstep.bench import roles as bench
-from lightstep.bench.chart import draw
-from lightstep.bench.llama import LlamaShape
-from lightstep.bench.report import print_table
 from lightstep.checkpoint.huggingface import full_weights
-from lightstep.cli import app
 from lightstep.strategy import fsdp2
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
@@ -511,19 +503,23 @@ def test_ranks_that_cannot_have_these_roles(pool: Pool) -> None:
     pool.run(check_ranks, 3)
 
 
-# -- the example and the benchmark ------------------------------------------------------------------------------------
+# -- the examples -----------------------------------------------------------------------------------------------------
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "async_rollout.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHORT = "--warmup 2 --steps 4 --prompts 4 --group 2 --hidden 16 --layers 1 --output"
 
 
-def check_example(rank: int, world_size: int, folder: str) -> None:
-    spec = importlib.util.spec_from_file_location("async_rollout", EXAMPLE)
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    sys.argv = [str(EXAMPLE), *SHORT.split(), folder]
-    example.main()
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_example(rank: int, world_size: int, folder: str) -> None:
+    sys.argv = ["async_rollout.py", *SHORT.split(), folder]
+    example("async_rollout").main()
 
 
 def test_the_example_runs(pool: Pool, tmp_path: Path) -> None:
@@ -537,42 +533,32 @@ def test_the_example_runs(pool: Pool, tmp_path: Path) -> None:
     )
 
 
-def check_measured_memory(rank: int, world_size: int, params: int) -> dict[str, int] | None:
-    device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
-    task = bench.WorkerTask(LlamaShape.nearest(params, released=True), device, 0)
-    return bench.run_rank(task, bench.WITH if world_size == 2 else bench.WITHOUT)
-
-
-def test_the_memory_of_a_worker_is_measured(pool: Pool, tmp_path: Path) -> None:
+def check_measured_memory(rank: int, world_size: int) -> dict[str, int] | None:
     """Only what is above the allocator's and the libraries' noise: a model of 80 MB."""
-    trainer, with_role = pool.run(check_measured_memory, 2, group=False, params=40_000_000)
+    measuring, device = example("rollout_memory"), "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+    sizes = {**measuring.SIZES["cpu"], "hidden_size": 720, "num_hidden_layers": 3, "vocab_size": 7040}
+    return measuring.run_rank(measuring.WITH if world_size == 2 else measuring.WITHOUT, sizes, device, 0)
+
+
+def test_the_memory_of_a_worker_is_measured(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, with_role = pool.run(check_measured_memory, 2, group=False)
     assert trainer is None
     weights = with_role["inference_weight_bytes"]
     # Beyond the weights: one layer on its way, and what torch and transformers allocate once in a process. Memory that
     # the process had freed before is used again, and not counted.
     assert weights < 2 * with_role["held_bytes"] and with_role["peak_bytes"] < 1.8 * weights
-    rows = [bench.row(name, with_role) for name in (bench.WITHOUT, bench.WITH)]
-    values = {
-        "rows": rows,
-        "reported": bench.REPORTED,
-        "model": {"parameters": 40_000_000},
-        "hardware": {"device": "CPU"},
-    }
-    draw({**values, "command": "lightstep bench --roles", "date": "now"}, bench.VIEW, tmp_path / "roles.png")
-    console = Console(record=True, width=120, file=io.StringIO())
-    print_table(values, bench.VIEW, console)
-    assert "22" in (text := console.export_text()) and bench.WITH in text and (tmp_path / "roles.png").exists()
-
-
-def test_bench_of_roles_is_not_for_torchrun(tmp_path: Path) -> None:
-    folder = str(tmp_path / "results")
-    outcome = CliRunner().invoke(
-        app, ["bench", "--roles", "--output", folder], env={"WORLD_SIZE": "2", "COLUMNS": "200"}
+    measuring = example("rollout_memory")
+    monkeypatch.setattr(measuring, "measured", lambda *_: with_role)
+    monkeypatch.setattr(sys, "argv", ["rollout_memory.py", "--device", "cpu", "--output", str(tmp_path)])
+    measuring.main()
+    said, rows = capsys.readouterr().out, json.loads((tmp_path / "roles.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == [measuring.WITHOUT, measuring.WITH] and all(
+        row["name"] in said for row in rows
     )
-    assert outcome.exit_code == 2 and "run it without torchrun" in outcome.output
-
-
-@pytest.mark.parametrize("option", ["--steps=3", "--iteration", "--strategies=stream", "--peers=all"])
-def test_bench_refuses_options_that_roles_do_not_use(option: str) -> None:
-    outcome = CliRunner().invoke(app, ["bench", "--roles", option], env={"COLUMNS": "200"})
-    assert outcome.exit_code == 2 and "has no effect on --roles" in outcome.output
+    assert f"{with_role['peak_bytes'] / 1e9:.2f}" in said and rows[1]["held_bytes"] == with_role["held_bytes"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        measuring.main()
+    assert "run it without torchrun" in capsys.readouterr().err

@@ -105,10 +105,6 @@ def test_imports_run_in_one_direction() -> None:
     assert not _violations(PACKAGE), "\n" + "\n".join(_violations(PACKAGE))
 
 
-# Rooms in which files still import each other.
-WITH_CIRCLES = {"bench"}
-
-
 def _circles(package: Path) -> list[list[str]]:
     """The groups of modules that import each other, directly or through others, type checkers' imports too."""
     paths = {_module_name(path, package): path for path in package.rglob("*.py")}
@@ -129,8 +125,7 @@ def _reached(start: str, targets: dict[str, set[str]]) -> set[str]:
 
 
 def test_no_modules_import_each_other() -> None:
-    circles = [circle for circle in _circles(PACKAGE) if not {_part(name) for name in circle} <= WITH_CIRCLES]
-    assert circles == []
+    assert _circles(PACKAGE) == []
 
 
 def test_a_circle_is_found(tmp_path: Path) -> None:

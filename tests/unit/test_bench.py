@@ -1,11 +1,11 @@
-"""`lightstep bench` at sizes where times mean nothing: its rows, that all do the same work, what it writes, refuses."""
+"""`lightstep bench` at sizes where times mean nothing: that all do the same work, what it writes, what it refuses."""
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,70 +13,147 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner, Result
 
-from lightstep.bench import muon_bounds
-from lightstep.bench.chart import draw
-from lightstep.bench.command import plan
-from lightstep.bench.contender import Contender, Skipped, Task
-from lightstep.bench.entries import Entry
+from lightstep.bench import iteration, llama, report, run, tensors, trace
+from lightstep.bench.contender import Contender, Skipped
+from lightstep.bench.iteration import IterationTask, TimelineTask
 from lightstep.bench.llama import Llama, LlamaShape
-from lightstep.bench.probes import pinned_bytes
-from lightstep.bench.ranks import Ranks, local_device
-from lightstep.bench.report import as_json, label, print_table, size
-from lightstep.bench.run import Effort, Run, measure_all, unlisted_pinned_bytes
-from lightstep.bench.step import StepTask, random_gradients
-from lightstep.bench.tiny import SIZES, Adapter, Expert, Layers
-from lightstep.bench.trace import PROFILED_RANGE, StepProfile, profile_step, read_step_profile
+from lightstep.bench.machine import Ranks, pinned_bytes
+from lightstep.bench.step import StepTask
+from lightstep.bench.strategies import parse_overrides, parse_strategies
+from lightstep.bench.trace import StepProfile
+from lightstep.cli import app
+from lightstep.config import ConfigError
 from lightstep.plan.measure import MeasuredLink
-from tests.unit.bench_runs import bench_on_two_ranks, run_bench
+from lightstep.strategy import Strategy
+from tests.snippets import Script, run_script
+
+Values = dict[str, Any]
 
 CPU = torch.device("cpu")
-TINY = ("--params", "60000", "--layers", "2", "--steps", "2", "--warmup", "1", "--device", "cpu")
-PEERS = {peer.name: peer for peer in StepTask.peers}
+BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+TINY = ("--params", "60000", "--layers", "2", "--device", "cpu")
+STEP = (*TINY, "--steps", "2", "--warmup", "1")
+ITERATION = ("--iteration", *TINY, "--tokens", "64,32", "--sequence", "16")
 HERE = {"layer-stream", "cpu-adamw", "torch", "torch-fp32-grads", "fsdp2-offload"}  # peers that need nothing but torch
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, str]:
-    """The values, the folder and the output of one small run of everything."""
-    folder = tmp_path_factory.mktemp("bench")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "deepspeed.ops.adam", None)  # would be compiled for a minute where it can be
-        done = run_bench(*TINY, "--strategies", "resident,bulk", "--output", str(folder))
-    assert done.exit_code == 0, done.output
-    return json.loads((folder / "bench.json").read_text()), folder, done.output
+def bench(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)], catch_exceptions=False)
 
 
-def rows_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in values["rows"]}
+def measured(folder: Path, *arguments: object, code: int = 0) -> tuple[Values, str]:
+    """The values and the output of a run that writes to ``folder``."""
+    done = bench(*arguments, "--output", folder)
+    assert done.exit_code == code, done.output
+    (file,) = folder.glob("*.json")
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and not list(folder.glob("*.part"))
+    return json.loads(file.read_text()), done.output
 
 
-# -- the whole command -------------------------------------------------------------------------------------------
+def on_two_ranks(folder: Path, *arguments: object) -> tuple[Values, str]:
+    code = "from lightstep.__main__ import main; main()"
+    given = ("bench", *map(str, arguments), "--output", str(folder / "out"))
+    status, output = run_script(Script(Path("bench"), 1, "python", 2, [code], given), folder)
+    assert status == 0, output
+    (file,) = (folder / "out").glob("*.json")
+    return json.loads(file.read_text()), output
 
 
-def test_every_strategy_and_peer_has_a_row(result: tuple[dict[str, Any], Path, str]) -> None:
-    values, _, output = result
-    assert list(rows_of(values)) == ["resident", "bulk", *PEERS]
-    assert all(name in output for name in rows_of(values))
+def rows_of(values: Values, tokens: int | None = None) -> dict[str, Values]:
+    return {row["name"]: row for row in values["rows"] if row.get("tokens") == tokens}
 
 
-def test_what_can_run_here_was_measured(result: tuple[dict[str, Any], Path, str]) -> None:
-    values, _, _ = result
+def sentence(output: str) -> str:
+    return " ".join(output.replace("│", " ").split())
+
+
+# -- one step --------------------------------------------------------------------------------------------------------
+
+
+def test_every_contender_does_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("deepspeed", "deepspeed.ops.adam"):  # would be compiled for a minute where it can be
+        monkeypatch.setitem(sys.modules, module, None)
+    values, output = measured(tmp_path, *STEP, "--strategies", "resident,bulk")
+    rows = rows_of(values)
+    assert list(rows) == ["resident", "bulk", *(peer.name for peer in StepTask.peers)]
+    assert all(name in output for name in rows) and "No GPU" in output
+    assert rows["deepspeed"]["skipped"] and rows["deepspeed"]["note"] == "not installed"
     for name in HERE | {"resident", "bulk"}:
-        row = rows_of(values)[name]
+        row = rows[name]
         assert row["note"] is None, f"{name}: {row['note']}"
-        assert row["step_ms"] > 0 and len(row["step_ms_all"]) == 2
+        assert len(row["step_ms_all"]) == 2, "of each round's two steps the first is left out"
+        assert row["step_ms"] == statistics.median(row["step_ms_all"]) > 0 and row["block_ms"] > 0
+        assert row["step_ms_range"] == [min(row["step_ms_all"]), max(row["step_ms_all"])]
         assert row["ms_per_1e9_parameters"] == pytest.approx(row["step_ms"] / row["parameters_per_rank"] * 1e9)
         assert row["parameters_per_rank"] == values["model"]["parameters"]
+        # Weights near 0.02 · 4: one unit of bf16's last place there is 2⁻¹¹. The reference itself moves by up to 10⁻³.
+        assert row["largest_weight_difference"] <= 2**-11, name
+    assert rows["resident"]["largest_weight_difference"] == 0.0
+    assert rows["torch"]["host_bytes_per_parameter"] == 0
+    assert 12 <= rows["bulk"]["host_bytes_per_parameter"] < 16  # master and two moments, in whole pages
+    assert rows["layer-stream"]["host_bytes_per_parameter"] == pytest.approx(8, rel=0.01)
+    assert rows["cpu-adamw"]["host_bytes_per_parameter"] >= 16
+    assert values["command"].startswith("lightstep") and values["versions"]["torch"] == torch.__version__
+    assert values["hardware"]["device"] == "CPU" and values["link_gb_per_s"] is None
+    assert [values[key] for key in ("steps", "warmup", "rounds", "ranks")] == [2, 1, 2, 1]
+    again = bench(*STEP, "--output", tmp_path)
+    assert again.exit_code == 2 and "from an earlier run" in sentence(again.output)
 
 
-def test_a_peer_that_is_not_installed_is_skipped_visibly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in ("deepspeed", "deepspeed.ops.adam"):  # the second is there already when it was measured before
-        monkeypatch.setitem(sys.modules, module, None)
-    done = run_bench(*TINY, "--strategies", "none", "--peers", "deepspeed", "--output", str(tmp_path))
-    row = json.loads((tmp_path / "bench.json").read_text())["rows"][0]
-    assert done.exit_code == 0 and "skipped" in done.output and "deepspeed: not installed" in done.output
-    assert row["skipped"] and row["note"] == "not installed"
+class Lazy(Contender):
+    """Does nothing."""
+
+    name = about = "lazy"
+
+    def __init__(self, task: run.Task) -> None:
+        self._weights = list(task.model().parameters())
+
+    def step(self, gradients: Any) -> None:
+        return
+
+    def weights(self) -> list[torch.Tensor]:
+        return [weight.detach() for weight in self._weights]
+
+
+class Failing(Lazy):
+    name = about = "failing"
+
+    def step(self, gradients: Any) -> None:
+        raise MemoryError("no room\nat all")
+
+
+class Absent(Lazy):
+    name = about = "absent"
+
+    def __init__(self, task: run.Task) -> None:
+        raise Skipped("not for this machine")
+
+
+def test_one_that_does_less_or_fails_is_seen_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepTask, "peers", (*StepTask.peers, Lazy, Failing, Absent))
+    peers = ("--strategies", "none", "--peers", "failing,torch,absent,lazy")
+    values, output = measured(tmp_path, *STEP, *peers, code=1)
+    rows = rows_of(values)
+    assert rows["failing"]["note"] == "MemoryError: no room" and not rows["failing"]["skipped"]
+    assert rows["absent"]["note"] == "not for this machine" and rows["absent"]["skipped"]
+    assert rows["lazy"]["largest_weight_difference"] > 0
+    order = [line.rpartition(": ")[2] for line in output.splitlines() if line.startswith("measuring round")]
+    assert order == ["failing", "torch", "absent", "lazy", "lazy", "torch"], "forth and back, and no failure again"
+
+
+def test_a_strategy_that_needs_several_ranks_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RUNS", tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    done = bench(*STEP, "--rounds", "1", "--strategies", "fsdp2", "--peers", "torch")
+    assert done.exit_code == 1 and "failed" in done.output and "torchrun" in done.output
+    (folder,) = tmp_path.iterdir()
+    rows = rows_of(json.loads((folder / "bench.json").read_text()))
+    assert folder.name.endswith("-step") and rows["fsdp2"]["note"] and rows["torch"]["step_ms"] > 0
 
 
 def test_deepspeed_has_one_optimizer_for_all_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -90,79 +167,8 @@ def test_deepspeed_has_one_optimizer_for_all_tensors(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", SimpleNamespace(DeepSpeedCPUAdam=CPUAdam))
-    done = run_bench(*TINY, "--strategies", "none", "--peers", "torch,deepspeed", "--output", str(tmp_path))
-    assert done.exit_code == 0, done.output
-    rows = rows_of(json.loads((tmp_path / "bench.json").read_text()))
-    assert CPUAdam.made == 2  # for the times, and for the other figures
-    assert rows["deepspeed"]["largest_weight_difference"] <= 2**-11
-
-
-def test_all_do_the_same_work(result: tuple[dict[str, Any], Path, str]) -> None:
-    values, _, _ = result
-    measured = {name: row for name, row in rows_of(values).items() if row["note"] is None}
-    for name, row in measured.items():
-        # Weights near 0.02 · 4: one unit of bf16's last place there is 2⁻¹¹. The reference itself moves by up to 10⁻³.
-        assert row["largest_weight_difference"] <= 2**-11, name
-    assert measured["resident"]["largest_weight_difference"] == 0.0
-
-
-def test_a_contender_that_does_less_is_seen(tmp_path: Path) -> None:
-    class Lazy(PEERS["torch"]):  # type: ignore[misc, name-defined]
-        def step(self, gradients: Any) -> None:
-            pass
-
-    run = tiny_run({"torch": PEERS["torch"], "lazy": Lazy})
-    measure_all(run, lambda _: None)
-    assert rows_of(as_json(run))["lazy"]["largest_weight_difference"] > 0
-
-
-def test_host_memory_is_told(result: tuple[dict[str, Any], Path, str]) -> None:
-    rows = rows_of(result[0])
-    assert rows["torch"]["host_bytes_per_parameter"] == 0
-    assert 12 <= rows["bulk"]["host_bytes_per_parameter"] < 16  # master and two moments, in whole pages
-    assert rows["layer-stream"]["host_bytes_per_parameter"] == pytest.approx(8, rel=0.01)
-    assert rows["cpu-adamw"]["host_bytes_per_parameter"] >= 16
-
-
-def test_the_json_says_where_and_how(result: tuple[dict[str, Any], Path, str]) -> None:
-    values, _, _ = result
-    assert values["command"].startswith("lightstep")
-    assert values["versions"]["torch"] == torch.__version__
-    assert values["hardware"]["device"] == "CPU" and values["hardware"]["cores"] >= 1
-    assert values["steps"] == 2 and values["warmup"] == 1 and values["rounds"] == 2 and values["ranks"] == 1
-    assert values["link_gb_per_s"] is None and "No GPU" in result[2]
-
-
-def test_the_chart_is_a_png(result: tuple[dict[str, Any], Path, str]) -> None:
-    data = (result[1] / "bench.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 10_000
-    assert not list(result[1].glob("*.part"))
-
-
-def test_the_chart_shows_memory_and_the_link_where_there_are_any(
-    result: tuple[dict[str, Any], Path, str], tmp_path: Path
-) -> None:
-    link = {"to_device": 53.0, "to_host": 55.0, "duplex": 46.0, "page_locked": True}
-    rows = [{**row, "peak_device_bytes_per_parameter": 12} for row in result[0]["rows"]]
-    draw({**result[0], "rows": rows, "link_gb_per_s": link}, StepTask.view, tmp_path / "gpu.png")
-    assert (tmp_path / "gpu.png").stat().st_size > (result[1] / "bench.png").stat().st_size
-    draw({**result[0], "rows": []}, StepTask.view, tmp_path / "empty.png")
-    assert (tmp_path / "empty.png").is_file()
-
-
-def test_muon_beside_the_loop_by_hand(tmp_path: Path) -> None:
-    names = ["--strategies", "default", "--peers", "torch,cpu-adamw", "--rounds", "1"]
-    done = run_bench(*TINY, "--optimizer", "muon", *names, "--output", str(tmp_path))
-    values = json.loads((tmp_path / "bench.json").read_text())
-    rows = rows_of(values)
-    assert done.exit_code == 0 and "14 hidden matrices" in done.output
-    assert rows["cpu-adamw"]["note"] == "supports --optimizer adamw only, not muon"
-    assert values["optimizer"]["class"] == "Muon + AdamW"
-    for name in ("resident", "stream", "stream-overlap"):
-        assert rows[name]["largest_weight_difference"] == 0.0, name
-        assert rows[name]["times_by_hand"] == pytest.approx(rows[name]["step_ms"] / rows["torch"]["step_ms"])
-    with pytest.raises(ValueError, match="--optimizer sgd: allowed are adamw, muon"):
-        plan("step", {"optimizer": "sgd", "params": 6e4, "device": "cpu"}, tmp_path)
+    values, _ = measured(tmp_path, *STEP, "--strategies", "none", "--peers", "torch,deepspeed", "--rounds", "1")
+    assert CPUAdam.made == 1 and rows_of(values)["deepspeed"]["largest_weight_difference"] <= 2**-11
 
 
 class MuonOfDion(torch.optim.Optimizer):
@@ -182,56 +188,28 @@ class MuonOfDion(torch.optim.Optimizer):
             optimizer.step()
 
 
-def test_dion_is_given_the_same_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    names = [*TINY, "--optimizer", "muon", "--strategies", "none", "--peers", "torch,dion,dion-triton", "--rounds", "1"]
+def test_muon_beside_the_loop_by_hand_and_dion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "dion", SimpleNamespace(Muon=MuonOfDion))
-    assert run_bench(*names, "--output", str(tmp_path / "a")).exit_code == 0
-    rows = rows_of(json.loads((tmp_path / "a" / "bench.json").read_text()))
-    assert rows["dion"]["note"] is None and rows["dion"]["largest_weight_difference"] == 0.0
+    names = ("--optimizer", "muon", "--peers", "torch,cpu-adamw,dion,dion-triton", "--rounds", "1")
+    values, output = measured(tmp_path / "a", *STEP, *names)
+    rows = rows_of(values)
+    assert "14 hidden matrices" in output and values["optimizer"]["class"] == "Muon + AdamW"
+    assert rows["cpu-adamw"]["note"] == "supports --optimizer adamw only, not muon"
     assert rows["dion-triton"]["skipped"] and rows["dion-triton"]["note"] == "needs a GPU"
+    for name in ("resident", "stream", "stream-overlap", "dion"):
+        assert rows[name]["largest_weight_difference"] == 0.0, name
+        assert rows[name]["times_by_hand"] == pytest.approx(rows[name]["step_ms"] / rows["torch"]["step_ms"])
+    shape = Llama.make(LlamaShape.nearest(60_000, 2), CPU)
+    hidden = sum(p.numel() for name, p in shape.named_parameters() if p.dim() == 2 and ".layers." in name)
+    assert (values["muon_matrices"], values["muon_parameters"]) == (14, hidden)
     monkeypatch.setitem(sys.modules, "dion", None)
-    assert run_bench(*names, "--output", str(tmp_path / "b")).exit_code == 0
-    rows = rows_of(json.loads((tmp_path / "b" / "bench.json").read_text()))
-    assert {row["note"] for name, row in rows.items() if name != "torch"} == {"not installed"}
+    values, _ = measured(tmp_path / "b", *STEP, *names, "--strategies", "none")
+    assert {rows_of(values)[name]["note"] for name in ("dion", "dion-triton")} == {"not installed"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_a_step_of_muon_cannot_do_without(ranks: int) -> None:
-    shape = LlamaShape("two blocks", 8, 16, 4, 2, 64, 4)
-    run = tiny_run({})
-    run.tasks = [replace(run.task, optimizer="muon")]
-    run.link, run.exchange, run.ranks.world_size = MeasuredLink(50.0, 50.0, 25.0, True), 100.0, ranks
-    shown = {"kind": "lightstep", "parameters_per_rank": shape.parameters // ranks, "step_ms": 30.0}
-    rows = [
-        {
-            **shown,
-            "name": "resident" if ranks == 1 else "fsdp2",
-            "step_ms": 12.0,
-            "gb_to_device": 0.0,
-            "gb_to_host": 0.0,
-        },
-        {**shown, "name": "stream", "gb_to_device": 0.5, "gb_to_host": 0.6},
-        {**shown, "name": "torch", "kind": "peer", "parameters_per_rank": shape.parameters, "step_ms": 10.0},
-        {**shown, "name": "dion", "kind": "peer"},
-        {**shown, "name": "torch-fsdp2", "kind": "peer"},
-    ]
-    muon_bounds.add_bounds(run, shape, rows, "step_ms")
-    sent = sum(2 * 2 * rows * columns // 4 for rows, columns in shape.matrices)  # half of a half, there and back
-    bounds = [None, 0.6 / 25 * 1e3] if ranks == 1 else [10 / 2 + sent / 100e9 * 1e3, 24.0]
-    assert [row.get("bound_ms") for row in rows[:2]] == [
-        bound if bound is None else pytest.approx(bound) for bound in bounds
-    ]
-    assert rows[1]["times_bound"] == pytest.approx(30 / 24) and "bound_ms" not in rows[2]
-    assert [row.get("bound_ms") for row in rows[3:]] == [None if ranks == 1 else bounds[0], None]
-    one = 2 * sum(4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3 for m in [(8, 8)] * 2 + [(4, 8)] * 2 + [(16, 8)] * 3)
-    assert muon_bounds.newton_schulz_tflop(shape) == pytest.approx(5 * one / 1e12)
-
-
-def test_two_ranks_measure_together(tmp_path: Path) -> None:
-    names = ["--strategies", "resident,fsdp2-stream", "--peers", "fsdp2-offload,torch,torch-fsdp2"]
-    saving = ["--checkpoints", str(tmp_path / "saved")]
-    output = bench_on_two_ranks(*TINY, "--rounds", "1", *names, *saving, "--output", str(tmp_path / "out"))
-    values = json.loads((tmp_path / "out" / "bench.json").read_text())
+def test_two_ranks_step_and_save_together(tmp_path: Path) -> None:
+    names = ("--strategies", "resident,fsdp2-stream", "--peers", "fsdp2-offload,torch,torch-fsdp2")
+    values, output = on_two_ranks(tmp_path, *STEP, "--rounds", "1", *names, "--checkpoints", tmp_path / "saved")
     rows = rows_of(values)
     assert values["ranks"] == 2 and output.count("One optimizer step") == 1
     assert all(row["note"] is None for row in rows.values())
@@ -241,9 +219,12 @@ def test_two_ranks_measure_together(tmp_path: Path) -> None:
     assert rows["torch"]["checkpoint"] is None
     whole = rows["fsdp2-stream"]["checkpoint"]  # fp32 masters and both moments, bf16 weights, over all ranks
     assert whole["gb"] * 1e9 == pytest.approx(14 * values["model"]["parameters"], rel=0.7)
-    assert whole["gb_per_s"] > 0 and whole["plain_files_gb_per_s"] > 0
+    assert whole["gb_per_s"] == pytest.approx(whole["gb"] / whole["save_s"]) and whole["plain_files_gb_per_s"] > 0
+    assert whole["stall_percent"] == pytest.approx(100 * whole["stall_s"] / whole["save_s"])
     for prefix in ("", "torch_async_save_"):
-        assert 0 < whole[f"{prefix}stall_s"] <= whole[f"{prefix}first_stall_s"]
+        assert (
+            0 < whole[f"{prefix}stall_s"] <= whole[f"{prefix}first_stall_s"] and whole[f"{prefix}steps_meanwhile"] > 0
+        )
         assert {f"{prefix}lost_s", f"{prefix}first_lost_s"} <= whole.keys()
     assert "asynchronous: training continues after" in output and "torch's async_save: training is blocked" in output
     assert "fsdp2-stream: checkpoint of 0.00 GB saved at" in output
@@ -256,114 +237,243 @@ def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     torch.set_num_threads(1)  # as torchrun's OMP_NUM_THREADS=1 does
     try:
-        done = run_bench(*TINY, "--rounds", "1", "--strategies", "none", "--peers", "torch", "--output", str(tmp_path))
-        assert done.exit_code == 0, done.output
-        assert json.loads((tmp_path / "bench.json").read_text())["hardware"]["torch_threads"] == 3
+        values, _ = measured(tmp_path, *STEP, "--rounds", "1", "--strategies", "none", "--peers", "torch")
+        assert values["hardware"]["torch_threads"] == 3
     finally:
         torch.set_num_threads(before)
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------
+def test_traffic_is_compared_with_the_faster_of_two_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    links = iter([MeasuredLink(55.0, 53.0, 40.0, True), MeasuredLink(54.0, 54.0, 50.0, True)])
+    monkeypatch.setattr(Ranks, "measure_link", lambda _: next(links))
+    seen = StepProfile(10 * 10**9, 9 * 10**9, 2, "cudaStreamSynchronize in aten::item")
+    monkeypatch.setattr(run, "profile_step", lambda *_: seen)
+    values, output = measured(tmp_path, *STEP, "--rounds", "1", "--strategies", "resident", "--peers", "none")
+    (row,) = values["rows"]
+    assert values["link_gb_per_s"] == {"to_device": 55, "to_host": 54, "duplex": 50, "page_locked": True}
+    assert (row["gb_to_device"], row["gb_to_host"], row["host_syncs"]) == (10, 9, 2)
+    assert row["gb_per_s_to_device"] == pytest.approx(10 / row["step_ms"] * 1e3)
+    assert row["percent_of_duplex"] == pytest.approx(100 * row["gb_per_s_to_device"] / 50), "of the busier direction"
+    assert "page-locked" in output and "first by cudaStreamSynchronize in aten::item" in output
+
+
+# -- whole iterations ------------------------------------------------------------------------------------------------
+
+
+def test_every_contender_trains_the_same_at_every_number_of_tokens(tmp_path: Path) -> None:
+    ours = ["resident", "stream", "stream-overlap", "stream:optimizer_state.ring_mib=4"]
+    peers = ["torch", "cpu-adamw", "fsdp2-offload"]
+    values, output = measured(tmp_path, *ITERATION, "--strategies", ",".join(ours), "--peers", ",".join(peers))
+    parameters = values["model"]["parameters"]
+    for tokens in (32, 64):
+        rows = rows_of(values, tokens)
+        assert list(rows) == ["no optimizer", *ours, *peers]
+        alone, resident = rows["no optimizer"], rows["resident"]
+        for name, row in rows.items():
+            assert row["note"] is None, f"{name}: {row['note']}"
+            assert [len(window) for window in row["windows_ms"]] == [2]
+            assert row["iteration_ms"] == pytest.approx(sum(row["windows_ms"][0]) / 2)
+            assert row["exposed_ms"] == pytest.approx(row["iteration_ms"] - alone["iteration_ms"])
+            assert row["times_resident"] == pytest.approx(row["iteration_ms"] / resident["iteration_ms"])
+            assert row["tokens_per_s"] == pytest.approx(tokens / row["iteration_ms"] * 1e3)
+        for name in ours:
+            for key in ("loss", "grad_norm", "clipped_steps"):
+                assert rows[name][key] == resident[key], name
+        for name in peers:
+            assert rows[name]["loss"] == pytest.approx(resident["loss"], rel=0.02), name
+        assert alone["loss"] > resident["loss"], "the others learn their tokens by heart"
+        assert alone["grad_norm"] is alone["clipped_steps"] is None
+        assert resident["clipped_steps"] >= (resident["grad_norm"] > 1)
+        assert resident["weight_bytes"] == alone["weight_bytes"] == 2 * parameters
+        assert resident["host_bytes"] == alone["host_bytes"] == 0
+        assert (
+            rows["stream"]["host_bytes"] >= 10 * parameters and rows["fsdp2-offload"]["host_bytes"] >= 12 * parameters
+        )
+        assert resident["peak_device_bytes"] is None and resident["host_syncs"] is None
+    assert values["model"]["layers"] == 2 and values["model"]["activation_checkpointing"] is True
+    assert values["tokens_per_rank"] == [32, 64] and values["sequence"] == 16 and values["optimizer"]["max_norm"] == 1
+    assert [values[key] for key in ("iterations", "warmup", "rounds", "ranks")] == [2, 1, 1, 1]
+    assert "stream ring_mib=4" in output and output.count("One iteration of") == 2
+
+
+def test_steps_that_are_clipped_now_and_then(tmp_path: Path) -> None:
+    how = ("--max-norm", "1e9", "--clip-every", "3", "--warmup", "1", "--steps", "4", "--tokens", "32")
+    overlap = "stream-overlap:optimizer_state.resident_gib=0:optimizer_state.ring_mib=1"
+    names = ("--strategies", f"resident,{overlap}", "--peers", "torch")
+    values, _ = measured(tmp_path, *ITERATION, *how, *names)
+    rows = rows_of(values, 32)
+    assert values["optimizer"]["clip_every"] == 3
+    assert [rows[name]["clipped_steps"] for name in ("no optimizer", "resident", overlap, "torch")] == [None, 2, 2, 2]
+    redone = [rows[name]["redone_steps"] for name in ("no optimizer", "resident", overlap)]
+    assert redone == [None, 0, 1]  # the last step's is not known yet
+    assert rows[overlap]["loss"] == rows["resident"]["loss"]
+    assert rows["torch"]["loss"] == pytest.approx(rows["resident"]["loss"], rel=0.02), "peers clip as often"
+
+
+def test_two_ranks_train_together(tmp_path: Path) -> None:
+    names = ("--strategies", "fsdp2,fsdp2-stream", "--peers", "fsdp2-offload")
+    values, output = on_two_ranks(tmp_path, *ITERATION, *names)
+    rows = rows_of(values, 64)
+    assert values["ranks"] == 2 and output.count("One iteration of") == 2
+    assert list(rows) == ["no optimizer", "fsdp2", "fsdp2-stream", "fsdp2-offload"]
+    assert all(row["note"] is None for row in rows.values()), {name: row["note"] for name, row in rows.items()}
+    assert rows["fsdp2"]["weight_bytes"] == pytest.approx(values["model"]["parameters"], rel=0.02)  # half of 2 bytes
+    assert rows["fsdp2"]["times_resident"] == 1.0 and rows["fsdp2"]["loss"] == rows["fsdp2-stream"]["loss"]
+    assert rows["fsdp2"]["tokens_per_s"] == pytest.approx(2 * 64 / rows["fsdp2"]["iteration_ms"] * 1e3)
+
+
+class InfiniteForMany(torch.nn.Linear):
+    """Its loss is infinite for more than 32 tokens."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(torch.ones(1)).sum()
+        return loss if tokens.numel() <= 32 else loss * torch.inf
+
+
+class Diverging(Lazy):
+    name = about = "diverging"
+
+    def __init__(self, task: run.Task) -> None:
+        self.model = InfiniteForMany(1, 1)
+        self._weights = list(self.model.parameters())
+
+
+def test_what_diverges_or_is_refused_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Strategy.load
+
+    def refuse(name: str, **given: Any) -> Strategy:
+        if name == "stream":
+            raise ConfigError("not in this version")
+        return load(name, **given)
+
+    monkeypatch.setattr(Strategy, "load", refuse)
+    monkeypatch.setattr(IterationTask, "peers", (Diverging,))
+    names = ("--strategies", "stream", "--peers", "diverging", "--rounds", "2")
+    values, output = measured(tmp_path, *ITERATION, *names, code=1)
+    small, large = (rows_of(values, tokens)["diverging"] for tokens in (32, 64))
+    assert small["note"] is None and len(small["windows_ms"]) == 2
+    assert large["note"].startswith("FloatingPointError: the loss is") and "iteration_ms" not in large
+    assert {rows_of(values, tokens)["stream"]["note"] for tokens in (32, 64)} == {"not in this version"}
+    assert output.count("stream: not in this version") == 1 and "failed" in output
+
+
+# -- many small tensors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lora", "moe"])
+def test_models_have_as_many_tensors_as_they_say(name: str) -> None:
+    count, build = tensors.SIZES[name]
+    model = build()
+    assert len(list(model.parameters())) == count
+    model(torch.ones(1, 64)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_python_time_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(tensors.SIZES, "moe", (12, lambda: tensors.Layers(2, 2, tensors.Expert)))
+    monkeypatch.setitem(tensors.SIZES, "lora", (8, lambda: tensors.Layers(2, 2, tensors.Adapter)))
+    values, output = measured(tmp_path, "--tensors", "tiny", "--steps", "2", "--rounds", "2", "--device", "cpu")
+    rows = values["rows"]
+    names = ["resident", "stream", "stream-overlap", "torch-foreach", "torch", "torch-empty-hooks"]
+    assert [(row["tensors"], row["name"]) for row in rows] == [(count, name) for count in (8, 12) for name in names]
+    for row in rows:
+        assert [len(window) for window in row["windows_ms"]] == [2, 2] and row["first_ms"] > 0
+        assert row["hooks_percent"] == pytest.approx(100 * (row["backward_ms"] / row["plain_backward_ms"] - 1))
+    assert rows[3]["times_by_hand"] == 1.0 and "12 small tensors" in output
+
+
+# -- what is asked for -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--peers", "torhc"], "did you mean torch?"),
-        (["--strategies", "residnet"], "residnet"),
-        (["--strategies", "none", "--peers", "none"], "nothing to measure"),
-        (["--params", "100"], "smallest stack"),
-        (["--params", "nan"], "a number of parameters is needed"),
-        (["--params", "inf", "--roles"], "a number of parameters is needed"),
-        (["--layers", "0"], "at least 1"),
-        (["--device", "meta"], "allowed are cpu, cuda"),
-        (["--device", "gpu", "--roles"], "allowed are cpu, cuda"),
-        (["--device", "cuda:99"], "GPU"),
-        (["--steps", "0"], "'--steps'"),
+        ("--peers torhc", "did you mean torch?"),
+        ("--strategies residnet", "residnet"),
+        ("--strategies none --peers none", "nothing to measure"),
+        ("--params 100", "smallest stack"),
+        ("--params nan", "a number of parameters is needed"),
+        ("--layers 0", "at least 1"),
+        ("--device meta", "allowed are cpu, cuda"),
+        ("--device cuda:99", "GPU"),
+        ("--steps 0", "'--steps'"),
+        ("--optimizer sgd", "--optimizer sgd: allowed are adamw, muon"),
+        ("--tokens 64", "has no effect on one optimizer step; it belongs to --iteration"),
+        ("--tensors large", "--tensors large: allowed are tiny (all of them), lora, moe"),
+        ("--timeline --device cpu", "--timeline needs a GPU"),
+        ("--timeline --rounds 3", "--rounds 3 has no effect on --timeline"),
+        ("--iteration --timeline", "give one of them"),
+        ("--iteration --checkpoints ckpt", "--checkpoints ckpt has no effect on --iteration"),
+        ("--iteration --strategies strem", "did you mean 'stream'"),
+        ("--iteration --strategies stream:optimizer_state.ring=4", "unknown key 'optimizer_state.ring'"),
+        ("--iteration --strategies stream:optimizer_state.ring_mib=-1", "ring_mib"),
+        ("--iteration --strategies :a.b=4", "strategy's name is missing"),
+        ("--iteration --strategies stream:clipping.max_norm=[1", "not a valid YAML value"),
+        ("--iteration --peers torhc", "allowed are all, none and torch, torch-fsdp2, cpu-adamw, fsdp2-offload"),
+        ("--iteration --strategies none", "nothing to measure"),
+        ("--iteration --sequence 64 --tokens 100", "a multiple of --sequence 64"),
+        ("--iteration --tokens many", "whole numbers separated by commas"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = run_bench(*arguments, "--output", str(tmp_path / "out"))
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.replace("│", " ").split())
+def test_bad_input_is_one_sentence(arguments: str, message: str, tmp_path: Path) -> None:
+    done = bench(*arguments.split(), "--output", tmp_path / "out")
+    assert done.exit_code == 2 and message in sentence(done.output)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there to be had")
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     for requested in ("cuda", "cuda:0"):
-        with pytest.raises(ValueError, match="no GPU here"):
-            local_device(requested)
+        assert "no GPU here" in sentence(bench("--device", requested).output)
 
 
-# -- one failing contender ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "strategy", "overrides"),
+    [
+        ("stream", "stream", {}),
+        ("stream-overlap:optimizer_state.resident_gib=8", "stream-overlap", {"optimizer_state.resident_gib": 8}),
+        ("./a:b/c.yaml:clipping.max_norm=null", "./a:b/c.yaml", {"clipping.max_norm": None}),
+        ("a:x.y=1:x.z=two", "a", {"x.y": 1, "x.z": "two"}),
+    ],
+)
+def test_a_strategy_may_bring_overrides(text: str, strategy: str, overrides: dict[str, Any]) -> None:
+    assert parse_overrides(text, {}) == (strategy, overrides)
+    own = {"clipping.max_norm": 1.0, "sharding.activation_checkpointing": True}
+    name, both = parse_overrides(text, own)
+    assert (name, both) == (strategy, own | overrides)
+    assert list(both)[: len(overrides)] == list(overrides), "a new sharding.kind drops what came before it"
 
 
-TASK = StepTask(CPU, 0, LlamaShape.nearest(60_000, 2))
+def test_the_defaults_of_iterations_on_a_cpu(tmp_path: Path) -> None:
+    """Tokens ascend, and without --strategies there are the row without an optimizer and four of ours."""
+    few = ("--params", "60000", "--layers", "1", "--device", "cpu", "--steps", "1", "--tokens", "64, 16,64")
+    values, _ = measured(tmp_path, "--iteration", *few, "--sequence", "16")
+    assert values["tokens_per_rank"] == [16, 64]
+    rows = [row for row in values["rows"] if row["tokens"] == 16]
+    labels = ["no optimizer", "resident", "stream", "stream-overlap", "stream-overlap resident_gib=8"]
+    assert [row["label"] for row in rows] == labels and [row["resident"] for row in rows] == [False, True, *[False] * 3]
 
 
-def tiny_run(contenders: dict[str, type[Contender]], rounds: int = 1) -> Run:
-    entries = [Entry(name, name, "peer", "", contender) for name, contender in contenders.items()]
-    return Run.create([TASK], Effort(steps=2, warmup=1, rounds=rounds), Ranks(CPU), entries)
-
-
-class Counting(Contender):
-    """Does nothing but count."""
-
-    name = about = "counting"
-    built: list[str]
-
-    def __init__(self, task: Task) -> None:
-        self._weights = [torch.zeros(4)]
-
-    def step(self, gradients: Any) -> None:
-        return
-
-    def weights(self) -> list[torch.Tensor]:
-        return self._weights
-
-
-class Failing(Counting):
-    def step(self, gradients: Any) -> None:
-        raise MemoryError("no room\nat all")
-
-
-class Absent(Counting):
-    def __init__(self, task: Task) -> None:
-        raise Skipped("not for this machine")
-
-
-def test_a_failure_is_a_row_and_the_run_goes_on() -> None:
-    run = tiny_run({"a": Failing, "b": Absent, "c": Counting}, rounds=2)
-    seen: list[str] = []
-    measure_all(run, seen.append)
-    rows = rows_of(as_json(run))
-    assert rows["a"]["note"] == "MemoryError: no room" and not rows["a"]["skipped"]
-    assert rows["b"]["note"] == "not for this machine" and rows["b"]["skipped"]
-    assert rows["c"]["note"] is None and len(rows["c"]["step_ms_all"]) == 2
-    assert sum("a" in sentence.split(": ")[-1] for sentence in seen if "round" in sentence) == 1  # not tried again
-
-
-def test_rounds_run_forth_and_back() -> None:
-    run = tiny_run({"a": Counting, "b": Counting}, rounds=2)
-    seen: list[str] = []
-    measure_all(run, lambda sentence: seen.append(sentence.split(": ")[-1]))
-    assert [name for name in seen if name in "ab"] == ["a", "b", "b", "a"]
-
-
-# -- the model ---------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------------------------
 
 
 def test_eight_billion_parameters_are_llama_3s() -> None:
     shape = LlamaShape.nearest(8_030_000_000, 32)
     assert (shape.hidden, shape.feed_forward, shape.key_value, shape.vocabulary) == (4096, 14_336, 1024, 128_256)
-    assert shape.parameters == pytest.approx(8.03e9, rel=1e-3)
+    released = [LlamaShape.nearest(parameters, released=True) for parameters in (3 * 10**9, 8 * 10**9)]
+    assert [(each.name, each.parameters) for each in released] == [
+        ("Llama-3.2-3B", 3_212_749_824),
+        ("Llama-3.1-8B", 8_030_261_248),
+    ]
 
 
-@pytest.mark.parametrize(("parameters", "layers"), [(60_000, 2), (2_000_000, None), (10**9, None), (3 * 10**9, 28)])
-def test_a_stack_is_about_as_large_as_asked_for(parameters: int, layers: int | None) -> None:
-    shape = LlamaShape.nearest(parameters, layers)
-    assert shape.parameters == pytest.approx(parameters, rel=0.25)
+@pytest.mark.parametrize(
+    ("parameters", "layers"), [(60_000, 2), (2_000_000, None), (10**9, None), (2 * 10**9, None), (3 * 10**9, 8)]
+)
+def test_other_sizes_are_scaled(parameters: int, layers: int | None) -> None:
+    shape = LlamaShape.nearest(parameters, layers, released=parameters > 10**9)
+    assert shape.name == "a scaled Llama" and shape.parameters == pytest.approx(parameters, rel=0.3)
+    assert shape.hidden % shape.heads == 0 and shape.heads % shape.key_value_heads == 0
     assert layers is None or shape.layers == layers
 
 
@@ -378,77 +488,79 @@ def test_the_model_has_the_shapes_size_and_the_same_weights_in_every_dtype() -> 
         assert (low.dtype, high.dtype) == (torch.bfloat16, torch.float32) and torch.equal(low.float(), high)
 
 
-def test_gradients_are_random_fresh_and_the_same_for_every_dtype() -> None:
-    weights = [torch.zeros(3, 5), torch.zeros(7)]
-    low = random_gradients(weights, torch.bfloat16, CPU, 1)
-    high = random_gradients(weights, torch.float32, CPU, 1)
-    assert all(torch.equal(a.float(), b) for a, b in zip(low[0], high[0], strict=True))
-    assert not torch.equal(low[0][0], low[1][0]) and bool(low[0][1].any())
-    assert not torch.equal(low[0][0], random_gradients(weights, torch.bfloat16, CPU, 2)[0][0])
+def small_task(tokens: int) -> IterationTask:
+    return IterationTask(CPU, 0, LlamaShape.nearest(60_000, 2), sequence=16, case=tokens)
 
 
-# -- the figures -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_loss_in_chunks_is_the_models_own(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    monkeypatch.setattr(llama, "LOSS_CHUNK", 10)
+    shape = LlamaShape("test", 32, 64, 16, 2, 64, 8, tied)
+    model = Llama.make(shape, CPU, torch.float32, seed=3)
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
+    tokens, targets = (words % 64 for words in small_task(32).batch(0))
+    model(tokens, targets).backward()
+    own = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    logits = LlamaForCausalLM.forward(model, tokens, use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    for gradient, parameter in zip(own, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
 
 
-def test_percent_of_the_link_is_the_busier_ways() -> None:
-    run = tiny_run({"x": Counting, "y": Counting})
-    measured, absent = run.rows
-    measured.parameters = measured.peak_bytes = 10**9
-    measured.windows, measured.remaining_ms = [[240.0, 200.0, 250.0, 220.0]], [10.0]  # the first step is left out
-    measured.profile = StepProfile(10 * 10**9, 9 * 10**9, 2, "cudaStreamSynchronize in aten::item")
-    absent.note, absent.skipped = "not installed", True
-    run.link = MeasuredLink(to_device=55.0, to_host=54.0, duplex=50.0, page_locked=True)
-    values = as_json(run)
-    row = values["rows"][0]
-    assert row["step_ms"] == 220.0
-    assert row["ms_per_1e9_parameters"] == pytest.approx(220.0 / run.task.shape.parameters * 1e9)
-    assert row["block_ms"] == 230.0 and row["step_ms_range"] == [200.0, 250.0]
-    assert row["gb_per_s_to_device"] == pytest.approx(10 / 0.22) and row["gb_to_host"] == 9.0
-    assert row["percent_of_duplex"] == pytest.approx(100 * (10 / 0.22) / 50)
-    with (console := Console(width=200, force_terminal=True)).capture() as output:
-        print_table(values, StepTask.view, console)
-    assert "91" in output.get() and "page-locked" in output.get() and "200.0 – 250.0" in output.get()
+def test_every_rank_has_tokens_of_its_own() -> None:
+    task = small_task(64)
+    tokens, targets = task.batch(0)
+    assert tokens.shape == targets.shape == (4, 16) and torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert torch.equal(tokens, task.batch(0)[0]) and not torch.equal(tokens, task.batch(1)[0])
 
 
-@pytest.mark.parametrize(("ranks", "floor"), [(1, 250.0), (2, 125.0)])
-def test_ranks_share_the_bytes_of_the_model(ranks: int, floor: float) -> None:
-    mark = StepTask.view.panels[0].mark
-    assert mark is not None
-    found = mark({"link_gb_per_s": {"duplex": 40.0}, "ranks": ranks})
-    assert found is not None and found[0] == floor and ("shared by 2 ranks" in found[1]) == (ranks == 2)
+# -- how results are shown -------------------------------------------------------------------------------------------
+
+
+def shown(values: Values, width: int) -> str:
+    view = (IterationTask if "iterations" in values else tensors.TensorsTask if "tensors" in values else StepTask).view
+    console = Console(width=width, force_terminal=True, color_system=None)
+    with console.capture() as output:
+        report.print_table(values, view, console)
+    return output.get()
+
+
+KEPT = [file for file in sorted(BENCHMARKS.rglob("*.json")) if {"rounds", "rows"} <= set(json.loads(file.read_text()))]
+
+
+def test_results_that_are_kept_can_be_shown(tmp_path: Path) -> None:
+    assert len(KEPT) >= 15
+    for file in KEPT:
+        values = json.loads(file.read_text())
+        assert all(report.label(row).split()[0] in shown(values, 200) for row in values["rows"]), file.name
+    values = json.loads((BENCHMARKS / "h200-x2-8b-16k.json").read_text())
+    report.draw(values, IterationTask.view, tmp_path / "two-ranks.png")
+    report.draw({**values, "rows": []}, IterationTask.view, tmp_path / "empty.png")
+    assert (tmp_path / "two-ranks.png").stat().st_size > (tmp_path / "empty.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_table_fits_and_cuts_no_number(width: int, result: tuple[dict[str, Any], Path, str]) -> None:
-    console = Console(width=width, force_terminal=True, color_system=None)
-    with console.capture() as output:
-        print_table(result[0], StepTask.view, console)
-    table = output.get()
-    assert all(len(line) <= width for line in table.splitlines()) and "…" not in table
-    assert all(label(row).split()[0] in table for row in result[0]["rows"]), "whose figures these are"
-    row = rows_of(result[0])["layer-stream"]
+def test_the_table_fits_and_cuts_no_number(width: int) -> None:
+    values = json.loads((BENCHMARKS / "h200-1b.json").read_text())
+    table = shown(values, width)
+    lines = table.split("Link,")[0].splitlines()
+    assert all(len(line) <= width for line in lines) and "…" not in table
+    row = rows_of(values)["layer-stream"]
     assert f"{row['step_ms']:.1f}" in table and "{:.1f} – {:.1f}".format(*row["step_ms_range"]) in table
     assert ("for lack of room" in table) == (width < 100)
 
 
-def test_sizes_are_written_for_people() -> None:
-    assert (size(1_003_000_000), size(1_814_624)) == ("1 B", "1.81 M")
+@pytest.mark.parametrize(("ranks", "floor"), [(1, 250.0), (2, 125.0)])
+def test_ranks_share_the_bytes_of_the_model(ranks: int, floor: float) -> None:
+    found = StepTask.view.panels[0].mark({"link_gb_per_s": {"duplex": 40.0}, "ranks": ranks})
+    assert found is not None and found[0] == floor and ("shared by 2 ranks" in found[1]) == (ranks == 2)
 
 
-def test_the_faster_link_counts() -> None:
-    fast = MeasuredLink(50, 40, 45, True).or_faster(MeasuredLink(49, 41, 44, True))
-    assert (fast.to_device, fast.to_host, fast.duplex) == (50, 41, 45)
+# -- what is only measurable on a GPU --------------------------------------------------------------------------------
 
 
-# -- what is only measurable on a GPU ----------------------------------------------------------------------------
-
-
-def test_a_cpu_has_no_link_and_nothing_to_watch() -> None:
-    assert Ranks(CPU).measure_link() is None
-    assert profile_step(lambda: None, lambda: None, CPU) is None
-
-
-def event(cat: str, name: str, ts: float = 0, dur: float = 1, tid: int = 1, **args: Any) -> dict[str, Any]:
+def event(cat: str, name: str, ts: float = 0, dur: float = 1, tid: int = 1, **args: Any) -> Values:
     return {"cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
 
 
@@ -459,26 +571,64 @@ def test_traffic_is_read_from_a_trace() -> None:
         event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", bytes=7),
         event("cpu_op", "aten::copy_"),
     ]
-    assert read_step_profile(events) == StepProfile(100, 30, 0, None)
-    assert read_step_profile([event("kernel", "k")]) == StepProfile(0, 0, 0, None)
-    assert read_step_profile(events[3:]) is None
+    assert trace.read_step_profile(events) == StepProfile(100, 30, 0, None)
+    assert trace.read_step_profile([event("kernel", "k")]) == StepProfile(0, 0, 0, None)
+    assert trace.read_step_profile(events[3:]) is None
 
 
 def test_host_waits_of_all_threads_are_counted_in_the_step_alone() -> None:
     """Autograd's threads among them: FSDP2 waits there for gradients on their way to the host."""
-    seen = read_step_profile(
-        [
-            event("user_annotation", PROFILED_RANGE, 10, 20),
-            event("cuda_runtime", "cudaDeviceSynchronize", 5),
-            event("cuda_runtime", "cudaEventSynchronize", 25, tid=2),
-            event("cuda_runtime", "cudaLaunchKernel", 12),
-            event("cuda_runtime", "cudaStreamSynchronize", 13),
-            event("cpu_op", "aten::item", 11, 4),
-            event("cpu_op", "aten::_local_scalar_dense", 12, 2),
-            event("cuda_runtime", "cudaDeviceSynchronize", 31),
-        ]
-    )
-    assert seen == StepProfile(0, 0, 2, "cudaStreamSynchronize in aten::item")
+    events = [
+        event("user_annotation", trace.PROFILED_RANGE, 10, 20),
+        event("cuda_runtime", "cudaDeviceSynchronize", 5),
+        event("cuda_runtime", "cudaEventSynchronize", 25, tid=2),
+        event("cuda_runtime", "cudaLaunchKernel", 12),
+        event("cuda_runtime", "cudaStreamSynchronize", 13),
+        event("cpu_op", "aten::item", 11, 4),
+        event("cpu_op", "aten::_local_scalar_dense", 12, 2),
+        event("cuda_runtime", "cudaDeviceSynchronize", 31),
+    ]
+    assert trace.read_step_profile(events) == StepProfile(0, 0, 2, "cudaStreamSynchronize in aten::item")
+
+
+TIMELINE = [  # in µs
+    event("cpu_op", "aten::mm", 0, 100_000),
+    event("kernel", "gemm", 10_000, 20_000, stream=7),
+    event("kernel", "gemm", 29_000, 1_000, stream=7),
+    event("kernel", "gemm_backward", 40_000, 20_000, stream=7),
+    event("kernel", "ncclDevKernel_AllGather", 11_000, 90_000, stream=9),
+    event("kernel", "multi_tensor_apply<FusedAdamMathFunctor>", 12_000, 4_000, stream=13),
+    event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 5_000, 10_000, stream=14),
+    event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 25_000, 10_000, stream=14),
+    event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 45_000, 3_000, stream=15),
+    event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 16_000, 1_000, stream=13),
+    {"name": "process_name", "ph": "M"},
+]
+
+
+def test_a_timeline_is_written_and_says_which_copies_were_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profiler sees no device here, so it is told what it saw."""
+
+    def write(iterate: Any, iterations: int, path: Path) -> None:
+        iterate()
+        path.write_text(json.dumps({"traceEvents": TIMELINE}))
+
+    monkeypatch.setattr(iteration, "write_timeline", write)
+    task = TimelineTask(CPU, 0, LlamaShape.nearest(60_000, 2), 16, tmp_path, case=32)
+    entries = parse_strategies("stream:optimizer_state.ring_mib=4", task)
+    (row,) = (made := run.Run.create([task], run.Effort(2, 1), Ranks(CPU), entries)).rows
+    run.measure_all(made, lambda _: None)
+    written = tmp_path / "stream-optimizer_state.ring_mib=4-32-timeline.json"
+    assert row.note is None and written.is_file()
+    assert row.extra["said"] == [
+        f"{written} written",
+        "stream ring_mib=4, 32 tokens: 10 of 20 ms of copies host → device beside the main stream's kernels",
+        "stream ring_mib=4, 32 tokens: 3 of 3 ms of copies device → host beside the main stream's kernels",
+    ]
+    with pytest.raises(ValueError, match="recorded nothing on the device"):
+        trace.hidden_copies(TIMELINE[:1])
 
 
 def test_page_locked_memory_is_what_the_allocator_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,56 +638,11 @@ def test_page_locked_memory_is_what_the_allocator_holds(monkeypatch: pytest.Monk
 
 
 def test_page_locked_memory_that_nobody_lists_counts() -> None:
-    class Listing(Counting):
+    class Listing(Lazy):
         def host_tensors(self) -> list[torch.Tensor]:
             return [torch.zeros(3), *([torch.zeros(2).pin_memory()] if torch.cuda.is_available() else [])]
 
-    contender = Listing(TASK)
+    contender = Listing(small_task(32))
     listed = 8 if torch.cuda.is_available() else 0
-    assert unlisted_pinned_bytes(contender, 100) == 100 - listed
-    assert unlisted_pinned_bytes(contender, 0) == 0
-
-
-# -- where results go, and exit codes ----------------------------------------------------------------------------
-
-
-def test_a_failed_contender_is_an_exit_code_and_nothing_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightstep.bench.report.RUNS", tmp_path)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    done = run_bench(*TINY, "--rounds", "1", "--strategies", "fsdp2", "--peers", "torch")
-    assert done.exit_code == 1 and "failed" in done.output and "torchrun" in done.output
-    (folder,) = tmp_path.iterdir()
-    assert folder.name.endswith("-step")
-    rows = rows_of(json.loads((folder / "bench.json").read_text()))
-    assert rows["fsdp2"]["note"] and rows["torch"]["step_ms"] > 0
-    again = run_bench(*TINY, "--strategies", "none", "--peers", "torch", "--output", str(folder))
-    assert again.exit_code == 2 and "from an earlier run" in " ".join(again.output.replace("│", " ").split())
-
-
-# -- tiny tensors ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["lora", "moe"])
-def test_tiny_models_have_as_many_tensors_as_they_say(name: str) -> None:
-    count, build = SIZES[name]
-    model = build()
-    assert len(list(model.parameters())) == count
-    model(torch.ones(1, 64)).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_the_python_time_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(SIZES, "moe", (12, lambda: Layers(2, 2, Expert)))
-    monkeypatch.setitem(SIZES, "lora", (8, lambda: Layers(2, 2, Adapter)))
-    few = ("--steps", "2", "--rounds", "2", "--device", "cpu", "--output", str(tmp_path))
-    done = run_bench("--tensors", "tiny", *few)
-    assert done.exit_code == 0, done.output
-    rows = json.loads((tmp_path / "tiny.json").read_text())["rows"]
-    names = ["resident", "stream", "stream-overlap", "torch-foreach", "torch", "torch-empty-hooks"]
-    assert [(row["tensors"], row["name"]) for row in rows] == [(count, name) for count in (8, 12) for name in names]
-    for row in rows:
-        assert [len(window) for window in row["windows_ms"]] == [2, 2] and row["first_ms"] > 0
-        assert row["hooks_percent"] == pytest.approx(100 * (row["backward_ms"] / row["plain_backward_ms"] - 1))
-    assert rows[3]["times_by_hand"] == 1.0 and "12 small tensors" in done.output
+    assert run.unlisted_pinned_bytes(contender, 100) == 100 - listed
+    assert run.unlisted_pinned_bytes(contender, 0) == 0

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightstep.bench.contender import Task
+from lightstep.bench.machine import elapsed, synchronize
 from lightstep.bench.peers import TorchEmptyHooks, TorchForeach, TorchResident
-from lightstep.bench.probes import elapsed, synchronize
 from lightstep.bench.report import Column, Panel, Values, View
-from lightstep.bench.run import Measurement, Row, Run, Spread
+from lightstep.bench.run import Measurement, Row, Run, Spread, Task
 
 _WIDTH, _RANK, _EXPERT = 64, 8, 16
 _WEIGHT_STD = 0.02
@@ -67,7 +66,7 @@ SIZES: dict[str, tuple[int, Callable[[], Layers]]] = {
 
 
 @dataclass(frozen=True)
-class TinyTask(Task):
+class TensorsTask(Task):
     """Forward, backward and step of a model of `case` tensors; backward and step are timed by the host's clock.
 
     The time of a step includes all its deferred work. Each time, the same backward also runs on a plain copy of the
@@ -156,7 +155,7 @@ def _title(values: Values, count: Any) -> str:
     return f"One optimizer step: {count} small tensors, {where}"
 
 
-TinyTask.view = View(
+TensorsTask.view = View(
     key="step_ms",
     columns=(
         Column("first\nstep, ms", "first_ms", priority=5),

@@ -1,4 +1,4 @@
-"""Measures how fast a strategy saves a checkpoint, and how long an asynchronous save blocks training.
+"""`lightstep bench --checkpoints`: how fast a strategy saves, and how long an asynchronous save blocks training.
 
 Compared with plain files of the same size that all ranks write at once, and with torch's ``async_save``.
 """
@@ -12,18 +12,14 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
-from lightstep.bench.probes import elapsed
-from lightstep.bench.ranks import Ranks
-
-if TYPE_CHECKING:
-    from lightstep.bench.strategies import StrategyContender
+from lightstep.bench.machine import Ranks, elapsed
 
 _CHUNK = 64 * 2**20
 _REPEATS = 3
@@ -31,38 +27,15 @@ _QUIET_STEPS = 5
 """Steps before each save, for comparison with those during it."""
 
 
-@dataclass(frozen=True)
-class Stall:
-    """What asynchronous saves cost training.
+class Saver(Protocol):
+    """A contender that saves checkpoints."""
 
-    Attributes:
-        seconds: for which a call blocks training: the shortest of several.
-        first_seconds: the same for the first one, which also allocates memory that the others reuse.
-        lost: seconds by which training takes longer because of a save: the blocked ones, and what the steps during the
-            write take more than quiet ones. The median of those after the first.
-        first_lost: the same for the first one.
-        slowdown: step time during the writes relative to that without one.
-    """
-
-    seconds: float
-    first_seconds: float
-    lost: float
-    first_lost: float
-    slowdown: float
+    def save(self, path: Path) -> None: ...
+    def save_async(self, path: Path) -> Any: ...
+    def saved_tensors(self) -> dict[str, Tensor]: ...
 
 
-@dataclass(frozen=True)
-class DiskTime:
-    """Bytes of one checkpoint over all ranks, and the seconds for saving it and for writing plain files."""
-
-    nbytes: int
-    save_s: float
-    plain_s: float
-    stall: Stall
-    torch_stall: Stall
-
-
-def measure_saving(saver: StrategyContender, step: Callable[[], None], folder: Path, ranks: Ranks) -> DiskTime:
+def measure_saving(saver: Saver, step: Callable[[], None], folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Save a checkpoint and write plain files in turn, three times; the fastest of each counts. Then save in threads.
 
     All ranks call it with a ``folder`` that they share; nothing is left there. Every write ends when all bytes are
@@ -70,6 +43,9 @@ def measure_saving(saver: StrategyContender, step: Callable[[], None], folder: P
 
     Args:
         step: one training step; returns when it is finished.
+
+    Returns:
+        The JSON values: bytes over all ranks, seconds and rates, and what asynchronous saves cost (:func:`_stall`).
     """
     checkpoint, plain = folder / "bench-checkpoint", folder / f"bench-plain-{ranks.rank}"
     saving, writing, nbytes = [], [], 0
@@ -91,10 +67,25 @@ def measure_saving(saver: StrategyContender, step: Callable[[], None], folder: P
     finally:
         _remove(checkpoint, ranks)
         plain.unlink(missing_ok=True)
-    return DiskTime(nbytes, min(saving), min(writing), ours, torchs)
+    gigabytes, save_s = nbytes / 1e9, min(saving)
+    return {
+        "gb": gigabytes,
+        "save_s": save_s,
+        "gb_per_s": gigabytes / save_s,
+        "plain_files_gb_per_s": gigabytes / min(writing),
+        "stall_percent": 100 * ours["stall_s"] / save_s,
+        **ours,
+        **{f"torch_async_save_{key}": value for key, value in torchs.items()},
+    }
 
 
-def _stall(step: Callable[[], None], begin: Callable[[Path], Any], path: Path, ranks: Ranks) -> Stall:
+def _stall(step: Callable[[], None], begin: Callable[[Path], Any], path: Path, ranks: Ranks) -> dict[str, float]:
+    """What asynchronous saves cost training, of the first save, which also allocates memory, and of later ones.
+
+    Stall: the seconds for which the call blocks training; the shortest of all. Lost: those, and what the
+    steps during the write take more than quiet ones; the median of the later ones. Steps meanwhile: their time relative
+    to that of quiet ones.
+    """
     quiet: list[float] = []
     blocked: list[float] = []
     during: list[list[float]] = []
@@ -113,11 +104,17 @@ def _stall(step: Callable[[], None], begin: Callable[[Path], Any], path: Path, r
     usual = statistics.median(quiet)
     first_lost, *lost = (call + sum(steps) - len(steps) * usual for call, steps in zip(blocked, during, strict=True))
     slowdown = statistics.median(itertools.chain(*during) if any(during) else quiet) / usual
-    return Stall(min(blocked), blocked[0], statistics.median(lost), first_lost, slowdown)
+    return {
+        "first_stall_s": blocked[0],
+        "stall_s": min(blocked),
+        "first_lost_s": first_lost,
+        "lost_s": statistics.median(lost),
+        "steps_meanwhile": slowdown,
+    }
 
 
 @contextmanager
-def _torch_saving(saver: StrategyContender, ranks: Ranks) -> Iterator[Callable[[Path], Any]]:
+def _torch_saving(saver: Saver, ranks: Ranks) -> Iterator[Callable[[Path], Any]]:
     """``torch.distributed.checkpoint.async_save``. Its thread needs a process group of its own."""
     ranks.ensure_group()
     group = dist.new_group(backend="gloo")
