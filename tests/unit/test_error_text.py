@@ -77,7 +77,7 @@ def test_a_class_that_fails_on_a_parameter(update: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(Forgetful, "forgotten", True)
     with pytest.raises(RuntimeError) as raised:
         train()
-    assert "KeyError: a tensor of shape (64, 64)" in str(raised.value)
+    assert "KeyError: a tensor of shape (" in str(raised.value)
     error: BaseException | None = raised.value
     while isinstance(error, RuntimeError):  # the lane's, or step()'s refusal if the lane was faster
         assert is_short(str(error)), str(error)[:300]

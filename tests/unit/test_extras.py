@@ -36,7 +36,7 @@ def test_importing_lightstep_brings_nothing_along() -> None:
     heavy = ["torch._dynamo", "torch._inductor", *OPTIONAL]
     code = (
         f"import sys, torch; before = set(sys.modules); heavy = {heavy!r}; import lightstep\n"
-        "assert set(sys.modules) - before == {'lightstep'}, set(sys.modules) - before\n"
+        "assert set(sys.modules) - before == {'lightstep', 'lightstep.version'}, set(sys.modules) - before\n"
         "lightstep.Strategy.load('stream')\n"
         "assert not set(heavy) & (set(sys.modules) - before), set(heavy) & set(sys.modules)"
     )
@@ -96,7 +96,8 @@ def test_extras_are_those_of_the_distribution() -> None:
     parser.read(CHECKOUT / "setup.cfg")
     extras = {name: sorted(_names(text)) for name, text in parser["options.extras_require"].items()}
     assert {name: extras[name] for name in LIBRARIES} == {name: sorted(names) for name, names in LIBRARIES.items()}
-    assert set(_names(parser["options"]["install_requires"])) == {"torch", "numpy", "pydantic", "PyYAML", "safetensors"}
+    needed = {"torch", "filelock", "numpy", "pydantic", "PyYAML", "safetensors"}
+    assert set(_names(parser["options"]["install_requires"])) == needed
     assert f"lightstep-optim[{','.join(LIBRARIES)}]" in parser["options.extras_require"]["dev"]
 
 
