@@ -78,8 +78,9 @@ class DeviceSnapshot:
         self._unqueued.add(record)
 
     def begin(self) -> None:
-        """Queue the copies. Called by the reader."""
+        """Queue the copies, or wait until an update has done so. Called by the reader."""
         self._queue_copies()
+        self._wait_until_queued(self._record_of.values())
         if self._error is not None:
             raise self._error
 

@@ -122,6 +122,35 @@ def test_an_update_waits_for_the_copies_of_the_state_that_it_changes(
     same(content(other, optimizer2), expected)
 
 
+def test_the_thread_waits_for_copies_that_an_update_is_queueing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, model, optimizer = trained("resident")
+    expected = content(model, optimizer)
+    begin, copy, queueing, begun = DeviceSnapshot.begin, DeviceSnapshot._copy, threading.Event(), threading.Event()
+
+    def begin_meanwhile(snapshot: DeviceSnapshot) -> None:
+        assert queueing.wait(60)
+        begun.set()
+        begin(snapshot)
+
+    def copy_slowly(*arguments: Any) -> Any:
+        queueing.set()
+        assert begun.wait(60)
+        time.sleep(0.1)
+        return copy(*arguments)
+
+    monkeypatch.setattr(DeviceSnapshot, "begin", begin_meanwhile)
+    monkeypatch.setattr(DeviceSnapshot, "_copy", copy_slowly)
+    pending = strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True)
+    optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
+    optimizer.step()
+    pending.result(60)
+    _, other, optimizer2 = trained("resident", steps=1)
+    strategy.load_checkpoint(tmp_path / "a", other, optimizer2)
+    same(content(other, optimizer2), expected)
+
+
 def test_memory_that_the_thread_does_not_get_is_an_error_of_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
