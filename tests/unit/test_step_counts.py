@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-CODE = "from tests import step_counts; step_counts.LAYERS = 3; step_counts.main()"
+CODE = "from tests import step_counts; step_counts.BLOCKS = 3; step_counts.main()"
 
 
 def test_the_command_counts_every_way_to_train() -> None:
