@@ -8,6 +8,7 @@ the fp32 result of a reduction over ranks.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
@@ -53,7 +54,8 @@ class GradientAccumulator:
     def __init__(self, float32: bool = True) -> None:
         self.float32 = float32
         self._sums: SumsInPlace | SumsAside = SumsInPlace()
-        self._watched: list[tuple[Tensor, torch.dtype, bool]] = []
+        self._watched: list[Tensor] = []
+        self._kinds: list[tuple[torch.dtype, bool]] = []
         self._watched_set: frozenset[Tensor] = frozenset()
         self._reduction: ReducedGradients | None = None
         self._collected: list[Tensor] = []
@@ -63,19 +65,21 @@ class GradientAccumulator:
         self._reduction = reduction
         if isinstance(self._sums, SumsAside):
             self._sums.reads_unused, self._sums.must_reduce = reduction.reads_unused, reduction.must_reduce
-        reduction.connect([parameter for parameter, _, _ in self._watched], self)
+        reduction.connect(self._watched, self)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Sum the gradients of exactly these parameters; of frozen ones too, which may be unfrozen."""
-        watched = [(p, p.dtype, p.requires_grad) for p in parameters if p.dtype in _LOW] if self.float32 else []
+        watched = [p for p in parameters if p.dtype in _LOW] if self.float32 else []
+        kinds = [(p.dtype, p.requires_grad) for p in watched]
         several = initialized()
-        if _same(watched, self._watched) and isinstance(self._sums, SumsAside) is several:
+        same = kinds == self._kinds and all(map(operator.is_, watched, self._watched))
+        if same and isinstance(self._sums, SumsAside) is several:
             return
         if isinstance(self._sums, SumsAside) is not several:
             self._sums.set_parameters(())
             self._sums = SumsAside(_none_unused, lambda _: False) if several else SumsInPlace()
-        self._watched, self._watched_set = watched, frozenset(parameter for parameter, _, _ in watched)
-        self._sums.set_parameters([parameter for parameter, _, _ in watched])
+        self._watched, self._kinds, self._watched_set = watched, kinds, frozenset(watched)
+        self._sums.set_parameters(watched)
         if self._reduction is not None:
             self.set_reduction(self._reduction)
 
@@ -182,7 +186,9 @@ class GradientAccumulator:
                 f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which fp32 masters and one "
                 "global norm cannot take; build its layer with sparse=False"
             )
-        return local_gradient(parameter, torch.float32) if is_sharded(gradient) else _outside_autograd(gradient)
+        if is_sharded(gradient):
+            return local_gradient(parameter, torch.float32)
+        return gradient.detach() if gradient.requires_grad else gradient
 
     def _refuse_unreduced(self, parameter: Tensor) -> None:
         assert self._reduction is not None
@@ -218,7 +224,7 @@ class GradientAccumulator:
     def close(self) -> None:
         """Drop all sums and remove the hooks."""
         self.clear()
-        self._watched, self._watched_set = [], frozenset()
+        self._watched, self._kinds, self._watched_set = [], [], frozenset()
         self._sums.set_parameters(())
 
 
@@ -226,20 +232,12 @@ def _none_unused(_: Sequence[Tensor]) -> Sequence[Tensor]:
     return ()
 
 
-def _same(now: Sequence[tuple[Tensor, torch.dtype, bool]], before: Sequence[tuple[Tensor, torch.dtype, bool]]) -> bool:
-    """Whether these are the same tensors with the same properties; ``==`` would compare elements."""
-    return len(now) == len(before) and all(a[0] is b[0] and a[1:] == b[1:] for a, b in zip(now, before, strict=True))
-
-
-def _outside_autograd(gradient: Tensor) -> Tensor:
-    return gradient.detach() if gradient.requires_grad else gradient
-
-
 def unshared(gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
     """The gradients, without shared memory: users may set one tensor as the gradient of two parameters."""
     seen: set[int] = set()
     for key, gradient in gradients.items():
-        if gradient.data_ptr() in seen and gradient.numel():
+        address = gradient.data_ptr()
+        if address in seen and gradient.numel():
             gradients[key] = gradient.clone()
-        seen.add(gradient.data_ptr())
+        seen.add(address)
     return gradients

@@ -35,7 +35,7 @@ class LeafHooks:
         """Keep hooks on exactly these parameters; on frozen ones too, which may be unfrozen at any time.
 
         Args:
-            before, after: called with the parameter; they must not refer to one.
+            before, after: functions that are called with the parameter; they must not refer to one.
         """
         wanted = dict.fromkeys(parameters)
         for parameter in [parameter for parameter in self._handles if parameter not in wanted]:
@@ -51,7 +51,7 @@ class LeafHooks:
         """Make autograd call the hooks of parameters that have been swapped (``model.to`` of DTensors): a swap takes
         the tensor from its hooks, and its attributes too."""
         for parameter, attributes in self._attributes.items():
-            if vars(parameter) is not attributes:
+            if parameter.__dict__ is not attributes:
                 _register_again(parameter)
                 self._attributes[parameter] = vars(parameter)
 
@@ -104,9 +104,5 @@ def _register_again(parameter: Tensor) -> None:
 
 def _excluded(hook: Hook) -> Hook:
     """Exclude the hook from serialization and from tracing by compiled autograd."""
-
-    def excluded(tensor: Tensor) -> None:
-        hook(tensor)
-
-    excluded._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable's mark, without dynamo
-    return unserializable_hook(excluded)
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable's mark, without dynamo
+    return unserializable_hook(hook)
