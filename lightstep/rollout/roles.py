@@ -141,7 +141,7 @@ class Roles:
         if model is not None and role in _DESCRIPTIONS and role not in allowed:
             kind = type(unwrap_model(model)).__name__
             raise ConfigError(f"{self._name}: {what}: this {kind} is {_DESCRIPTIONS[role]}; {instead}")
-        if self.own_role == "rollout" and role is None:
+        if role is None and self.own_role == "rollout":
             raise ConfigError(
                 f"{self._name}: {what} on rank {_rank_and_size()[0]}, which is a rollout worker: it has no trainer's "
                 f"model, gradients or optimizer; {instead}"

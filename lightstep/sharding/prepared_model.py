@@ -60,7 +60,10 @@ class PreparedModel:
     @classmethod
     def of(cls, model: nn.Module) -> PreparedModel:
         """The record of ``model``, wrapped or not; made on the first call."""
-        return cls._records.setdefault(unwrap_model(model), cls())
+        inner = unwrap_model(model)
+        if inner not in cls._records:
+            cls._records[inner] = cls()
+        return cls._records[inner]
 
     @property
     def wrapper(self) -> nn.Module | None:
