@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,15 +25,19 @@ class Arrivals:
 
     Attributes:
         layers: the parameters of each layer, in the order of the model.
+        layer_of: the layer of each parameter.
+        batch_of: the batch of each layer.
+        units_of: the units of each batch, in the order of the model; none for a layer that is not the first of its
+            batch.
     """
 
     def __init__(self) -> None:
         self.layers: list[list[Managed]] = []
         self._units: list[Unit] = []
         self._items: dict[Tensor, Managed] = {}
-        self._layer_of: dict[Managed, int] = {}
-        self._batch_of: list[int] = []  # by layer
-        self._units_of: list[list[Unit]] = []  # by batch; empty for a layer that is not the first of its batch
+        self.layer_of: dict[Managed, int] = {}
+        self.batch_of: list[int] = []
+        self.units_of: list[list[Unit]] = []
         self._hooks = LeafHooks()
         self._hooked = False  # the hooks are on the parameters of these layers
         self._listeners: list[Callable[[Tensor], None]] = []  # called by the hooks; empty outside of `listening`
@@ -53,25 +57,25 @@ class Arrivals:
         listed = [list(layer) for layer in layers]
         if listed != self.layers or list(units) != self._units:
             self.layers, self._units = listed, list(units)
-            self._layer_of = {item: layer for layer, items in enumerate(listed) for item in items}
-            self._items = {item.param: item for item in self._layer_of}
+            self.layer_of = {item: layer for layer, items in enumerate(listed) for item in items}
+            self._items = {item.param: item for item in self.layer_of}
             self._hooked = False
-            in_unit = [sorted({self._layer_of[owner] for owner, _, _ in unit.parts}) for unit in units]
-            self._batch_of = _batches(len(listed), in_unit if batched else ())
-            self._units_of = [[] for _ in listed]
+            in_unit = [sorted({self.layer_of[owner] for owner in unit.owners}) for unit in units]
+            self.batch_of = _batches(len(listed), in_unit if batched else ())
+            self.units_of = [[] for _ in listed]
             self._completed, self._previously_completed = [], []
             for unit, layers_in_unit in zip(units, in_unit, strict=True):
-                for batch in dict.fromkeys(self._batch_of[layer] for layer in layers_in_unit):
-                    self._units_of[batch].append(unit)
+                for batch in dict.fromkeys(self.batch_of[layer] for layer in layers_in_unit):
+                    self.units_of[batch].append(unit)
         self.start_backward()
 
-    def start_backward(self, without_gradient: Collection[Managed] = frozenset()) -> None:
+    def start_backward(self, without_gradient: frozenset[Managed] = frozenset()) -> None:
         """Start counting; no gradient is expected for the parameters in ``without_gradient``."""
         if self._completed:
             self._previously_completed, self._completed = self._completed, []
-        self._missing = [sum(item not in without_gradient for item in layer) for layer in self.layers]
+        self._missing = [len({*layer} - without_gradient) for layer in self.layers]
         self._missing_layers = Counter(
-            batch for batch, missing in zip(self._batch_of, self._missing, strict=True) if missing
+            batch for batch, missing in zip(self.batch_of, self._missing, strict=True) if missing
         )
 
     @contextlib.contextmanager
@@ -92,9 +96,10 @@ class Arrivals:
             item = self._items[parameter]
             if item.local.device.type != "cpu":
                 self._wait_for_other_stream(item.local.device)
-            on_gradient(item)
+            with torch.no_grad():
+                on_gradient(item)
 
-        self._listeners.append(torch.no_grad()(listener))
+        self._listeners.append(listener)
         try:
             yield
         finally:
@@ -110,16 +115,6 @@ class Arrivals:
             stream.wait_event(self._events[device])
             self._newest_streams[device] = stream
 
-    def layer_of(self, item: Managed) -> int:
-        return self._layer_of[item]
-
-    def batch_of(self, layer: int) -> int:
-        return self._batch_of[layer]
-
-    def units_of(self, batch: int) -> list[Unit]:
-        """The units of a batch, in the order of the model."""
-        return self._units_of[batch]
-
     def backward_order(self) -> list[Unit]:
         """All units in the order in which a backward is expected to complete them: that of the last one.
 
@@ -128,7 +123,7 @@ class Arrivals:
         """
         last = self._completed or self._previously_completed
         batches = dict.fromkeys([*last, *reversed(range(len(self.layers)))])
-        return list(dict.fromkeys(unit for batch in batches for unit in reversed(self._units_of[batch])))
+        return list(dict.fromkeys(unit for batch in batches for unit in reversed(self.units_of[batch])))
 
     def last_in_backward(self) -> list[Unit]:
         """The units that backward completes at its very end and the next forward needs first, in forward order.
@@ -137,11 +132,11 @@ class Arrivals:
         same time arrive in the order of the model, all others in the reverse order.
         """
         completed = self._previously_completed or list(reversed(range(len(self.layers))))
-        used = dict.fromkeys(self._batch_of[self._layer_of[unit.parts[0][0]]] for unit in self._units)
+        used = dict.fromkeys(self.batch_of[self.layer_of[unit.owners[0]]] for unit in self._units)
         first = [batch for batch in used if batch in completed]
         last = [batch for batch in completed if batch in used]
         count = next((n for n in range(len(first), 0, -1) if first[:n] == last[-n:]), 0)
-        return list(dict.fromkeys(unit for batch in first[:count] for unit in self._units_of[batch]))
+        return list(dict.fromkeys(unit for batch in first[:count] for unit in self.units_of[batch]))
 
     def count_gradient(self, layer: int) -> bool:
         """Count one gradient of a layer; returns whether the layer is complete with it."""
@@ -153,7 +148,7 @@ class Arrivals:
 
     def count_layer(self, layer: int) -> bool:
         """Count one complete layer; returns whether its batch is complete with it."""
-        batch = self._batch_of[layer]
+        batch = self.batch_of[layer]
         self._missing_layers[batch] -= 1
         if self._missing_layers[batch] != 0:
             return False

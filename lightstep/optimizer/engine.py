@@ -32,7 +32,6 @@ from lightstep.optimizer.schedule import Schedule
 from lightstep.optimizer.settings import FixedSetting, Setting, check_loss_scale
 from lightstep.optimizer.state_copies import plain
 from lightstep.optimizer.state_edits import Edit, StateEdits
-from lightstep.optimizer.step_guard import StepGuard
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
@@ -65,6 +64,7 @@ class Engine:
         managed: the parameters that it trains, from the set-up on.
         edits: what the user has changed in the state, until it is used.
         gradients: accumulates gradients.
+        guard: admits one thread at a time.
         schedule: decides when updates run.
         update_listeners: called when weights may change before ``step()``.
     """
@@ -119,6 +119,7 @@ class Engine:
         self.broken = BrokenStep(self.managed, backend)
         self.updater = UnitUpdater(self.classes, backend, self.broken, self.managed.record)
         self.schedule = self.update_time(self.updater, backend)
+        self.guard = self.schedule.guard
         listeners = self.update_listeners  # not self: that would be a reference cycle
         self.schedule.on_early_update = lambda: [listener() for listener in listeners]
         self._scaling: Scaling | None = None
@@ -126,10 +127,6 @@ class Engine:
         self._used: list[Tensor] = []  # the parameters that had a gradient in the last step
 
     # -- readers and other threads
-
-    @property
-    def guard(self) -> StepGuard:
-        return self.schedule.guard
 
     @property
     def are_under_way(self) -> bool:
@@ -329,10 +326,7 @@ class Engine:
         self.edits.outdate()
         assumed = scaling.unclipped_factors(self.loss_scale, next(iter(self.managed)).local.device)
 
-        def peek(item: Managed) -> Tensor | None:
-            return self.gradients.peek(item.param)
-
-        find_written = self.managed.find_written
+        peek, find_written = self.gradients.peek, self.managed.find_written
         with schedule.speculating(scaling.layers, self.param_groups, peek, assumed, find_written, written):
             yield
 
@@ -416,7 +410,8 @@ class Engine:
                 self._init_state(gradients, overflow)
                 return result
             if self.is_set_up:
-                divisor, factor = self._factors(gradients, result.grad_norm, scale)
+                assert self._scaling is not None
+                divisor, factor = self._scaling.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
                 self._start(Update(gradients, divisor, factor, overflow, GroupValues(self.param_groups)))
             self.loss_scale.update(overflow)
             return result
@@ -520,20 +515,14 @@ class Engine:
         self.gradients.consume()
         self.scaled_backward.clear()
 
-    def _factors(self, gradients: Gradients, norm: Tensor, scale: Tensor) -> Any:
-        assert self._scaling is not None
-        return self._scaling.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
-
     def _skips(self, update: Update) -> bool:
         """Whether to skip the update; the host reads the flag only if the base optimizer cannot skip on the device.
 
         That is so for classes without ``found_inf``, and before there is state.
         """
         devices = {item.local.device for item in update.gradients}
-        on_device = all(item.updated for item in update.gradients) and all(
-            self.classes.skips_on_device(device, self.param_groups) for device in devices
-        )
-        return not on_device and self.schedule.overflows(update)
+        on_device = all(self.classes.skips_on_device(device, self.param_groups) for device in devices)
+        return (not on_device or bool(update.without_state)) and self.schedule.overflows(update)
 
     def _init_state(self, gradients: Gradients, overflow: Tensor) -> None:
         """Make state for a checkpoint to fill; without one, the first update starts from scratch."""

@@ -105,7 +105,7 @@ class InBackward(Schedule):
             raise second_gradient(item, instead="at_step")
         self._arrived.add(item)
         self._incomplete[item] = self._newest = gradient
-        layer = self._arrivals.layer_of(item)
+        layer = self._arrivals.layer_of[item]
         if not self._arrivals.count_gradient(layer):
             return
         if self._hooks_run:
@@ -115,7 +115,7 @@ class InBackward(Schedule):
 
     def _complete_layer(self, layer: int) -> None:
         """All gradients of the layer have arrived: its batch is updated with the last of its layers."""
-        items, batch = self._arrivals.layers[layer], self._arrivals.batch_of(layer)
+        items, batch = self._arrivals.layers[layer], self._arrivals.batch_of[layer]
         gradients = {item: self._incomplete.pop(item) for item in items if item in self._incomplete}
         assert self._make_update is not None and self._values is not None
         update = self._make_update(layer, gradients, self._values) if gradients else None
@@ -138,7 +138,7 @@ class InBackward(Schedule):
         update = Update.merge(self._updates.pop(batch))
         if self._in_lane:
             refuse_older_graphs(update.gradients)
-        self._schedule(Job(unit, update) for unit in reversed(self._arrivals.units_of(batch)))
+        self._schedule(Job(unit, update) for unit in reversed(self._arrivals.units_of[batch]))
         self._submit(self._num_jobs)
         self._wait(self._newest_batch - 1)
 
@@ -156,7 +156,7 @@ class InBackward(Schedule):
             self._wait(self._num_jobs)
             return
         wanted = frozenset(items)
-        own = (job.number for job in self._submitted if not wanted.isdisjoint(job.owners()))
+        own = (job.number for job in self._submitted if not wanted.isdisjoint(job.owners))
         self._wait(max(own, default=self._newest_batch - 1))
 
     def wait_on_stream(self, items: Iterable[Managed]) -> None:

@@ -102,7 +102,8 @@ class ManagedParameters:
         return new
 
     def _manage_all(self, groups: Sequence[dict[str, Any]], wanted: Collection[Tensor]) -> bool:
-        listed = [(p, group) for group in groups for p in group["params"] if _is_trained(p) or p in wanted]
+        listed_parameters = {*wanted, *(p for group in groups for p in _trained(group))}
+        listed = [(p, group) for group in groups for p in group["params"] if p in listed_parameters]
         for parameter, group in listed:
             self._refuse_other_class(parameter, group)
         for parameter, group in listed:  # users may replace groups
@@ -122,8 +123,8 @@ class ManagedParameters:
         self._backend.register(in_order_of_use)  # all of them, or it raises
         items.sort(key=lambda item: places[item.param].number if item.param in places else len(places))
         self._items = {item.param: item for item in items}
+        self.record(new)
         for item in new:
-            self.record(item)
             self._init_master(item)
         return True
 
@@ -174,9 +175,9 @@ class ManagedParameters:
 
     # -- masters follow the model
 
-    def record(self, item: Managed) -> None:
-        """Record that the optimizer has written the parameter (to ``item.local``, even if it has moved since)."""
-        self._watch.record(item, item.local)
+    def record(self, items: Iterable[Managed]) -> None:
+        """Record that the optimizer has written the parameters (to ``item.local``, even if they have moved since)."""
+        self._watch.record([(item, item.local) for item in items])
 
     def covers(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether all parameters that the groups train are managed, and each is in the group that it was in."""
@@ -191,9 +192,9 @@ class ManagedParameters:
         """The parameters that somebody else has written to since :meth:`record`, as far as :class:`ModelWatch` can
         tell."""
         items = list(items)
-        found = [item for item in items if not self._watch.untouched(item, local_tensor(item.param))]
-        others = {item for item in items if item.local.device.type == "cpu"}.difference(found)
-        return found + self._backend.changed(item for item in items if item in others)
+        found = dict(self._watch.touched([(item, local_tensor(item.param)) for item in items]))
+        others = [item for item in items if item.local.device.type == "cpu" and item not in found]
+        return [*found, *self._backend.changed(others)]
 
     def adopt_writes(self, items: Iterable[Managed], used: Container[Managed]) -> bool:
         """Rebuild the masters of those weights that somebody else has written to in place, while others are updated.
@@ -203,8 +204,7 @@ class ManagedParameters:
         written = self.find_written(items)
         if any(item in used for item in written) or not self.are_unmoved(written):
             return False
-        for item in written:
-            self.record(item)
+        self.record(written)
         for item in self._backend.changed(written) if written else ():
             self._backend.refresh(item)
         return True
@@ -215,9 +215,11 @@ class ManagedParameters:
 
     def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Rebuild the masters of weights that somebody else has written; ``True`` if some records were replaced."""
-        converted = self._convert(groups)
-        locals_now = [(item, local_tensor(item.param)) for item in self]
-        touched = [(item, local) for item, local in locals_now if not self._watch.untouched(item, local)]
+        locals_now = self._locals()
+        converted = self._convert(groups, locals_now)
+        if converted:
+            locals_now = self._locals()
+        touched = self._watch.touched(locals_now)
         moved = {item: local for item, local in touched if self._watch.moved(item, local)}
         if moved:
             _refuse_shared_memory((item.name, local) for item, local in locals_now)
@@ -225,15 +227,18 @@ class ManagedParameters:
             item.local = local.detach()
             if item.own_master:
                 self._backend.refresh(item)
-        for item, _ in touched:
-            self.record(item)
         checked = dict(touched)
+        self.record(checked)
         suspects = [item for item, local in locals_now if local.device.type == "cpu" or item in checked]
         for item in self._backend.changed(suspects) if suspects else ():
             self._backend.refresh(item)
         return converted
 
-    def _convert(self, groups: Sequence[dict[str, Any]]) -> bool:
+    def _locals(self) -> list[tuple[Managed, Tensor]]:
+        """Each parameter's present local shard."""
+        return [(item, local_tensor(item.param)) for item in self]
+
+    def _convert(self, groups: Sequence[dict[str, Any]], locals_now: Iterable[tuple[Managed, Tensor]]) -> bool:
         """Carry state over to parameters whose dtype or device has changed (``model.float()``, ``model.to(...)``).
 
         After a cast, masters are made of the weights. Converted parameters get new records; returns whether there are
@@ -242,7 +247,7 @@ class ManagedParameters:
         Raises:
             ValueError: a parameter with state has got another shape; nothing has been changed then.
         """
-        converted = [item for item in self if not _has_same_form(local_tensor(item.param), item.local)]
+        converted = [item for item, local in locals_now if not _has_same_form(local, item.local)]
         if not converted:
             return False
         for old in converted:
@@ -269,11 +274,11 @@ class ManagedParameters:
 
     def refresh(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Rebuild all masters from the weights; ``True`` if some records were replaced."""
-        converted = self._convert(groups)
+        converted = self._convert(groups, self._locals())
         for item in self:
             item.local = local_tensor(item.param).detach()
             self._backend.refresh(item)
-            self.record(item)
+        self.record(self)
         return converted
 
     # -- state as it is seen from outside
@@ -296,7 +301,7 @@ class ManagedParameters:
         state has just been loaded and its weights come next.
         """
         local = local_tensor(item.param)
-        if local.device.type != "cpu" and self._watch.untouched(item, local):
+        if local.device.type != "cpu" and not self._watch.touched([(item, local)]):
             return False
         if self._backend.compares_weights and local.data_ptr() == item.local.data_ptr():
             return False  # the backend has compared them itself
@@ -407,12 +412,12 @@ class ManagedParameters:
                 self.load_state(item, _copied(master))
 
 
-def _is_trained(parameter: Tensor) -> bool:
-    return parameter.requires_grad or parameter.grad is not None
+def _trained(group: Mapping[str, Any]) -> list[Tensor]:
+    return [parameter for parameter in group["params"] if parameter.requires_grad or parameter.grad is not None]
 
 
 def _groups_and_trained(groups: Sequence[dict[str, Any]]) -> list[Any]:
-    return [each for group in groups for each in (group, *filter(_is_trained, group["params"]))]
+    return [each for group in groups for each in (group, *_trained(group))]
 
 
 def _as_parameter(item: Managed, value: Any) -> Any:

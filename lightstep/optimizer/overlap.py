@@ -49,7 +49,7 @@ __all__ = ["Overlap"]
 
 logger = logging.getLogger(__name__)
 
-Peek = Callable[[Managed], Tensor | None]
+Peek = Callable[[Tensor], Tensor | None]
 """Returns the gradient of a parameter if it is complete, and leaves it where it is."""
 Factors = tuple[Tensor | None, Tensor | None]
 """``(divisor, factor)``, as in :class:`Update`."""
@@ -127,7 +127,7 @@ class Overlap(NextForward):
                 Speculation(local, shared, after_backward, GroupValues(groups), *assumed, checksums)
             )
         try:
-            with self._arrivals.listening(lambda item: self._on_gradient(item, peek)):
+            with self._arrivals.listening(partial(self._on_gradient, peek)):
                 yield
                 self._speculate_shared(speculation, flush=True)
         except BaseException:
@@ -171,11 +171,11 @@ class Overlap(NextForward):
     def _units_with(self, written: Collection[Managed], units: Collection[Unit]) -> frozenset[Unit]:
         """Those of the units that have a part of a written parameter; the log says so when they change."""
         known = frozenset(written)
-        found = frozenset(unit for unit in units if known and any(owner in known for owner, _, _ in unit.parts))
+        found = frozenset(unit for unit in units if known and any(owner in known for owner in unit.owners))
         labels = frozenset(unit.label for unit in found)
         if found and labels != self._said_written:
             self._said_written = labels
-            name = next(item.name for item in written if any(item is owner for u in found for owner, _, _ in u.parts))
+            name = next(item.name for item in written if any(item in unit.owners for unit in found))
             logger.info(
                 "updates in backward: %d of %d units are left to step(), because their weights were written to after "
                 "the last one (%s and %d others)",
@@ -189,7 +189,7 @@ class Overlap(NextForward):
     def _reset_checksums(self, units: Iterable[Unit]) -> Checksums:
         """Memory for the checksums of all gradients that updates of these units use."""
         self._checksums = self._checksums or Checksums(self._backend.lanes.device)
-        self._checksums.reset(len({owner for unit in units for owner, _, _ in unit.parts}))
+        self._checksums.reset(len({owner for unit in units for owner in unit.owners}))
         return self._checksums
 
     def _start_speculation(self, speculation: Speculation) -> Speculation:
@@ -197,7 +197,7 @@ class Overlap(NextForward):
         self._speculation, speculation.done = speculation, self._backend.lanes.event()
         speculation.values.copy_mutable()
         everything = [item for layer in self._arrivals.layers for item in layer]
-        self._arrivals.start_backward(without_gradient={item for item in everything if not item.updated})
+        self._arrivals.start_backward(without_gradient=frozenset(item for item in everything if not item.updated))
         self._begin(everything, speculation.values, True, self._backward_order(speculation), ahead=False)
         self._link_share.record_begin()
         return speculation
@@ -211,7 +211,7 @@ class Overlap(NextForward):
             *speculation.after_backward,
         ]
 
-    def _on_gradient(self, item: Managed, peek: Peek) -> None:
+    def _on_gradient(self, peek: Peek, item: Managed) -> None:
         """A gradient is complete: with the last one of its batch, the units of the batch are updated.
 
         Raises:
@@ -220,19 +220,19 @@ class Overlap(NextForward):
         speculation = self._speculation
         if speculation is None or not item.updated:
             return
-        gradient = peek(item)
+        gradient = peek(item.param)
         if gradient is None:
             return
         if item in speculation.used:
             raise second_gradient(item, instead="next_forward")
         seen = item in speculation.gradients
         speculation.gradients[item] = gradient
-        layer = self._arrivals.layer_of(item)
+        layer = self._arrivals.layer_of[item]
         if seen or not self._arrivals.count_gradient(layer):
             return
         self._speculate_shared(speculation)
         if self._arrivals.count_layer(layer):
-            units = self._arrivals.units_of(self._arrivals.batch_of(layer))
+            units = self._arrivals.units_of[self._arrivals.batch_of[layer]]
             self._speculate(speculation, [unit for unit in reversed(units) if unit in speculation.local])
 
     def _speculate_shared(self, speculation: Speculation, flush: bool = False) -> None:
@@ -247,7 +247,7 @@ class Overlap(NextForward):
         if speculation.shared_queue and self._speculation is speculation:
             self._wait_for_caller()
         while speculation.shared_queue and self._speculation is speculation:
-            layers = {self._arrivals.layer_of(owner) for owner, _, _ in speculation.shared_queue[0].parts}
+            layers = {self._arrivals.layer_of[owner] for owner in speculation.shared_queue[0].owners}
             complete = all(map(self._arrivals.is_complete, layers))
             if not (complete or flush):
                 return
@@ -262,18 +262,16 @@ class Overlap(NextForward):
         if self._speculation is not speculation:  # a hook has read a weight meanwhile
             return
         available = speculation.gradients
-        owners = dict.fromkeys(owner for unit in units for owner, _, _ in unit.parts if owner in available)
-        if not owners:
+        gradients = {owner: available[owner] for unit in units for owner in unit.owners if owner in available}
+        if not gradients:
             return
-        gradients = {item: available[item] for item in owners}
-        refuse_older_graphs(item for item in gradients if item not in speculation.used)
-        speculation.used.add(gradients)
+        refuse_older_graphs(speculation.used.add(gradients))
         update = speculation.assumed_update(gradients)
         compute = self._backend.lanes.compute
         self._wait_for_caller()
         self._link_share.record_ready()
         for unit in units:
-            versions = [(owner.local, owner.local._version) for owner, _, _ in unit.parts]
+            versions = {owner: owner.local._version for owner in unit.owners}
             compute.run(partial(speculation.run, self._updater, unit, update, versions))
             speculation.submitted.append(unit)
         compute.record(speculation.done)
@@ -321,7 +319,7 @@ class Overlap(NextForward):
         with self._aborting("the update under way", on_interrupt=False):
             self._backend.lanes.caller().wait(speculation.done)  # on the CPU they have written only then
         updated = (unit for unit in speculation.submitted if self._backend.is_speculative(unit))
-        owners = dict.fromkeys(owner for unit in updated for owner, _, _ in unit.parts)
+        owners = dict.fromkeys(owner for unit in updated for owner in unit.owners)
         return self._find_written(owner for owner in owners if owner in speculation.used)
 
     def _roll_back_units(self, speculation: Speculation) -> None:
@@ -496,7 +494,7 @@ class Overlap(NextForward):
             jobs = [Commit(list(done), update), *(Job(unit, update) for unit in left)]
             self._begin(update.gradients.keys(), update.values, True, left)
             self._units = ()
-            self._completing_job = {item: number for number, job in enumerate(jobs) for item in job.owners()}
+            self._completing_job = {item: number for number, job in enumerate(jobs) for item in job.owners}
             self._arrival_job = self._backend.arrival_jobs(self._completing_job, len(jobs))
             self._schedule([*jobs, Job(None, update, next_order)])
             self._submit_in_step()

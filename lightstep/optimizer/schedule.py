@@ -108,7 +108,7 @@ class Schedule:
         self.wait_for_update()
         update.drop_gradients(update.elsewhere)
         # The first update of a parameter makes its state: memory is laid out, and the host takes part.
-        deferred = self.deferred and all(item.updated for item in update.gradients)
+        deferred = self.deferred and not update.without_state
         if deferred:
             update.values.copy_mutable()
         with self._aborting("the update under way"):
@@ -133,7 +133,7 @@ class Schedule:
         """Find the job that completes each parameter; kept while the units stay the same."""
         if list(units) != list(self._units):
             self._units = units
-            self._completing_job = {item: number for number, unit in enumerate(units) for item, _, _ in unit.parts}
+            self._completing_job = {item: number for number, unit in enumerate(units) for item in unit.owners}
         self._arrival_job = self._backend.arrival_jobs(self._completing_job, len(units))
 
     # -- the queue
@@ -170,7 +170,7 @@ class Schedule:
     def _schedule(self, jobs: Iterable[Job]) -> None:
         """Schedule jobs, among them all that update parts of the same parameters: the last one completes them."""
         jobs = list(jobs)
-        last = {owner: job for job in jobs for owner in job.owners()}
+        last = {owner: job for job in jobs for owner in job.owners}
         for owner in last:
             last[owner].completed.append(owner)
         for job in jobs:
@@ -335,17 +335,15 @@ class Job:
     Attributes:
         number: its position in the step.
         is_end: the step ends with it.
+        owners: the parameters that it updates, or parts of which it updates.
         completed: the parameters that are complete with it, because it is the last one with a part of them.
     """
 
     def __init__(self, unit: Unit | None, update: Update, next_order: Sequence[Unit] | None = None) -> None:
         self.number, self.unit, self.update, self.is_end = -1, unit, update, unit is None
+        self.owners = [] if unit is None else unit.owners
         self._next_order = next_order
         self.completed: list[Managed] = []
-
-    def owners(self) -> Iterable[Managed]:
-        """The parameters that it updates, or parts of which it updates."""
-        return () if self.unit is None else (owner for owner, _, _ in self.unit.parts)
 
     def run(self, updater: UnitUpdater) -> None:
         if self.unit is None:

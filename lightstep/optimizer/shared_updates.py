@@ -63,7 +63,7 @@ class SharedUpdates:
         """Begin a step; for the arguments see :meth:`UnitUpdater.begin`."""
         wanted = frozenset(item for item in managed if item.rows is not None and not item.is_remote)
         units = (self._backend.units() if order is None else order) if wanted else ()
-        self.units = [unit for unit in units if any(owner in wanted for owner, _, _ in unit.parts)]
+        self.units = [unit for unit in units if any(owner in wanted for owner in unit.owners)]
         self._positions = {unit: position for position, unit in enumerate(self.units)}
         has_state = bool(self.units) and all(item.updated for item in managed)
         with_momentum = [item for item in wanted if self._classes.arithmetic_for(item.group).sends_directions]
@@ -85,7 +85,7 @@ class SharedUpdates:
             return list(units), []
         local, shared = [], []
         for unit in units:
-            owners = [owner for owner, _, _ in unit.parts]
+            owners = unit.owners
             if all(owner.rows is None for owner in owners):
                 local.append(unit)
             elif all(

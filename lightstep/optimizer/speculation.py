@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,13 +66,17 @@ class UsedGradients:
     def __iter__(self) -> Iterator[Managed]:
         return iter(self._used)
 
-    def add(self, gradients: Gradients) -> None:
-        """Remember these gradients; on a device their checksums are queued on the current stream."""
-        for item, gradient in gradients.items():
-            if item not in self._used:
-                number = len(self._used)
-                self._used[item] = gradient, gradient._version
-                self._checksums.add(gradient, self._checksums.then[number : number + 1])
+    def add(self, gradients: Gradients) -> list[Managed]:
+        """Remember these gradients; returns the parameters whose gradients have not been used before.
+
+        On a device the checksums are queued on the current stream.
+        """
+        new = [item for item in gradients if item not in self._used]
+        for item in new:
+            number, gradient = len(self._used), gradients[item]
+            self._used[item] = gradient, gradient._version
+            self._checksums.add(gradient, self._checksums.then[number : number + 1])
+        return new
 
     def are_in(self, gradients: Gradients) -> bool:
         """Whether these are the same tensors, with the same versions."""
@@ -139,35 +143,35 @@ class Speculation:
         self.done: Any = None
         self.weights_changed = self.invalid = False
         self.update: Update | None = None
-        self._own_versions: dict[Tensor, int] = {}  # versions of weights as our own updates left them
+        self._own_versions: dict[Managed, int] = {}  # versions of weights as our own updates left them
         self._no_overflow: Tensor | None = None
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self.local or unit in self.shared
 
-    def run(self, updater: UnitUpdater, unit: Unit, update: Update, versions: Sequence[tuple[Tensor, int]]) -> None:
+    def run(self, updater: UnitUpdater, unit: Unit, update: Update, versions: Mapping[Managed, int]) -> None:
         """Update one unit, in the compute lane.
 
         A unit whose weights have been changed is skipped. A shared unit is updated nevertheless, since other ranks wait
         for it.
 
         Args:
-            versions: the unit's weights with their versions when it was submitted. An earlier unit with another part of
+            versions: those of the unit's weights when it was submitted. An earlier unit with another part of
                 the same weight raises the version, too.
         """
         self.weights_changed |= any(
-            weight._version != self._own_versions.get(weight, version) for weight, version in versions
+            owner.local._version != self._own_versions.get(owner, version) for owner, version in versions.items()
         )
         if not self.weights_changed or unit in self.shared:
             updater.speculate(unit, update)
-        self._own_versions.update({weight: weight._version for weight, _ in versions})
+        self._own_versions.update({owner: owner.local._version for owner in versions})
 
     def note_own_writes(self, update: Update) -> None:
         """The weights have these versions from the speculative updates; after :attr:`done`."""
         for item in self.used:
             if item in update.versions:
                 gradient, weight = update.versions[item]
-                update.versions[item] = gradient, self._own_versions.get(item.local, weight)
+                update.versions[item] = gradient, self._own_versions.get(item, weight)
 
     def assumed_update(self, gradients: Gradients) -> Update:
         """The update of these gradients with the assumed scaling."""
@@ -186,11 +190,8 @@ class Commit(Job):
 
     def __init__(self, done: Sequence[Unit], update: Update) -> None:
         super().__init__(None, update)
-        self._done = done
-        self.is_end = False
-
-    def owners(self) -> Iterable[Managed]:
-        return (owner for unit in self._done for owner, _, _ in unit.parts)
+        self._done, self.is_end = done, False
+        self.owners = [owner for unit in done for owner in unit.owners]
 
     def run(self, updater: UnitUpdater) -> None:
         updater.commit(self._done)

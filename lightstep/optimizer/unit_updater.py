@@ -17,7 +17,6 @@ from lightstep.optimizer.shared_updates import SharedUpdates
 from lightstep.precision.adam_batch import Scaling
 from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
 from lightstep.state.backend import StateBackend
-from lightstep.state.record import aligned
 from lightstep.state.schema import Managed, Unit
 from lightstep.state.segment import Segment
 
@@ -35,6 +34,8 @@ class Update:
         overflow: 0-dim fp32; if it is 1 nothing changes. If layers are skipped one by one, a mapping like ``factor``.
         values: the groups' hyper-parameters.
         elsewhere: the parameters that other replicas update and send.
+        without_state: the parameters that had no state when the update was made.
+        separated_by: parameters with different objects in this mapping go to different segments.
         keep_gradients: the gradients must not be changed.
     """
 
@@ -43,13 +44,18 @@ class Update:
     factor: Tensor | Mapping[Managed, Tensor | None] | None
     overflow: Tensor | Mapping[Managed, Tensor]
     values: GroupValues
-    elsewhere: list[Managed] = field(default_factory=list)
+    elsewhere: list[Managed] = field(init=False)
+    without_state: list[Managed] = field(init=False)
+    separated_by: Mapping[Managed, object] | None = field(init=False)
     keep_gradients: bool = False
     versions: dict[Managed, tuple[int, int]] = field(default_factory=dict)
     """Of gradient and weight, where the update is deferred: nobody else may write to them before it."""
 
     def __post_init__(self) -> None:
         self.elsewhere = [item for item in self.gradients if item.is_remote]
+        self.without_state = [item for item in self.gradients if not item.updated]
+        by_layer = (mapping for mapping in (self.overflow, self.factor) if isinstance(mapping, Mapping))
+        self.separated_by = next(by_layer, None)
 
     @classmethod
     def merge(cls, updates: Sequence[Update]) -> Update:
@@ -63,11 +69,6 @@ class Update:
             merged.gradients.update(update.gradients)
             update.gradients.clear()
         return merged
-
-    @property
-    def separated_by(self) -> Mapping[Managed, object] | None:
-        """Parameters with different objects in this mapping go to different segments."""
-        return next((mapping for mapping in (self.overflow, self.factor) if isinstance(mapping, Mapping)), None)
 
     def by_factor(self, segments: list[Segment]) -> list[tuple[list[Segment], Tensor | None, Tensor]]:
         """Groups of segments with the same factor and overflow, each with these two."""
@@ -115,11 +116,15 @@ class UnitUpdater:
 
     Args:
         broken: records what failed.
-        record: called with each parameter after its update.
+        record: called with the parameters of each unit after their update.
     """
 
     def __init__(
-        self, classes: GroupClasses, backend: StateBackend, broken: BrokenStep, record: Callable[[Managed], None]
+        self,
+        classes: GroupClasses,
+        backend: StateBackend,
+        broken: BrokenStep,
+        record: Callable[[Iterable[Managed]], None],
     ) -> None:
         self._classes = classes
         self._backend = backend
@@ -139,7 +144,7 @@ class UnitUpdater:
         """
         units = self._backend.units()
         if units:
-            self._reserve_stage(units, units[0].parts[0][0].local.device)
+            self._reserve_stage(units, units[0].owners[0].local.device)
 
     def reserve_stage_for(self, gradients: Gradients) -> None:
         """Allocate the memory in which these gradients are scaled, unless there is some; nothing else changes.
@@ -150,12 +155,12 @@ class UnitUpdater:
         if self.stage.nbytes():
             return
         staged = {item for item, gradient in gradients.items() if not scalable_in_place(gradient)}
-        units = [unit for unit in self._backend.units() if any(owner in staged for owner, _, _ in unit.parts)]
+        units = [unit for unit in self._backend.units() if any(owner in staged for owner in unit.owners)]
         if units:
             self._reserve_stage(units, next(iter(staged)).local.device)
 
     def _reserve_stage(self, units: Sequence[Unit], device: torch.device) -> None:
-        largest = max(sum(aligned(stop - start) for _, start, stop in unit.parts) for unit in units)
+        largest = max(unit.elements for unit in units)
         if largest:
             self.stage.reserve(largest, device)
 
@@ -189,34 +194,34 @@ class UnitUpdater:
             self._update_shared(unit, update)
             return
         with self._guard(f"the update of {unit.label}"):
-            update.refuse_written(owner for owner, _, _ in unit.parts)
+            update.refuse_written(unit.owners)
             segments = self._backend.acquire(unit, update.gradients, update.separated_by)
             for group, factor, overflow in update.by_factor(segments):
                 self._apply(group, update, _on(group[0].device, update.divisor, factor, overflow))
             self._backend.release(unit, segments)
-            update.note_own_writes(owner for owner, _, _ in unit.parts)
+            update.note_own_writes(unit.owners)
         self._mark_updated(segments)
 
     def _update_shared(self, unit: Unit, update: Update) -> None:
         """Update a unit together with other ranks; the communication of later units is started first."""
         divisor, factor, overflow = update.divisor, update.factor, update.overflow
         assert isinstance(overflow, Tensor) and not isinstance(factor, Mapping), "it is not updated in backward"
-        scaling = _on(unit.parts[0][0].local.device, divisor, factor, overflow)
+        scaling = _on(unit.owners[0].local.device, divisor, factor, overflow)
 
         def scaled(segments: Sequence[Segment]) -> list[Tensor]:
             gradients = [[part.slice(update.gradients[part.owner]) for part in segment.parts] for segment in segments]
             return self._scaled(segments, gradients, update, scaling)
 
         with self._guard(f"the update of {unit.label}"):
-            update.refuse_written(owner for owner, _, _ in unit.parts)
+            update.refuse_written(unit.owners)
             self.shared.start_ahead(unit, update.gradients, scaled, update.values)
             segments = self._backend.acquire(unit, update.gradients, update.separated_by)
             self.shared.apply(unit, segments, scaled, scaling.overflow, update.values)
             self._backend.release(unit, segments)
-            update.note_own_writes(owner for owner, _, _ in unit.parts)
+            update.note_own_writes(unit.owners)
         self._mark_updated(segments)
 
-    def finish(self, elsewhere: Iterable[Managed], next_order: Sequence[Unit] | None = None) -> None:
+    def finish(self, elsewhere: Collection[Managed], next_order: Sequence[Unit] | None = None) -> None:
         """End the step.
 
         Args:
@@ -227,7 +232,7 @@ class UnitUpdater:
             self._backend.finish(next_order)
         for item in elsewhere:
             item.updated = True
-            self._record(item)
+        self._record(elsewhere)
 
     def write_back(self, values: GroupValues) -> None:
         """See :meth:`GroupClasses.write_back`."""
@@ -238,7 +243,7 @@ class UnitUpdater:
 
     def speculate(self, unit: Unit, update: Update) -> None:
         """:meth:`update` in such a way that it can be rolled back; does nothing if no parameter has a gradient."""
-        if any(owner in update.gradients for owner, _, _ in unit.parts):
+        if any(owner in update.gradients for owner in unit.owners):
             self._backend.speculate(unit)
             self.update(unit, update)
 
@@ -258,8 +263,7 @@ class UnitUpdater:
         if self._backend.is_speculative(unit):
             with self._guard(f"rolling back the update of {unit.label}"):
                 self._backend.roll_back(unit)
-            for owner, _, _ in unit.parts:
-                self._record(owner)
+            self._record(unit.owners)
 
     def commit(self, units: Iterable[Unit]) -> None:
         """Make speculative updates final."""
@@ -291,10 +295,10 @@ class UnitUpdater:
         return [row.view(segment.shape).to(d) for segment, row, d in zip(segments, rows, dtypes, strict=True)]
 
     def _mark_updated(self, segments: list[Segment]) -> None:
-        for segment in segments:
-            for part in segment.parts:
-                part.owner.updated = True
-                self._record(part.owner)
+        owners = [part.owner for segment in segments for part in segment.parts]
+        for owner in owners:
+            owner.updated = True
+        self._record(owners)
 
 
 def _on(device: torch.device, divisor: Tensor | None, factor: Tensor | None, overflow: Tensor) -> Scaling:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
 
 from torch import Tensor
 
 Fingerprint = tuple[int, int]
+Key = TypeVar("Key", bound=Hashable)
 
 
 class ModelWatch:
@@ -20,13 +22,14 @@ class ModelWatch:
     def __init__(self) -> None:
         self._seen: dict[Hashable, Fingerprint] = {}
 
-    def record(self, key: Hashable, local: Tensor) -> None:
-        """Remember the parameter's present version and address."""
-        self._seen[key] = local._version, local.data_ptr()
+    def record(self, parameters: Iterable[tuple[Hashable, Tensor]]) -> None:
+        """Remember the present version and address of each parameter."""
+        for key, local in parameters:
+            self._seen[key] = local._version, local.data_ptr()
 
-    def untouched(self, key: Hashable, local: Tensor) -> bool:
-        """Whether version and address are those of the last :meth:`record`."""
-        return self._seen.get(key) == (local._version, local.data_ptr())
+    def touched(self, parameters: Iterable[tuple[Key, Tensor]]) -> list[tuple[Key, Tensor]]:
+        """Those that do not have the version and address of the last :meth:`record`."""
+        return [(key, local) for key, local in parameters if self._seen.get(key) != (local._version, local.data_ptr())]
 
     def moved(self, key: Hashable, local: Tensor) -> bool:
         """Whether the parameter has another address than at the last :meth:`record`, or none, since it is empty."""

@@ -1,6 +1,6 @@
 """The record of a unit: the bytes of its state in one contiguous buffer, so that one copy moves them.
 
-The parts of a unit have a fixed flat order. Each part starts at a multiple of :data:`ALIGNMENT` elements. Gathered
+The parts of a unit have a fixed flat order. Each part starts at a multiple of ``ALIGNMENT`` elements. Gathered
 weights, joined masters and scaled gradients use the same order.
 
 Consecutive parts with equal layouts form a :class:`Block`, which the record holds field by field: ``low half or whole
@@ -21,20 +21,14 @@ import torch
 from torch import Tensor
 
 from lightstep.state.host_memory import HostSlab
-from lightstep.state.schema import Managed, Schema, Unit, entry_dtype, storage_dtype
+from lightstep.state.schema import Managed, Schema, Unit, aligned, entry_dtype, storage_dtype
 
-__all__ = ["ALIGNMENT", "Block", "ExpectedLayouts", "History", "Layout", "Part", "Record", "Run", "Slot", "coding_of"]
+__all__ = ["Block", "ExpectedLayouts", "History", "Layout", "Part", "Record", "Run", "Slot", "coding_of"]
 
-ALIGNMENT = 16  # elements; keeps vectorised kernels on their fast path, and bitmaps of parts on whole bytes
 _FIELD_ALIGNMENT = 16  # bytes
 
 Coding = Literal["own", "split", "whole"]
 """Where the master is: ``own``: it is the parameter; ``split``: its low half is in the record; ``whole``: all of it."""
-
-
-def aligned(elements: int) -> int:
-    """How much of its unit's flat order a part of so many elements takes up, in elements."""
-    return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def coding_of(owner: Managed) -> Coding:
@@ -157,6 +151,8 @@ class Part:
     Attributes:
         index, first: its position among the unit's parts, and its first element in the flat order.
         coding: how its master is stored.
+        elements: their number.
+        whole: it is all of the parameter.
         keys: names of the base optimizer's entries, in its order.
         history: the entries that are not in the record; ``None`` while the part has no state. Its master is the
             parameter itself then, and the record's bytes for it are undefined.
@@ -170,24 +166,22 @@ class Part:
     index: int
     first: int
     coding: Coding
+    elements: int = field(init=False)
+    whole: bool = field(init=False)
     block: Block = field(init=False, repr=False)
     keys: tuple[str, ...] = ()
     history: History | None = None
     expected_weight: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.elements = self.stop - self.start
+        self.whole = self.elements == self.owner.local.numel()
 
     def clear_state(self) -> None:
         """Remove the part's state."""
         if self.history is not None:
             self.history.parts -= 1
         self.keys, self.history, self.expected_weight = (), None, None
-
-    @property
-    def elements(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def whole(self) -> bool:
-        return self.elements == self.owner.local.numel()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -292,11 +286,6 @@ class Record:
         self._runs: list[tuple[object, Any]] = []
         self._build_blocks(layouts)
 
-    @property
-    def elements(self) -> int:
-        """Length of the flat order, in elements."""
-        return self.parts[-1].first + aligned(self.parts[-1].elements)
-
     def runs(self, key: object, make: Callable[[], list[_Run]]) -> list[_Run]:
         """The runs made for this ``key`` in one of the last two calls, or new ones."""
         for known, runs in self._runs:
@@ -369,7 +358,7 @@ def make_record(
     Args:
         large: parts of at least so many elements are segments of their own.
     """
-    groups = {key: number for number, key in enumerate(dict.fromkeys(id(owner.group) for owner, _, _ in unit.parts))}
+    groups = {key: number for number, key in enumerate(dict.fromkeys(id(owner.group) for owner in unit.owners))}
 
     def order(part: tuple[Managed, int, int]) -> tuple[Any, ...]:
         owner, start, stop = part

@@ -100,7 +100,7 @@ class RecordBackend(StateBackend):
     def _set_records(self, managed: Sequence[Managed], records: Iterable[Record]) -> list[Record]:
         """Use exactly these records, in model order; returns those that are no longer used."""
         place = {item: number for number, item in enumerate(managed)}
-        listed = sorted(records, key=lambda record: place[record.unit.parts[0][0]])
+        listed = sorted(records, key=lambda record: place[record.unit.owners[0]])
         leaving = [record for record in self._records.values() if record not in listed]
         self._records, self._parts, self._record_of = {}, {}, {}
         for index, record in enumerate(listed):
@@ -360,8 +360,8 @@ class RecordBackend(StateBackend):
         wanted = dict.fromkeys(items)
         initial = [item for item in self._initial_masters if item in wanted]
         found = {item for item in initial if not equals_rounded(item.local, self._initial_masters[item])}
-        parts = (part for item in wanted if not item.own_master for part in self._parts.get(item, ()))
-        records = list(dict.fromkeys(self._record_of[part] for part in parts))
+        with_masters = [item for item in wanted if not item.own_master]
+        records = list({self._record_of[part]: None for item in with_masters for part in self._parts.get(item, ())})
         compared = [self._compared_parts(record, wanted) for record in records]  # first: the next line may change it
         found.update(part.owner for record in records for part in self._overwritten_parts(record, wanted))
         if compared := [one for one in compared if one.segments]:

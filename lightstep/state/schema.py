@@ -14,7 +14,18 @@ from lightstep.distributed import Window
 if TYPE_CHECKING:
     from lightstep.distributed import Rows
 
-__all__ = ["EntrySpec", "Managed", "Rounding", "Schema", "Unit", "adopt_entry", "entry_dtype", "storage_dtype"]
+__all__ = [
+    "ALIGNMENT",
+    "EntrySpec",
+    "Managed",
+    "Rounding",
+    "Schema",
+    "Unit",
+    "adopt_entry",
+    "aligned",
+    "entry_dtype",
+    "storage_dtype",
+]
 
 
 class Rounding(Protocol):
@@ -100,12 +111,31 @@ class Managed:
         return self.local.numel() if self.rows is None else self.rows.most
 
 
+ALIGNMENT = 16  # elements; keeps vectorised kernels on their fast path, and bitmaps of parts on whole bytes
+
+
+def aligned(elements: int) -> int:
+    """How much of its unit's flat order a part of so many elements takes up, in elements."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(eq=False)
 class Unit:
-    """Parameters, or ranges of them, whose state is fetched, updated and written back together."""
+    """Parameters, or ranges of them, whose state is fetched, updated and written back together.
+
+    Attributes:
+        owners: the parameter of each part.
+        elements: length of its flat order.
+    """
 
     index: int
     parts: tuple[tuple[Managed, int, int], ...]
+    owners: list[Managed] = field(init=False)
+    elements: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.owners = [owner for owner, _, _ in self.parts]
+        self.elements = sum(aligned(stop - start) for _, start, stop in self.parts)
 
     @property
     def label(self) -> str:

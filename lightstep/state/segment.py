@@ -332,8 +332,9 @@ class Segment(Run):
         if history is None:
             history = History(values, len(self.parts))
         history.values, history.origin = values, None
+        keys = tuple(self.state)
         for part in self.parts:
-            part.keys, part.history = tuple(self.state), history
+            part.keys, part.history = keys, history
         return {} if layout.entries == self.layout.entries else dict.fromkeys(self.parts, layout)
 
     def copy_out(self) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Window
-from lightstep.state.record import Part, Record, Run, aligned, rounded_entries
+from lightstep.state.record import Part, Record, Run, rounded_entries
+from lightstep.state.schema import aligned
 
 __all__ = ["LARGE", "MasterSplitter", "Staging", "WeightRow", "is_own_segment"]
 
@@ -21,6 +22,10 @@ LARGE = 1 << 18
 WeightRow = tuple[Tensor, int, Sequence[tuple[int, int]], int]
 """16-bit weights whose fingerprints are wanted: weights, position of the first one, ranges, and index of the first
 range's fingerprint."""
+
+
+Sizes = tuple[int, dict[torch.dtype, int], tuple[int, int]]
+"""Elements of masters, of gathered weights by dtype, and the number and length of rows for moments."""
 
 
 class MasterSplitter(Protocol):
@@ -52,13 +57,11 @@ class Staging:
         self.moments: Sequence[Tensor] = ()
         self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
         self._rows: dict[torch.dtype, Tensor] = {}
+        self._sizes: Sizes | None = None
         self._gather_rows: WeakKeyDictionary[Run, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
 
-    def required_sizes(
-        self, records: Collection[Record], masters: bool = True
-    ) -> tuple[int, dict[torch.dtype, int], tuple[int, int]]:
-        """Elements of masters (0 if they are not wanted), of gathered weights by dtype, and the number and length of
-        rows for moments."""
+    def required_sizes(self, records: Collection[Record], masters: bool = True) -> Sizes:
+        """The sizes for the largest of these records; without ``masters`` none are allocated for joined masters."""
         joined, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
         count = length = 0
         for record in records:
@@ -72,21 +75,17 @@ class Staging:
                     rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
         return joined, rows, (count, length)
 
-    def fits(self, sizes: tuple[int, dict[torch.dtype, int], tuple[int, int]]) -> bool:
-        masters, rows, (count, length) = sizes
-        return (
-            self.masters.numel() >= masters
-            and len(self.moments) >= count
-            and all(row.numel() >= length for row in self.moments)
-            and all(not n or (dtype in self._rows and self._rows[dtype].numel() >= n) for dtype, n in rows.items())
-        )
+    def fits(self, sizes: Sizes) -> bool:
+        """Whether the memory was allocated for these sizes."""
+        return sizes == self._sizes
 
-    def allocate(self, sizes: tuple[int, dict[torch.dtype, int], tuple[int, int]], device: torch.device) -> None:
+    def allocate(self, sizes: Sizes, device: torch.device) -> None:
         masters, rows, (count, length) = sizes
         self.free()
         self.masters = torch.empty(masters, dtype=torch.float32, device=device)
         self.moments = [torch.zeros(length, dtype=torch.float32, device=device) for _ in range(count)]
         self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
+        self._sizes = sizes
 
     def element_numbers(self, run: Run) -> Tensor | Window:
         """The positions of its elements in their whole parameters: a window for one part, a list (int32, modulo 2^32)
@@ -125,6 +124,6 @@ class Staging:
 
     def free(self) -> None:
         """Free the memory."""
-        self.masters, self._rows, self.moments = self.masters.new_empty(0), {}, ()
+        self.masters, self._rows, self.moments, self._sizes = self.masters.new_empty(0), {}, (), None
         self._gather_rows.clear()
         self._numbers.clear()

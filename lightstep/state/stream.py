@@ -26,11 +26,11 @@ from lightstep.state.entries import Entries
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import require
 from lightstep.state.lanes import LaneError, Lanes
-from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of, rounded_entries
+from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, coding_of, rounded_entries
 from lightstep.state.record_backend import Compared, RecordBackend
 from lightstep.state.residency import Residency
 from lightstep.state.ring import Ring
-from lightstep.state.schema import Managed, Unit
+from lightstep.state.schema import Managed, Unit, aligned
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
 from lightstep.state.staging import LARGE, MasterSplitter, Staging

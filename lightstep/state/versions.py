@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from lightstep.state.host_memory import HostMemoryError, HostSlab, available_bytes
-from lightstep.state.record import History, Record, Slot, aligned
+from lightstep.state.record import History, Record, Slot
+from lightstep.state.schema import aligned
 from lightstep.state.segment import Segment
 from lightstep.state.spare_memory import GIB
 from lightstep.state.staging import Staging

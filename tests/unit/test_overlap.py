@@ -26,8 +26,9 @@ from lightstep.optimizer.schedule import NextForward
 from lightstep.state import units as units_module
 from lightstep.state import versions
 from lightstep.state.lanes import DEVICE_TO_HOST
-from lightstep.state.record import Record, aligned
+from lightstep.state.record import Record
 from lightstep.state.ring import Ring
+from lightstep.state.schema import aligned
 from lightstep.state.versions import Version
 from tests.distributed.models import TinyTransformer
 from tests.reference.pair import TWO_GROUPS, Pair, scale_for
@@ -1091,7 +1092,7 @@ def test_own_updates_are_not_taken_for_writes_of_others(update: str, clipping: d
         training.step()
         training.optimizer.synchronize()
         managed = training.optimizer.engine.managed
-        assert [item.name for item in managed if not managed._watch.untouched(item, item.local)] == []
+        assert managed._watch.touched((item, item.local) for item in managed) == []
 
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16"])
