@@ -32,8 +32,11 @@ def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_importing_lightstep_brings_nothing_along() -> None:
-    """And its strategies none of the libraries and compilers that they can do without."""
-    heavy = ["torch._dynamo", "torch._inductor", *OPTIONAL]
+    """And its strategies none of the libraries and compilers that they can do without.
+
+    isal is one function, which takes the place of zlib's where it is installed.
+    """
+    heavy = ["torch._dynamo", "torch._inductor", *(library for library in OPTIONAL if library != "isal")]
     code = (
         f"import sys, torch; before = set(sys.modules); heavy = {heavy!r}; import lightstep\n"
         "assert set(sys.modules) - before == {'lightstep', 'lightstep.version'}, set(sys.modules) - before\n"
