@@ -1,13 +1,12 @@
 """torchtitan: its ``OptimizersContainer``, with one lightstep optimizer over all model parts.
 
-The container works without torchtitan, in any loop of that shape. :func:`optimizer_config` makes one for torchtitan's
-own trainer. There is one optimizer for any number of model parts, because several could not share a global norm.
+The container works without torchtitan, in any loop of that shape; ``examples/torchtitan_config.py`` puts it into
+torchtitan's own trainer. There is one optimizer for any number of model parts, because several could not share a global
+norm.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -24,7 +23,7 @@ from lightstep.optimizer.group_values import settings_of
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.optimizer.rules import Rule, described_parameters, match_rules, own_class, refuse_unmatched
 
-__all__ = ["ModelParts", "OptimizersContainer", "optimizer_config"]
+__all__ = ["ModelParts", "OptimizersContainer"]
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -302,81 +301,3 @@ def _mark_pipeline_stages(names: Mapping[str, nn.Parameter]) -> None:
             )
         if name in names:
             names[name].differs_across_ranks = True  # type: ignore[attr-defined]
-
-
-# -- torchtitan's own trainer
-
-
-def optimizer_config(strategy: str, overrides: Mapping[str, Any] | None = None, **fields: Any) -> Any:
-    """The ``optimizer`` of a torchtitan ``Trainer.Config``.
-
-    Args:
-        strategy: a name or file. ``sharding.kind`` is ``single``, because torchtitan shards; ``clipping.max_norm`` and
-            ``precision.loss_scale`` are off, because it clips (``training.max_norm``) and calls ``backward`` itself.
-        overrides: for the strategy.
-        fields: fields of ``OptimizersContainer.Config``: ``param_groups`` (``default_adamw(lr=...).param_groups``),
-            ``implementation``.
-
-    Raises:
-        ModuleNotFoundError: torchtitan is not installed.
-        ConfigError: when the trainer builds the container, if the strategy shards, clips or scales the loss.
-    """
-    return _torchtitan_container().Config(strategy=strategy, overrides=dict(overrides or {}), **fields)
-
-
-@functools.cache
-def _torchtitan_container() -> Any:
-    """lightstep's container as a subclass of torchtitan's, with the ``Config`` that its trainer builds."""
-    from torchtitan.components import optimizer as titan
-
-    class LightstepOptimizersContainer(OptimizersContainer, titan.OptimizersContainer):
-        @dataclasses.dataclass(kw_only=True, slots=True)
-        class Config(titan.OptimizersContainer.Config):
-            strategy: str = "fp32-stream"
-            """Name or file of a lightstep strategy."""
-
-            overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
-            """Dotted keys laid over the strategy."""
-
-        def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-            strategy = Strategy.load(config.strategy, config.overrides)
-            _check_for_torchtitan(strategy)
-            optimizer_class, groups = _classes_and_groups(config)
-            OptimizersContainer.__init__(self, strategy, model_parts, optimizer_class, param_groups=groups)
-
-    return LightstepOptimizersContainer
-
-
-def _check_for_torchtitan(strategy: Strategy) -> None:
-    config = strategy.config
-    found = {
-        "sharding.kind": (config.sharding.kind, "single", "torchtitan shards the model"),
-        "clipping.max_norm": (config.clipping.max_norm, None, "torchtitan clips (training.max_norm)"),
-        "precision.loss_scale": (config.precision.loss_scale.kind, "none", "torchtitan calls loss.backward()"),
-    }
-    for key, (value, needed, why) in found.items():
-        if value != needed:
-            raise ConfigError(f"{strategy.name}: {key} is {value!r}, and {why}: set it to {needed or 'null'}")
-
-
-def _classes_and_groups(config: Any) -> tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]:
-    """The class of the first group, and the groups, with their classes if these differ."""
-    names = list(dict.fromkeys(group.optimizer_name for group in config.param_groups))
-    unknown = [name for name in names if name not in ("Adam", "AdamW", "Muon")]
-    if unknown or not names:
-        raise ConfigError(f"optimizer.param_groups name {unknown or 'nothing'}; Adam, AdamW and Muon are known")
-    if config.implementation == "fused_opt_states_bf16":
-        raise ConfigError(
-            "optimizer.implementation is 'fused_opt_states_bf16'; leave it out, and for moments in bf16 set "
-            "optimizer_state.moments: bfloat16 in the strategy"
-        )
-    if config.optimizer_factory_kwargs_by_name:
-        raise ConfigError("optimizer.optimizer_factory_kwargs_by_name is for torchtitan's DistMuon; leave it out")
-    how = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
-    groups = []
-    for group in config.param_groups:
-        chosen = getattr(torch.optim, group.optimizer_name)
-        asked = {} if chosen is torch.optim.Muon else how  # torch's Muon has one implementation
-        named = {"optimizer_class": chosen} if len(names) > 1 else {}
-        groups.append({"pattern": group.pattern, **named, **asked, **group.optimizer_kwargs})
-    return getattr(torch.optim, names[0]), groups

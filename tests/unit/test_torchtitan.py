@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import re
-import sys
+import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from lightstep import ConfigError, Rule, Strategy
-from lightstep.integrations import torchtitan
-from lightstep.integrations.torchtitan import OptimizersContainer, optimizer_config
+from lightstep.integrations.torchtitan import OptimizersContainer
 from tests.distributed.models import Block
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.several_classes import SeveralClasses
+from tests.snippets import CHECKOUT
 
 WIDTH = 7
 
@@ -323,42 +323,18 @@ def test_refused(call: Callable[[], Any], error: type[Exception], message: str) 
         call()
 
 
-def test_without_torchtitan_its_config_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    torchtitan._torchtitan_container.cache_clear()
-    for name in ("torchtitan", *(name for name in sys.modules if name.startswith("torchtitan."))):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ModuleNotFoundError, match="torchtitan"):
-        optimizer_config("fp32-stream")
-
-
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed; make does it")
-def test_torchtitans_own_trainer_builds_it() -> None:
-    from torchtitan.components import optimizer as titan
-    from torchtitan.components.optimizer import LRSchedulersContainer
-
-    groups = titan.default_adamw(lr=1e-2).param_groups
-    config = optimizer_config("fp32-stream", {"clipping.max_norm": None}, param_groups=groups)
-    assert isinstance(config, titan.OptimizersContainer.Config)
-    parts, expected = stages(*PARTS), stages(*PARTS)
-    container = config.build(model_parts=parts)
-    plain = titan.OptimizersContainer.Config(param_groups=groups).build(model_parts=expected)
-    assert isinstance(container, titan.OptimizersContainer)
-    schedules = [
-        LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=c, training_steps=9) for c in (container, plain)
-    ]
-    for step in range(5):
-        for one, several, schedule in ((container, parts, schedules[0]), (plain, expected, schedules[1])):
-            train(one, several, range(step, step + 1))
-            schedule.step()
-    same(parameters_of(parts), parameters_of(expected))
-    mine, theirs = container.state_dict(), plain.state_dict()
-    assert {key for key in mine if key.startswith("state.")} == {key for key in theirs if key.startswith("state.")}
-    assert all(torch.equal(mine[key], theirs[key]) for key in mine if key.startswith("state."))
-    container.load_state_dict(theirs)
-    plain.load_state_dict(mine)
-    for overrides, message in (
-        ({}, "training.max_norm"),
-        ({"clipping.max_norm": None, "sharding.kind": "fsdp2"}, "torchtitan shards"),
+def test_the_example_trains_as_torchtitans_own_container(capsys: pytest.CaptureFixture[str]) -> None:
+    """``examples/torchtitan_config.py``, and what it refuses."""
+    example = runpy.run_path(str(CHECKOUT / "examples" / "torchtitan_config.py"))
+    example["main"]()
+    assert "every bit equal" in capsys.readouterr().out
+    off, groups = {"clipping.max_norm": None}, example["titan"].default_adamw(lr=1e-2).param_groups
+    for strategy, overrides, fields, message in (
+        ("fp32-stream", {}, {}, "training.max_norm"),
+        ("fp32-stream", off | {"sharding.kind": "fsdp2"}, {}, "torchtitan shards"),
+        ("fp16", off, {}, r"loss\.backward\(\)"),
+        ("fp32-stream", off, {"implementation": "fused_opt_states_bf16"}, "optimizer_state.moments: bfloat16"),
     ):
         with pytest.raises(ConfigError, match=message):
-            optimizer_config("fp32-stream", overrides, param_groups=groups).build(model_parts=parts)
+            example["optimizer_config"](strategy, overrides, param_groups=groups, **fields).build(model_parts=[])
