@@ -85,24 +85,9 @@ class DeepSpeedSharding(_Frozen):
     """What is divided by the ranks: optimizer state; gradients too; weights too."""
     offload: Literal["none", "cpu"] = "none"
     """``cpu`` keeps masters and state on the host and updates there; at stage 3 the weights rest on the host too."""
-    superoffload: bool = False
-    zenflow: bool = False
     config: str | dict[str, Any] | None = None
     """DeepSpeed's own configuration, a JSON file or a mapping; what contradicts this file is refused."""
     activation_checkpointing: bool = False
-
-    @model_validator(mode="after")
-    def _engines(self) -> DeepSpeedSharding:
-        if self.superoffload and self.zenflow:
-            raise ValueError("superoffload and zenflow are two engines for the same work; set one of them to false")
-        if self.superoffload and self.stage != 3:
-            raise ValueError(
-                f"superoffload needs stage 3, and stage is {self.stage}; set stage: 3, or superoffload: false"
-            )
-        for name in ("superoffload", "zenflow"):
-            if getattr(self, name) and self.offload == "none":
-                raise ValueError(f"{name} updates on the host, and offload is none; set offload: cpu, or {name}: false")
-        return self
 
     def own_config(self, source: str) -> dict[str, Any]:
         """The mapping that ``config`` is or names.

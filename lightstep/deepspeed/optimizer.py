@@ -72,8 +72,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
             )
         self._reload()
         last = not self.accumulating
-        if not self._uses_zenflow:
-            self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.set_gradient_accumulation_boundary(last)
         self.loss_scale.freeze()
         with self._recording_failure("backward()"):
             self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
@@ -117,10 +116,9 @@ class DeepSpeedOptimizer(BaseOptimizer):
         return StepResult(self._norm(overflow), torch.tensor(overflow), torch.tensor(loss_scale))
 
     def _norm(self, overflow: bool) -> Tensor:
-        """The gradient norm: infinite after an overflow, NaN if the engine does not compute it."""
-        computed = None if self._uses_zenflow else self.engine.get_global_grad_norm()
-        norm = math.inf if overflow else computed
-        return torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32).detach().reshape(())
+        """The gradient norm; infinite after an overflow."""
+        norm = math.inf if overflow else self.engine.get_global_grad_norm()
+        return torch.as_tensor(norm, dtype=torch.float32).detach().reshape(())
 
     def _empty_step(self) -> StepResult:
         warnings.warn("step() found no gradient and changes nothing: backward() was not called", stacklevel=3)
@@ -134,11 +132,6 @@ class DeepSpeedOptimizer(BaseOptimizer):
         except BaseException as error:
             self._failure = f"{what} failed ({error_text(error)})"
             raise
-
-    @property
-    def _uses_zenflow(self) -> bool:
-        """Whether ZenFlow decides when gradients are applied."""
-        return bool(getattr(self.engine, "zenflow", False))
 
     def _copy_hyperparameters(self) -> None:
         """Copy the groups' hyper-parameters to the engine."""

@@ -30,6 +30,9 @@ _DECIDED_ELSEWHERE = {
 }
 """Sections of DeepSpeed's configuration that must be off, with the reason."""
 
+_OTHER_ENGINES = ("zenflow", "offload_optimizer.super_offload")
+"""Keys below ``zero_optimization`` that switch to engines with optimizers of their own."""
+
 
 def deepspeed_config(config: StrategyConfig, name: str) -> dict[str, Any]:
     """The configuration for ``deepspeed.initialize``: the strategy's, and what ``sharding.config`` adds.
@@ -65,6 +68,15 @@ def refuse_contradictions(needed: Mapping[str, Any], given: Mapping[str, Any], w
         for key, reason in _DECIDED_ELSEWHERE.items()
         if _is_enabled(given.get(key))
     ]
+    for key in _OTHER_ENGINES:
+        value = given.get("zero_optimization")
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value not in (None, False, _AUTO):
+            found.append(
+                f"zero_optimization.{key} is {value!r}, and lightstep supports only DeepSpeed's own ZeRO, whose "
+                "offloading (sharding.offload: cpu) updates with the optimizer class that you name"
+            )
     found += [
         f"{key} is {value!r}, and the strategy needs {expected!r}{_strategy_key(key)}"
         for key, expected, value in _differences(needed, given)
@@ -95,10 +107,8 @@ def engine_settings(engine: Any) -> dict[str, Any]:
         ("offload_param", engine.zero_offload_param()),
     ):
         zero[key] = {"device": "none" if section is None else section.device.value}
-    if zero["offload_optimizer"]["device"] != "none":
-        zero["offload_optimizer"]["super_offload"] = bool(engine.super_offload())
-    if engine.zenflow_config() is not None:
-        zero["zenflow"] = True
+    zero["offload_optimizer"]["super_offload"] = bool(engine.super_offload())
+    zero["zenflow"] = engine.zenflow_config()
     return {
         "gradient_clipping": float(engine.gradient_clipping()),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
@@ -204,12 +214,8 @@ def _zero(sharding: DeepSpeedSharding) -> dict[str, Any]:
     section: dict[str, Any] = {"stage": sharding.stage}
     if sharding.offload == "cpu":
         section["offload_optimizer"] = {"device": "cpu"}
-        if sharding.superoffload:
-            section["offload_optimizer"]["super_offload"] = True
-        if sharding.stage == 3 and not sharding.superoffload:
+        if sharding.stage == 3:
             section["offload_param"] = {"device": "cpu"}
-    if sharding.zenflow:
-        section["zenflow"] = {}
     return section
 
 
@@ -252,14 +258,12 @@ def _differences(
 
 
 def _additional_offloads(needed: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The same for offloading and ZenFlow that are given although the strategy does not set them."""
+    """The same for offloading that is given although the strategy does not set it."""
     for key in ("offload_optimizer", "offload_param"):
         section = given.get(key)
         device = section.get("device", "none") if isinstance(section, Mapping) else "none"
         if key not in needed and device not in ("none", _AUTO):
             yield f"zero_optimization.{key}.device", "none", device
-    if "zenflow" not in needed and given.get("zenflow"):
-        yield "zero_optimization.zenflow", None, given["zenflow"]
 
 
 def _merge(needed: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

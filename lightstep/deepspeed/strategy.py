@@ -94,8 +94,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"{self.name}: precision.parameters is {self.config.precision.parameters}, which DeepSpeed does not "
                 f"support on this machine's {accelerator.device_name()}; allowed here: {allowed}"
             )
-        if self._sharding.superoffload and not torch.cuda.is_available():
-            raise ConfigError(f"{self.name}: sharding.superoffload needs an NVIDIA GPU; set it to false")
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         self._refuse_wrapped(model)
@@ -233,16 +231,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         import deepspeed
 
         os.environ.setdefault("LOCAL_RANK", str(self.device.index or 0))
-        settings = copy.deepcopy(self.deepspeed_config)
-        builds_optimizer = self._sharding.superoffload or self._sharding.zenflow
-        if builds_optimizer:  # these two have optimizers of their own, with Adam's settings
-            settings["optimizer"] = _deepspeed_optimizer(client, self._sharding.zenflow, self.name)
         engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=None if builds_optimizer else client,
-            model_parameters=client.param_groups if builds_optimizer else None,
-            config=settings,
-            dist_init_required=False,
+            model=module, optimizer=client, config=copy.deepcopy(self.deepspeed_config), dist_init_required=False
         )
         if len(engine.optimizer.param_groups) != len(client.param_groups):
             raise ValueError(
@@ -266,13 +256,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Tell DeepSpeed, before the forward, whether the micro-batch is the step's last one."""
-        if self._sharding.zenflow:
-            if not last:
-                raise ConfigError(
-                    f"{self.name}: accumulate(last=False) with sharding.zenflow true: ZenFlow decides itself when "
-                    "gradients are applied; train without accumulation, or set zenflow to false"
-                )
-            return contextlib.nullcontext()
         engine = self._engine_model(model).engine
         if engine is not None:
             engine.set_gradient_accumulation_boundary(last)
@@ -421,20 +404,3 @@ def _fused_argument(
     has_fused = "fused" in inspect.signature(optimizer_class.__init__).parameters
     unsupported = torch.optim.SGD if device.type == "cpu" else torch.optim.Adagrad
     return {"fused": True} if has_fused and not chosen and not issubclass(optimizer_class, unsupported) else {}
-
-
-def _deepspeed_optimizer(client: torch.optim.Optimizer, zenflow: bool, name: str) -> dict[str, Any]:
-    """The configuration of DeepSpeed's own CPU optimizer with the client optimizer's settings.
-
-    Raises:
-        ValueError: DeepSpeed has no such optimizer.
-    """
-    settings = {key: client.defaults.get(key) for key in ("lr", "betas", "eps", "weight_decay")}
-    if type(client) is torch.optim.AdamW:
-        return {"type": "AdamW", "params": settings}
-    if type(client) is torch.optim.Adam and not zenflow:
-        return {"type": "Adam", "params": {**settings, "adam_w_mode": False}}
-    raise ValueError(
-        f"{name}: {'zenflow' if zenflow else 'superoffload'} updates with DeepSpeed's own optimizer, and this is "
-        f"{type(client).__name__}; use torch.optim.AdamW{'' if zenflow else ' or Adam'}"
-    )
