@@ -9,6 +9,10 @@
         zero_to_fp32.py      DeepSpeed's script that converts its files to plain weights
         global_step100/      what engine.save_checkpoint writes: weights, and one file of optimizer state per rank
 
+A folder in DeepSpeed's universal format, from DeepSpeed's or lightstep's converter, is loaded too, at any stage and on
+any number of ranks: ``latest_universal`` names the folder in it, whose ``zero/`` has a folder per parameter with master
+and moments.
+
 DeepSpeed loads its files with ``weights_only=False``. Here torch's weights-only unpickler is used in its place. It
 accepts only tensors, plain values and a few of DeepSpeed's classes (``trusted_loads``). Files with anything else are
 refused before one of them is loaded.
@@ -16,15 +20,20 @@ refused before one of them is loaded.
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
+from lightstep.checkpoint.formats.files import GETATTR, enum_member, refused_name
 from lightstep.checkpoint.formats.zero import RESERVED
 from lightstep.checkpoint.layout import (
     CHECKPOINT,
@@ -44,7 +53,6 @@ from lightstep.checkpoint.retention import Retention
 from lightstep.checkpoint.saved import check_loadable, random_states, read_state, set_random_states, write_state
 from lightstep.checkpoint.storage import local_folder, new_shared_folder, sync, write_file
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
-from lightstep.deepspeed.universal import UNIVERSAL, load_universal, refuse_untrusted, trusted_loads
 from lightstep.deepspeed.weights import shapes
 from lightstep.distributed import Ranks
 from lightstep.sharding.model_names import named_tensors, unwrap_model
@@ -53,7 +61,16 @@ logger = logging.getLogger(__name__)
 
 _SECTION = "deepspeed"
 _LATEST = "latest"
+_UNIVERSAL = "latest_universal"
 _TOOLS = ("zero_to_fp32.py", "zero_to_torch.py")
+
+_TRUSTED = {
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+"""Classes in DeepSpeed's files that torch's weights-only unpickler does not allow by itself."""
 
 
 def save_checkpoint(
@@ -99,16 +116,12 @@ def load_checkpoint(
             fails after the checks, or another process replaces the checkpoint while DeepSpeed loads it.
     """
     ranks, path = Ranks(), Path(path).expanduser()
-    if (path / UNIVERSAL).is_file():
-        return load_universal(path, optimizer, scheduler, weights_only)
+    universal = (path / _UNIVERSAL).is_file()
+    load = _load_universal if universal else _load_own
     with checkpoint_errors(f"{path} was not loaded"):
-        folder = ranks.together(lambda: find_checkpoint(path), only_first=True)
-        manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))
-        with loading(model, [optimizer], path):
-            ranks.together(lambda: _load_engine(folder, manifest, optimizer, weights_only))
-            ranks.together(lambda: _apply(manifest, state, model, optimizer, scheduler, ranks.rank, weights_only))
+        extra = load(path, model, optimizer, scheduler, weights_only, ranks)
     logger.info("loaded %s", path)
-    return dict(state.get("extra") or {})
+    return extra
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -236,6 +249,109 @@ def _finish(
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
+def _load_own(
+    path: Path, model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any, weights_only: bool, ranks: Ranks
+) -> dict[str, Any]:
+    """Load what :func:`save_checkpoint` wrote."""
+    folder = ranks.together(lambda: find_checkpoint(path), only_first=True)
+    manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))
+
+    def load() -> None:
+        with unreplaced(folder, manifest):
+            _load_engine(
+                optimizer,
+                folder,
+                manifest[_SECTION]["tag"],
+                load_optimizer_states=not weights_only,
+                load_module_only=weights_only and not optimizer.engine.zero_optimization_partition_weights(),
+            )
+        if weights_only:
+            optimizer.refresh_master_weights()
+
+    def apply() -> None:
+        saved = {} if weights_only else {"groups": enumerate(state["optimizer"]["groups"]), "random": state["random"]}
+        _apply(model, optimizer, ranks.rank, **saved)
+        if scheduler is not None:
+            apply_scheduler(state.get("scheduler"), scheduler, manifest.get("scheduler"))
+
+    with loading(model, [optimizer], path):
+        ranks.together(load)
+        ranks.together(apply)
+    return dict(state.get("extra") or {})
+
+
+def _load_universal(
+    path: Path, model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any, weights_only: bool, ranks: Ranks
+) -> dict[str, Any]:
+    """Load masters, moments and what goes with them from DeepSpeed's universal format."""
+    if weights_only:
+        raise CheckpointError("a universal checkpoint is loaded with its optimizer state; pass the optimizer too")
+    tag = ranks.together(lambda: _check_universal(path, optimizer))
+    engine = optimizer.engine
+
+    def load() -> dict[str, Any]:
+        engine._config.load_universal_checkpoint = True
+        try:
+            client = _load_engine(optimizer, path, tag)
+        finally:
+            engine._config.load_universal_checkpoint = False
+        for entries in engine.optimizer.optimizer.state.values():
+            if isinstance(entries.get("step"), torch.Tensor):  # at stage 3 all groups have one, and each would count it
+                entries["step"] = entries["step"].clone()
+        return client
+
+    def apply() -> None:
+        section = client.get("lightstep") or {}
+        groups = section.get("param_groups")
+        if groups is None:  # DeepSpeed wrote it, and loads every group's hyper-parameters, but for stage 3
+            groups = [] if engine.zero_optimization_partition_weights() else engine.optimizer.param_groups
+        pairs = zip(optimizer.engine_groups, groups, strict=bool(groups))
+        _apply(model, optimizer, ranks.rank, groups=pairs, random=section.get("random") or ())
+        if scheduler is not None:
+            apply_scheduler(client.get("lr_scheduler"), scheduler)
+
+    with loading(engine.module, [optimizer], path):
+        client = ranks.together(load)
+        ranks.together(apply)
+    return {key: value for key, value in client.items() if key not in RESERVED}
+
+
+def _load_engine(optimizer: DeepSpeedOptimizer, folder: Path, tag: str, **options: Any) -> dict[str, Any]:
+    """Have DeepSpeed load its files; returns what was saved beside the engine's own state."""
+    with trusted_loads():
+        _, client = optimizer.engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False, **options)
+    return dict(client or {})
+
+
+def _apply(
+    model: nn.Module,
+    optimizer: DeepSpeedOptimizer,
+    rank: int,
+    groups: Iterable[tuple[int, Mapping[str, Any]]] = (),
+    random: Sequence[Any] = (),
+) -> None:
+    """Load hyper-parameters, in pairs of a group's number and its values, and the random state of this rank."""
+    content = OptimizerContent(optimizer, named_tensors(unwrap_model(model)))
+    for number, saved in groups:
+        content.set_hyperparameters(number, {key: value for key, value in saved.items() if key != "step"})
+    if rank < len(random):
+        set_random_states(random[rank])
+    optimizer.after_load()
+
+
+def _check_universal(folder: Path, optimizer: DeepSpeedOptimizer) -> str:
+    """Check that all files may be loaded and that every trained parameter is there; returns the tag."""
+    optimizer.prepare_for_checkpoint()
+    tag = (folder / _UNIVERSAL).read_text().strip()
+    names = [optimizer.engine.param_names[p] for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    missing = [name for name in names if not (folder / tag / "zero" / name / "fp32.pt").is_file()]
+    if missing:
+        raise CheckpointError(f"it belongs to another model; not in the checkpoint: {list_names(missing)}")
+    for file in sorted((folder / tag).rglob("*.pt")):
+        refuse_untrusted(file)
+    return tag
+
+
 def _read(
     folder: Path, model: nn.Module, optimizer: DeepSpeedOptimizer, ranks: Ranks, weights_only: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -296,36 +412,40 @@ _HOW_TO_CONTINUE = (
 )
 
 
-def _load_engine(folder: Path, manifest: Mapping[str, Any], optimizer: DeepSpeedOptimizer, weights_only: bool) -> None:
-    engine = optimizer.engine
-    module_only = weights_only and not engine.zero_optimization_partition_weights()
-    with unreplaced(folder, manifest), trusted_loads():
-        engine.load_checkpoint(
-            str(folder),
-            tag=manifest[_SECTION]["tag"],
-            load_optimizer_states=not weights_only,
-            load_lr_scheduler_states=False,
-            load_module_only=module_only,
-        )
-    if weights_only:
-        optimizer.refresh_master_weights()
+def refuse_untrusted(file: Path) -> None:
+    """Check that unpickling the file needs only torch's classes and a few of DeepSpeed's.
+
+    Raises:
+        CheckpointError: it needs others; the message names them.
+    """
+    wanted = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - _TRUSTED - {GETATTR}
+    if wanted:
+        raise CheckpointError(f"{file} asks for {', '.join(sorted(wanted))}, which no file of DeepSpeed's needs")
 
 
-def _apply(
-    manifest: Mapping[str, Any],
-    state: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: DeepSpeedOptimizer,
-    scheduler: Any,
-    rank: int,
-    weights_only: bool,
-) -> None:
-    if not weights_only:
-        content = OptimizerContent(optimizer, named_tensors(unwrap_model(model)))
-        for number, settings in enumerate(state["optimizer"]["groups"]):
-            content.set_hyperparameters(number, settings)
-        if rank < len(state["random"]):
-            set_random_states(state["random"][rank])
-    optimizer.after_load()
-    if scheduler is not None:
-        apply_scheduler(state.get("scheduler"), scheduler, manifest.get("scheduler"))
+@contextmanager
+def trusted_loads() -> Iterator[None]:
+    """In the block ``torch.load(..., weights_only=False)``, as DeepSpeed calls it, uses the weights-only unpickler.
+
+    An environment variable of torch does that. torch reads it in each load, and it overrides the argument.
+    """
+    switches = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+    before = {name: os.environ.get(name) for name in switches}
+    os.environ.update(switches)
+    try:
+        classes = [_import_class(name) for name in _TRUSTED]
+        with torch.serialization.safe_globals([*classes, (enum_member, GETATTR)]):
+            yield
+    except pickle.UnpicklingError as error:  # torch's own message recommends weights_only=False
+        raise CheckpointError(f"a file is damaged, or holds what must not be run ({refused_name(error)})") from error
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _import_class(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)

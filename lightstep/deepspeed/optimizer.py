@@ -11,14 +11,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightstep.deepspeed.scale import EngineLossScale
-from lightstep.deepspeed.state import EngineState
 from lightstep.error_text import error_text
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.optimizer.result import StepResult
+from lightstep.precision.loss_scale import LossScale
 
 _NOT_SETTINGS = ("params", "param_names")
+
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+"""Attributes with this rank's flat fp32 masters: stages 1 and 2; stage 1 with bf16 and fp32 accumulation; stage 3."""
+
+_MODEL_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
+"""Attributes with the model's parameters in each partition, in the same order."""
 
 
 class DeepSpeedOptimizer(BaseOptimizer):
@@ -111,7 +116,9 @@ class DeepSpeedOptimizer(BaseOptimizer):
         self._seen_versions = self._versions()
         overflow = bool(self.engine.optimizer.overflow)
         if overflow:
-            self._state.clear_gradients()
+            # With offloading DeepSpeed would accumulate onto what a skipped step has left.
+            gradients = getattr(self.engine.optimizer, "averaged_gradients", {})
+            gradients.update(dict.fromkeys(gradients))
         self.loss_scale.freeze()
         return StepResult(self._norm(overflow), torch.tensor(overflow), torch.tensor(loss_scale))
 
@@ -135,13 +142,15 @@ class DeepSpeedOptimizer(BaseOptimizer):
 
     def _copy_hyperparameters(self) -> None:
         """Copy the groups' hyper-parameters to the engine."""
-        for group, engine_group in self._group_pairs():
+        for number, engine_group in zip(self.engine_groups, self.engine.optimizer.param_groups, strict=True):
+            group = self.param_groups[number]
             engine_group.update({key: value for key, value in group.items() if key not in _NOT_SETTINGS})
 
-    def _group_pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Pairs of this optimizer's and the engine's groups. The engine has only those with trainable parameters."""
-        trained = [group for group in self.param_groups if any(p.requires_grad for p in group["params"])]
-        return zip(trained, self.engine.optimizer.param_groups, strict=True)
+    @property
+    def engine_groups(self) -> list[int]:
+        """The numbers of the groups that the engine has: those with trainable parameters."""
+        groups = enumerate(self.param_groups)
+        return [number for number, group in groups if any(p.requires_grad for p in group["params"])]
 
     # -- weights that were changed outside
 
@@ -156,8 +165,9 @@ class DeepSpeedOptimizer(BaseOptimizer):
         if self.engine.zero_optimization_partition_weights():
             return  # gathering and freeing partitioned weights changes their versions
         for parameter, version in zip(self._trained(), self._seen_versions, strict=True):
-            if parameter._version != version:
-                self._state.refresh_parameter(parameter)
+            fragment = getattr(parameter, "_hp_mapping", None)  # of the master, if this rank has a part of it
+            if parameter._version != version and fragment is not None:
+                fragment.update_hp()
 
     def refresh_master_weights(self) -> None:
         """Rebuild the fp32 masters from the model's weights.
@@ -166,7 +176,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
         after changes under ``deepspeed.zero.GatheredParameters``.
         """
         self._reload()
-        self._state.refresh()
+        self.engine.optimizer.refresh_fp32_params()
         self._seen_versions = self._versions()
 
     # -- what DeepSpeed does not support
@@ -264,19 +274,6 @@ class DeepSpeedOptimizer(BaseOptimizer):
             "strategy that created it"
         )
 
-    def load_hyperparameters(self, settings: Sequence[Mapping[str, Any]] | None) -> None:
-        """Set the hyper-parameters of each group with trainable parameters.
-
-        Args:
-            settings: one mapping per group, as saved. ``None``: use those that DeepSpeed has loaded. At stage 3 it
-                loads only the first group's, so the groups keep theirs.
-        """
-        if settings is None and self.engine.zero_optimization_partition_weights():
-            return
-        for number, (group, engine_group) in enumerate(self._group_pairs()):
-            loaded = engine_group if settings is None else settings[number]
-            group.update({key: value for key, value in loaded.items() if key in group and key not in _NOT_SETTINGS})
-
     def after_load(self) -> None:
         """Call this when a checkpoint has been loaded into the engine, and hyper-parameters into the groups."""
         self.loss_scale.reset()
@@ -333,3 +330,190 @@ class DeepSpeedOptimizer(BaseOptimizer):
         raise TypeError(
             "a DeepSpeedOptimizer cannot be copied or pickled: its engine cannot; save a checkpoint instead"
         )
+
+
+class EngineLossScale(LossScale):
+    """DeepSpeed's loss scale, which DeepSpeed updates itself.
+
+    DeepSpeed grows its scale before it divides the gradients by it. In such a step it would divide by twice the scale
+    that the loss was multiplied by. The scale is therefore frozen from backward to the end of the step.
+
+    Args:
+        zero: the engine's ZeRO optimizer.
+    """
+
+    def __init__(self, zero: Any) -> None:
+        self._zero = zero
+        self.reset()
+
+    @property
+    def _scaler(self) -> Any:
+        """DeepSpeed's scaler, which loading a checkpoint replaces; ``None`` if DeepSpeed does not scale."""
+        return getattr(self._zero, "loss_scaler", None)
+
+    @property
+    def scale(self) -> float:
+        """The scale for the next backward."""
+        scaler = self._scaler
+        return 1.0 if scaler is None else float(scaler.cur_scale)
+
+    def reset(self) -> None:
+        """Set up DeepSpeed's current scaler. Call this when a checkpoint has replaced it."""
+        if self._dynamic:
+            self._scaler.raise_error_at_min_scale = False  # an overflow at the minimum skips the step, too
+        self.freeze()
+
+    def freeze(self) -> None:
+        """Have DeepSpeed use the current scale until the next call."""
+        if self._dynamic:
+            self._zero.override_loss_scale(self.scale)
+
+    @property
+    def _dynamic(self) -> bool:
+        return bool(getattr(self._scaler, "dynamic", False))
+
+    def tensor(self, device: torch.device | None = None) -> Tensor:
+        return torch.tensor(self.scale, dtype=torch.float32, device=device)
+
+    def update(self, overflow: bool | Tensor) -> None:
+        """Does nothing: DeepSpeed updates its scale in ``step()``."""
+
+    @property
+    def is_identity(self) -> bool:
+        return not self._dynamic and self.scale == 1.0
+
+    @property
+    def power_of_two(self) -> bool:
+        return self._dynamic or math.frexp(self.scale)[0] == 0.5
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Does nothing: DeepSpeed loads its scale from its own files."""
+
+    def __repr__(self) -> str:
+        return f"EngineLossScale(scale={self.scale:g})"
+
+
+class EngineState:
+    """Accesses the ZeRO optimizer inside an engine.
+
+    Args:
+        engine: a ``DeepSpeedEngine``.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._zero = engine.optimizer
+        self._host_entries: list[tuple[dict[str, Any], str]] = []
+        """While state is offloaded: the entries that are on the host anyway."""
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """This rank's flat fp32 partitions."""
+        return list(self._first_attribute(_MASTERS))
+
+    @property
+    def model_groups(self) -> list[list[Tensor]]:
+        """The model's trainable parameters in each group of the engine's optimizer."""
+        groups: list[list[Tensor]] = [[] for _ in self._zero.param_groups]
+        owner = getattr(self._zero, "sub_group_to_group_id", {})
+        for number, members in enumerate(self._first_attribute(_MODEL_GROUPS)):
+            groups[owner.get(number, number)].extend(members)
+        return groups
+
+    def _first_attribute(self, names: Iterable[str]) -> Any:
+        """The first of these attributes that the ZeRO optimizer has."""
+        return next(getattr(self._zero, name) for name in names if hasattr(self._zero, name))
+
+    # -- whole tensors
+
+    def full_entries(self, parameter: Tensor) -> dict[str, Any]:
+        """One parameter's whole state entries and master on the host, in the parameter's shape; ``{}`` if it is frozen.
+
+        Called by every rank.
+        """
+        if not parameter.requires_grad:
+            return {}
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        flat = self._partition_of(parameter)
+        entries = dict(self._zero.optimizer.state.get(flat, {}))
+        partitioned = [key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == flat.shape]
+        found = {
+            key: value.detach().clone() if isinstance(value, Tensor) else value
+            for key, value in entries.items()
+            if key not in partitioned
+        }
+        fragment = getattr(parameter, "_hp_mapping", None)
+        if fragment is not None:  # DeepSpeed links it after the first group's first update, when other groups have none
+            fragment.set_optim_state_fragment(flat, entries)
+        whole = {key: safe_get_full_optimizer_state(parameter, key) for key in partitioned}
+        whole["master"] = safe_get_full_fp32_param(parameter)
+        return found | {key: value.detach().cpu() for key, value in whole.items()}
+
+    def _partition_of(self, parameter: Tensor) -> Tensor:
+        for partition, members in zip(self.masters, self._first_attribute(_MODEL_GROUPS), strict=True):
+            if any(member is parameter for member in members):
+                return partition
+        raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not among the engine's groups")
+
+    # -- memory
+
+    def offload(self) -> bool:
+        """Move masters and state from the device to the host until :meth:`reload`. ``False`` if they are on the host.
+
+        Raises:
+            RuntimeError: DeepSpeed cannot offload the state of this kind of engine.
+        """
+        if self._engine.zero_use_cpu_optimizer():
+            return False
+        if not hasattr(self._zero, "offload_states"):
+            raise RuntimeError(
+                "release_device_memory: DeepSpeed cannot move the state of stage 1 with bfloat16 weights and "
+                "precision.reduce float32; set sharding.stage to 2"
+            )
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+
+        self._host_entries = [entry for entry, tensor in self._entries() if tensor.device.type == "cpu"]
+        kinds = [Kind.hp_params, Kind.optim_states]
+        if self._engine.zero_optimization_partition_weights():
+            self._move(torch.device("cpu"))  # at stage 3 DeepSpeed offloads only its own Adam's state
+            kinds = [Kind.contiguous_grad_buffer]
+        self._engine.offload_states(include=kinds, pin_memory=torch.device(self._engine.device).type != "cpu")
+        return True
+
+    def reload(self) -> None:
+        """Undo :meth:`offload`."""
+        self._engine.reload_states()
+        if self._engine.zero_optimization_partition_weights():
+            self._move(torch.device(self._engine.device))
+        # Step counts: DeepSpeed has moved them to the device too, where the host would wait for them in each step.
+        for state, key in self._host_entries:
+            state[key] = state[key].cpu()
+
+    def _move(self, device: torch.device) -> None:
+        for tensor in self._state_tensors():
+            tensor.data = tensor.data.to(device)
+
+    def _state_tensors(self) -> list[Tensor]:
+        """Masters and state tensors, without step counts."""
+        return [*self.masters, *(entry for _, entry in self._entries() if entry.dim() > 0)]
+
+    def _entries(self) -> list[tuple[tuple[dict[str, Any], str], Tensor]]:
+        """All tensors in the optimizer's state with their mapping and key, step counts included."""
+        states = self._zero.optimizer.state.values()
+        return [((s, key), value) for s in states for key, value in s.items() if isinstance(value, Tensor)]
+
+    def memory(self) -> dict[str, float]:
+        """As ``BaseOptimizer.memory_report``."""
+        kinds = ("device_bytes", "host_bytes", "ring_bytes", "gradient_stage_bytes", "exchange_bytes", "saving_bytes")
+        report = dict.fromkeys(kinds, 0.0)
+        for tensor in self._state_tensors():
+            on_host = tensor.device.type == "cpu" and torch.device(self._engine.device).type != "cpu"
+            report["host_bytes" if on_host else "device_bytes"] += tensor.numel() * tensor.element_size()
+        report["parameters"] = float(sum(master.numel() for master in self.masters))
+        for memory in ("device", "host"):
+            report[f"{memory}_bytes_per_parameter"] = report[f"{memory}_bytes"] / max(report["parameters"], 1.0)
+        return report

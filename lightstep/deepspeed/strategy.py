@@ -22,9 +22,8 @@ from lightstep.checkpoint.background import PendingSave
 from lightstep.config import ConfigError, DeepSpeedSharding, StrategyConfig
 from lightstep.deepspeed import checkpoint as deepspeed_checkpoint
 from lightstep.deepspeed import weights as deepspeed_weights
-from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
+from lightstep.deepspeed.optimizer import DeepSpeedOptimizer, EngineState
 from lightstep.deepspeed.settings import deepspeed_config, engine_settings, refuse_contradictions
-from lightstep.deepspeed.state import EngineState
 from lightstep.distributed import Replicas, is_sharded
 from lightstep.extras import needs
 from lightstep.optimizer.base import BaseOptimizer

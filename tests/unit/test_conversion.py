@@ -29,7 +29,7 @@ from lightstep.checkpoint.formats.names import read_naming
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState
 from lightstep.cli import app
 from lightstep.config import LossScaleConfig, parse_config
-from lightstep.deepspeed.universal import refuse_untrusted, trusted_loads
+from lightstep.deepspeed.checkpoint import refuse_untrusted, trusted_loads
 from tests.reference.converted_run import (
     ADAMW,
     AFTER,
