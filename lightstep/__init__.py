@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightstep.optimizer.rules import Rule
     from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
     from lightstep.rollout.engine import RolloutEngine, TransformersEngine
+    from lightstep.rollout.servers import SglangServer, VllmServer
     from lightstep.rollout.transport import (
         TrainingEnded,
         WeightInfo,
@@ -36,10 +37,12 @@ __all__ = [
     "MixedPrecisionOptimizer",
     "RolloutEngine",
     "Rule",
+    "SglangServer",
     "StepResult",
     "Strategy",
     "TrainingEnded",
     "TransformersEngine",
+    "VllmServer",
     "WeightAverage",
     "WeightInfo",
     "WeightTransferError",
@@ -63,6 +66,7 @@ _MODULES = {
     "optimizer.rules": ["Rule"],
     "precision.loss_scale": ["ConstantLossScale", "DynamicLossScale", "LossScale"],
     "rollout.engine": ["RolloutEngine", "TransformersEngine"],
+    "rollout.servers": ["SglangServer", "VllmServer"],
     "rollout.transport": ["TrainingEnded", "WeightInfo", "WeightTransferError", "WeightTransport"],
     "sharding.weight_average": ["WeightAverage"],
     "state.bulk": ["load_fsdp_optimizer", "offload_fsdp_optimizer"],

@@ -263,6 +263,18 @@ class OptimizerState(_Frozen):
         return self
 
 
+class RolloutServers(_Frozen):
+    """Servers that generate, and get the weights that are published."""
+
+    kind: Literal["vllm", "sglang"]
+    urls: Annotated[list[Annotated[str, Field(pattern=r"^https?://.+")]], Field(min_length=1)]
+    """Such as ``http://host:8000``."""
+    pause: Literal["wait", "keep", "abort"] | None = None
+    """What happens to running requests; ``None`` is ``wait`` for vLLM and ``keep`` for SGLang."""
+    backend: Literal["gloo", "nccl"] | None = None
+    """Of the process group; ``None`` is nccl for weights on a GPU, else gloo."""
+
+
 class Rollout(_Frozen):
     """Who generates in reinforcement learning, and how the weights get there."""
 
@@ -274,8 +286,10 @@ class Rollout(_Frozen):
     """Dtype of the inference weights; ``None`` is that of ``precision.parameters``."""
     bucket_mib: Annotated[float, Field(gt=0)] = 256
     """Weights travel layer by layer, larger layers in buckets of at most this size or one tensor."""
+    servers: RolloutServers | None = None
+    """Servers that get what is published; with mode sync."""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """Async: seconds that one side waits for the other (default 300)."""
+    """Async, or with servers: seconds that one side waits for the other (default 300)."""
 
     @field_validator("ranks")
     @classmethod
@@ -286,7 +300,13 @@ class Rollout(_Frozen):
 
     @model_validator(mode="after")
     def _sync_has_no_ranks(self) -> Rollout:
-        idle = [f"{name} {getattr(self, name)}" for name in ("ranks", "timeout_s") if getattr(self, name) is not None]
+        waiting = ("ranks",) if self.servers is not None else ("ranks", "timeout_s")
+        idle = [f"{name} {getattr(self, name)}" for name in waiting if getattr(self, name) is not None]
+        if self.mode == "async" and self.servers is not None:
+            raise ValueError(
+                "rollout servers with mode async: there ranks of this program generate, and servers are elsewhere; leave "
+                "mode out, or the servers"
+            )
         if self.mode == "sync" and idle:
             raise ValueError(
                 f"rollout {' and '.join(idle)} with mode sync: there the ranks that train generate, and nobody waits; "

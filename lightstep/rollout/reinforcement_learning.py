@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from lightstep.checkpoint.model_state import refuse_partly_loaded
-from lightstep.config import ConfigError, Rollout
+from lightstep.config import ConfigError, Rollout, RolloutServers
 from lightstep.distributed import initialized, rank
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.group_transport import GroupReceiver, GroupTransport
 from lightstep.rollout.message_board import MessageBoard
 from lightstep.rollout.publishing import LocalEngine, Publication
 from lightstep.rollout.roles import Roles
+from lightstep.rollout.servers import ServerTransport, SglangServer, VllmServer
 from lightstep.rollout.transport import TrainingEnded, WeightTransport
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.prepared_model import PreparedModel
@@ -41,6 +42,7 @@ class ReinforcementLearning:
         self._dropped: set[int] = set()
         self._board: MessageBoard | None = None
         self._transport: GroupTransport | None = None
+        self._servers: ServerTransport | None = None
         self._receiver: GroupReceiver | None = None
 
     def open(self) -> None:
@@ -83,6 +85,8 @@ class ReinforcementLearning:
         first = not self._roles.asynchronous or self._roles.rank == 0
         if to is not None:
             return to if first else None
+        if self._config.servers is not None:
+            return self._server_transport(self._config.servers) if self._roles.rank == 0 else None
         board, receivers = self._workers()
         if not first:
             return None
@@ -92,12 +96,21 @@ class ReinforcementLearning:
             self._transport.change_receivers(receivers)
         return self._transport
 
+    def _server_transport(self, config: RolloutServers) -> ServerTransport:
+        if self._servers is None:
+            kind = {"vllm": VllmServer, "sglang": SglangServer}[config.kind]
+            self._servers = kind(
+                config.urls, pause=config.pause, backend=config.backend, timeout_s=self._timeout
+            )
+        return self._servers
+
     def _workers(self) -> tuple[MessageBoard, tuple[int, ...]]:
         """The message board, and the rollout workers that have not been dropped."""
         if not self._roles.asynchronous:
             raise ConfigError(
                 "publish_weights without a receiver: roles.rollout.mode is sync, and no ranks generate alone; name the "
-                "engine of this process, publish_weights(model, to=engine), or set mode: async"
+                "engine of this process, publish_weights(model, to=engine), set mode: async, or name servers "
+                "(roles.rollout.servers)"
             )
         if self._board is None:
             raise ConfigError(f"publish_weights: {_NO_GROUP}")
@@ -146,4 +159,6 @@ class ReinforcementLearning:
                 self._transport.close()
             if self._receiver is not None:
                 self._receiver.close()
-        self._transport = self._receiver = self._board = None
+        if self._servers is not None:
+            self._servers.close()
+        self._transport = self._receiver = self._board = self._servers = None

@@ -1,0 +1,328 @@
+"""What servers of vLLM and SGLang are told over HTTP when they get new weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightstep.rollout.transport import Bucket, WeightInfo, WeightTransferError
+
+__all__ = ["Pause", "Server", "Sglang", "Vllm"]
+
+Pause = Literal["wait", "keep", "abort"]
+
+_QUICK = 10.0
+"""Seconds for a question to a server that may be gone."""
+
+
+class Server(ABC):
+    """One server, and the calls of its protocol. All of them raise ``WeightTransferError``.
+
+    Args:
+        url: ``http(s)://host:port``.
+        timeout_s: for one call.
+        api_key: sent as a bearer token.
+
+    Attributes:
+        kind: what it is a server of.
+        first, stop: the first version whose protocol is known, and the first one whose is not.
+        pauses: what may happen to running requests, by the server's own names. The first is the default.
+    """
+
+    kind: ClassVar[str]
+    first: ClassVar[str]
+    stop: ClassVar[str]
+    pauses: ClassVar[Mapping[Pause, str]]
+
+    def __init__(self, url: str, timeout_s: float, api_key: str | None) -> None:
+        self.url = url.rstrip("/")
+        if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
+            raise ValueError(f"the server's URL is {url!r}; one such as http://host:8000 is needed")
+        self._timeout = timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def refuse_other_versions(self) -> None:
+        """Raise unless the server's protocol is known."""
+        found = self.version()
+        if not _numbers(self.first) <= _numbers(found) < _numbers(self.stop):
+            raise WeightTransferError(
+                f"{self.url} is {self.kind} {found}; the protocols of {self.first} up to, but not including, {self.stop} "
+                "are known. Use such a version, or write a WeightTransport for this one"
+            )
+
+    @abstractmethod
+    def version(self) -> str:
+        """Of the server's software."""
+
+    @abstractmethod
+    def weights_version(self) -> str | None:
+        """The version of the weights, as the server knows it; ``None`` if it does not say."""
+
+    @abstractmethod
+    def workers(self) -> int:
+        """How many processes of the server get weights."""
+
+    @abstractmethod
+    def join(self, place: Mapping[str, Any], group: str, backend: str) -> None:
+        """Open the process group ``group``. Returns when all of its members have."""
+
+    @abstractmethod
+    def leave(self, group: str) -> None:
+        """Close the process group."""
+
+    @abstractmethod
+    def check(self, infos: Sequence[WeightInfo]) -> None:
+        """Compare a set with the server's model. Called when the server is paused; nothing is written."""
+
+    @abstractmethod
+    def pause(self, how: Pause) -> None:
+        """Generate nothing from now on."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """A set begins."""
+
+    @abstractmethod
+    def update(self, bucket: Bucket, group: str) -> None:
+        """Receive and load a bucket. Returns when it is loaded."""
+
+    @abstractmethod
+    def end(self, version: int) -> None:
+        """All of the set has been loaded."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """The set that was started last will not be completed. Another one may be started."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Generate again."""
+
+    def packed(self, bucket: Bucket) -> Tensor:
+        """The bytes (uint8) that are broadcast for a bucket."""
+        return bucket.buffer
+
+    @staticmethod
+    def store_prefix(group: str, device: str) -> str:
+        """Of the keys by which the members of a process group meet."""
+        return group
+
+    # -- HTTP
+
+    def get(self, path: str, timeout_s: float | None = None) -> Any:
+        """The JSON that the server answers."""
+        return self._call(urllib.request.Request(self.url + path, headers=self._headers), timeout_s)
+
+    def post(self, path: str, **payload: Any) -> Any:
+        """The JSON that the server answers to ``payload``."""
+        body = json.dumps(payload).encode()
+        return self._call(urllib.request.Request(self.url + path, body, self._headers, method="POST"), None)
+
+    def _call(self, request: urllib.request.Request, timeout_s: float | None) -> Any:
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s or self._timeout) as answer:
+                text = answer.read().decode()
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")[:500]
+            raise WeightTransferError(f"{request.full_url} answered {error.code}: {text}{self._hint(error)}") from error
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            raise WeightTransferError(f"{request.full_url} did not answer: {reason}") from error
+        return json.loads(text) if text else None
+
+    def _hint(self, error: urllib.error.HTTPError) -> str:
+        return ""
+
+
+class Vllm(Server):
+    """A server of vLLM in development mode, whose weight-transfer engine is
+    :class:`~lightstep.rollout.vllm_plugin.ProcessGroupEngine`."""
+
+    kind, first, stop = "vLLM", "0.28", "0.34"
+    pauses: ClassVar[Mapping[Pause, str]] = {"wait": "wait", "keep": "keep", "abort": "abort"}
+
+    def version(self) -> str:
+        return str(self.get("/version")["version"])
+
+    def weights_version(self) -> str | None:
+        return str(self.get("/weight_info", _QUICK)["weight_version"])
+
+    def workers(self) -> int:
+        return int(self.get("/get_world_size")["world_size"])
+
+    def join(self, place: Mapping[str, Any], group: str, backend: str) -> None:
+        info = {**place, "group": group, "backend": backend, "timeout_s": self._timeout}
+        self.post("/init_weight_transfer_engine", init_info=info)
+
+    def leave(self, group: str) -> None:
+        self.post("/shutdown_weight_transfer_engine")
+
+    def check(self, infos: Sequence[WeightInfo]) -> None:
+        self.post("/start_weight_update")
+        try:
+            self.post("/update_weights", update_info={**_described(infos), "check_only": True})
+        finally:
+            self.post("/finish_weight_update")
+
+    def pause(self, how: Pause) -> None:
+        self.post(f"/pause?mode={self.pauses[how]}")
+
+    def start(self) -> None:
+        self.post("/start_weight_update")
+
+    def update(self, bucket: Bucket, group: str) -> None:
+        self.post("/update_weights", update_info=_described(bucket.infos))
+
+    def end(self, version: int) -> None:
+        self.post("/finish_weight_update", weight_version=str(version))
+        self.post("/reset_prefix_cache")
+
+    def give_up(self) -> None:
+        self.post("/finish_weight_update")
+
+    def resume(self) -> None:
+        self.post("/resume")
+
+    def _hint(self, error: urllib.error.HTTPError) -> str:
+        if error.code != 404:
+            return ""
+        return " (start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{\"backend\": \"lightstep\"}')"
+
+
+class Sglang(Server):
+    """A server of SGLang."""
+
+    kind, first, stop = "SGLang", "0.5.21", "0.6"
+    pauses: ClassVar[Mapping[Pause, str]] = {"keep": "retract", "abort": "abort"}
+
+    def __init__(self, url: str, timeout_s: float, api_key: str | None) -> None:
+        super().__init__(url, timeout_s, api_key)
+        self._names: frozenset[str] | None = None
+
+    def version(self) -> str:
+        return str(self.get("/server_info")["version"])
+
+    def weights_version(self) -> str | None:
+        return str(self.get("/model_info", _QUICK)["weight_version"])
+
+    def workers(self) -> int:
+        known = self.get("/server_info")
+        if known["dp_size"] != 1:
+            raise WeightTransferError(f"{self.url} has dp_size {known['dp_size']}, and SGLang's updates need 1")
+        return int(known["tp_size"]) * int(known.get("pp_size", 1))
+
+    def join(self, place: Mapping[str, Any], group: str, backend: str) -> None:
+        self.post("/init_weights_update_group", **place, group_name=group, backend=backend)
+
+    def leave(self, group: str) -> None:
+        self.post("/destroy_weights_update_group", group_name=group)
+
+    def check(self, infos: Sequence[WeightInfo]) -> None:
+        if self._names is None:
+            ranks = self.post("/weights_checker", action="checksum")["ranks"]
+            self._names = frozenset(name for rank in ranks for name in rank["checksums"])
+        refuse_other_names(infos, self._names, self.url)
+
+    def pause(self, how: Pause) -> None:
+        self.post("/pause_generation", mode=self.pauses[how])
+
+    def start(self) -> None:
+        self.post("/begin_weight_update")
+
+    def update(self, bucket: Bucket, group: str) -> None:
+        listed = _described(bucket.infos)
+        listed["dtypes"] = listed.pop("dtype_names")
+        self.post("/update_weights_from_distributed", **listed, group_name=group, load_format="flattened_bucket")
+
+    def end(self, version: int) -> None:
+        self.post("/end_weight_update")
+        self.post("/update_weight_version", new_version=str(version), abort_all_requests=False)
+
+    def give_up(self) -> None:
+        self.post("/end_weight_update")
+
+    def resume(self) -> None:
+        self.post("/continue_generation")
+
+    def packed(self, bucket: Bucket) -> Tensor:
+        """Without the padding between tensors, which SGLang does not expect."""
+        tensors = [tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket]
+        return bucket.buffer if sum(map(len, tensors)) == len(bucket.buffer) else torch.cat(tensors)
+
+    @staticmethod
+    def store_prefix(group: str, device: str) -> str:
+        """Torch nests three stores in a group that is made by hand: by its name, its name again, and the device."""
+        return f"{group}/{group}//{device}/"
+
+
+def _described(infos: Sequence[WeightInfo]) -> dict[str, Any]:
+    return {
+        "names": [info.name for info in infos],
+        "dtype_names": [str(info.dtype).removeprefix("torch.") for info in infos],
+        "shapes": [list(info.shape) for info in infos],
+    }
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``0.32.0+cpu`` as ``(0, 32, 0)``."""
+    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[+a-z]", version, maxsplit=1)[0]))
+
+
+# -- names
+
+_JOINED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Layers of a checkpoint, and the layers into which engines join them."""
+
+_EXPERT = re.compile(r"\.experts\.\d+\.(\w+)\.")
+_JOINED_EXPERTS = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2", "w1": "w13", "w3": "w13", "w2": "w2"}
+
+
+def engine_names(name: str) -> list[str]:
+    """The names that a checkpoint's tensor may have in an engine: its own, or that of what it is joined into."""
+    found = [name]
+    parts = name.split(".")
+    found += [".".join([*parts[:i], _JOINED[part], *parts[i + 1 :]]) for i, part in enumerate(parts) if part in _JOINED]
+    expert = _EXPERT.search(name)
+    if expert is not None and expert[1] in _JOINED_EXPERTS:
+        found.append(f"{name[: expert.start()]}.experts.{_JOINED_EXPERTS[expert[1]]}_{name[expert.end() :]}")
+    return found
+
+
+def refuse_other_names(infos: Sequence[WeightInfo], known: Iterable[str], where: str) -> None:
+    """Compare a set with the names of an engine's tensors.
+
+    Raises:
+        WeightTransferError: a tensor of the set is unknown there, or one there gets nothing.
+    """
+    known = frozenset(known)
+    filled: set[str] = set()
+    unknown = []
+    for info in infos:
+        found = [target for name in info.names for target in engine_names(name) if target in known]
+        filled.update(found)
+        if not found and info.name != "lm_head.weight":  # an engine may tie it
+            unknown.append(info.name)
+    missing = sorted(known - filled)
+    if unknown or missing:
+        texts = [f"{name} is unknown there" for name in unknown] + [f"{name} gets nothing" for name in missing]
+        more = f"; {len(texts) - 3} more" if len(texts) > 3 else ""
+        raise WeightTransferError(
+            f"{where} has another model than the one that is trained: {'; '.join(texts[:3])}{more}. Nothing was sent"
+        )

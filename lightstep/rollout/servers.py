@@ -1,0 +1,266 @@
+"""Sending weights to servers of vLLM and SGLang: calls over HTTP, beside broadcasts over a process group.
+
+A set is compared with the server's model before the first byte. It is received while the server is paused, and requests
+and version see it when all of it has arrived. After a failure the server stays paused until a complete set arrives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import urllib.parse
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+
+from lightstep.rollout.link import WeightLink
+from lightstep.rollout.server_protocols import Pause, Server, Sglang, Vllm
+from lightstep.rollout.transport import Bucket, WeightInfo, WeightTransferError, WeightTransport
+
+__all__ = ["ServerTransport", "SglangServer", "VllmServer"]
+
+_GRACE = 2.0
+"""Seconds in which a server's own error may arrive, after the broadcast has failed."""
+
+
+class ServerTransport(WeightTransport):
+    """Servers of one kind that get the same weights, each with any number of tensor-parallel workers.
+
+    Pass it as ``publish_weights(model, to=...)``. A server that was replaced or restarted is found before the next set.
+
+    Args:
+        urls: of the servers, such as ``http://host:8000``. :meth:`add` and :meth:`drop` change them between sets.
+        pause: what happens to running requests: they are finished first (``wait``, the default of vLLM), kept and
+            continued with the new weights (``keep``, the default of SGLang, which does not wait), or aborted.
+        backend: of the process group; ``None``: ``nccl`` if the weights are on a GPU, else ``gloo``.
+        timeout_s: seconds for one broadcast, and for one call.
+        address: of this host as the servers see it; ``None``: that of the interface by which the first one is reached.
+        api_key: sent as a bearer token.
+        check: compare names with the servers' models before anything is sent.
+
+    Raises:
+        ValueError: there is no URL, or one is not ``http(s)://...``; or an unknown ``pause``.
+    """
+
+    protocol: ClassVar[type[Server]]
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        pause: Pause | None = None,
+        backend: Literal["gloo", "nccl"] | None = None,
+        timeout_s: float = 300.0,
+        address: str | None = None,
+        api_key: str | None = None,
+        check: bool = True,
+    ) -> None:
+        allowed = list(self.protocol.pauses)
+        if pause is not None and pause not in allowed:
+            raise ValueError(f"pause is {pause!r}; {self.protocol.kind} has {', '.join(map(repr, allowed))}")
+        self._pause, self._backend, self._timeout = pause or allowed[0], backend, timeout_s
+        self._address, self._api_key, self._checks = address, api_key, check
+        self._servers: list[Server] = []
+        self._link: WeightLink | None = None
+        self._number, self._version = 0, 0  # of the link, and of the set
+        self._half_sent = False  # some server may have half of a set
+        self._threads = ThreadPoolExecutor(32, thread_name_prefix="lightstep-servers")
+        for url in [urls] if isinstance(urls, str) else urls:
+            self.add(url)
+        if not self._servers:
+            raise ValueError(f"{type(self).__name__} without a URL; give one such as http://host:8000")
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers that the next set goes to."""
+        return [server.url for server in self._servers]
+
+    def add(self, url: str) -> None:
+        """Send to this server, too, from the next set on."""
+        server = self.protocol(url, self._timeout, self._api_key)
+        self._disconnect()
+        self._servers.append(server)
+
+    def drop(self, url: str) -> None:
+        """Do not send to this server any more. It may be gone.
+
+        Raises:
+            ValueError: it is none of :attr:`urls`, or the only one.
+        """
+        left = [server for server in self._servers if server.url != url.rstrip("/")]
+        if not left or len(left) == len(self._servers):
+            raise ValueError(f"drop({url!r}): the servers are {', '.join(self.urls)}, and one has to stay")
+        self._servers = left
+        self._disconnect()
+
+    def close(self) -> None:
+        """Close the process group. Servers go on, unless they wait for a complete set."""
+        self._disconnect()
+        self._threads.shutdown(wait=False)
+
+    # -- one set
+
+    def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
+        infos = [info for bucket in buckets for info in bucket]
+        if not infos:
+            raise WeightTransferError("there are no weights to send")
+        if self._link is not None and not self._all_know_the_last_version():
+            self._disconnect()
+        if self._link is None:
+            self._connect()
+        self._version = version
+        self._on_all(lambda server: server.pause(self._pause))
+        if self._half_sent:
+            with contextlib.suppress(WeightTransferError):
+                self._on_all(lambda server: server.give_up())
+        if self._checks:
+            self._on_all(lambda server: server.check(infos))
+        self._half_sent = True
+        self._on_all(lambda server: server.start())
+
+    def _all_know_the_last_version(self) -> bool:
+        """Whether every server still has what it got last. One that was restarted has not."""
+        try:
+            found = self._on_all(lambda server: server.weights_version())
+        except WeightTransferError:
+            return False
+        return self._half_sent or all(version in (None, str(self._version)) for version in found)
+
+    def send(self, bucket: Bucket) -> None:
+        assert self._link is not None
+        link, group = self._link, self._group
+        data = self._servers[0].packed(bucket).to(link.device)
+        calls = [self._threads.submit(server.update, bucket, group) for server in self._servers]
+        try:
+            self._wait_for(calls, self._threads.submit(link.broadcast, data))
+        except BaseException:
+            self._close_link()  # the others must not wait for their part of the broadcast
+            raise
+
+    def _wait_for(self, calls: Sequence[Future[Any]], broadcast: Future[None]) -> None:
+        """Wait for all, or raise the first error: a server's own, if there is one, says most."""
+        work = [*calls, broadcast]
+        _, left = wait(work, self._timeout, FIRST_EXCEPTION)
+        if broadcast.done() and broadcast.exception() is not None:
+            wait(calls, _GRACE, FIRST_EXCEPTION)
+        failed = next((one.exception() for one in work if one.done() and one.exception() is not None), None)
+        if failed is not None or left:
+            what = f"no answer within {self._timeout:g} s" if failed is None else str(failed)
+            raise WeightTransferError(
+                f"{what}. Training can go on; {', '.join(self.urls)} will stay paused until a complete set arrives"
+            ) from failed
+
+    def finish(self) -> None:
+        self._on_all(lambda server: server.end(self._version))
+        self._half_sent = False
+        self._on_all(lambda server: server.resume())
+
+    def abort(self, reason: str) -> None:
+        """Servers that may have half of the set stay paused."""
+        self._disconnect()
+        if not self._half_sent:
+            with contextlib.suppress(WeightTransferError):
+                self._on_all(lambda server: server.resume())
+
+    def _on_all(self, call: Callable[[Server], Any]) -> list[Any]:
+        """Call for all servers at the same time; raises the first error."""
+        calls = [self._threads.submit(call, server) for server in self._servers]
+        wait(calls)
+        return [one.result() for one in calls]
+
+    # -- the process group
+
+    @property
+    def _group(self) -> str:
+        return f"lightstep-{self._number}"
+
+    def _connect(self) -> None:
+        """Open a process group with all workers of all servers; this process is the first member."""
+        self._on_all(lambda server: server.refuse_other_versions())
+        sizes = self._on_all(lambda server: server.workers())
+        size, self._number = 1 + sum(sizes), self._number + 1
+        address = self._address or _address_towards(self._servers[0].url)
+        device = self._device()
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        limit = timedelta(seconds=self._timeout)
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        calls = []
+        for n, server in enumerate(self._servers):
+            place = {"master_address": address, "master_port": store.port, "rank_offset": 1 + sum(sizes[:n])}
+            calls.append(self._threads.submit(server.join, {**place, "world_size": size}, self._group, backend))
+        prefix = self.protocol.store_prefix(self._group, device.type)
+        link = self._threads.submit(
+            WeightLink, self._number, dist.PrefixStore(prefix, store), 0, size, device, self._timeout
+        )
+        try:
+            self._wait_for_members(calls, link, address)
+        except BaseException:
+            link.add_done_callback(_close_if_open)
+            raise
+        self._link = link.result()
+
+    def _wait_for_members(self, calls: Sequence[Future[Any]], link: Future[WeightLink], address: str) -> None:
+        work = [*calls, link]
+        _, left = wait(work, self._timeout, FIRST_EXCEPTION)
+        failed = next((one.exception() for one in work if one.done() and one.exception() is not None), None)
+        if failed is not None or left:
+            what = f"no answer within {self._timeout:g} s" if failed is None else str(failed)
+            raise WeightTransferError(
+                f"no process group with {', '.join(self.urls)}: {what}. They have to reach this host as {address} "
+                "(address=...). Nothing was sent"
+            ) from failed
+
+    def _device(self) -> torch.device:
+        if self._backend == "gloo" or not torch.cuda.is_available():
+            if self._backend == "nccl":
+                raise WeightTransferError("backend is nccl, and this process has no GPU; leave it out, or set gloo")
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = None
+
+    def _disconnect(self) -> None:
+        if self._link is not None:
+            self._close_link()
+            with contextlib.suppress(WeightTransferError):
+                self._on_all(lambda server: server.leave(self._group))
+
+
+class VllmServer(ServerTransport):
+    """Servers of vLLM 0.28 to 0.33, in development mode, with lightstep's plugin (tried: 0.32.0).
+
+    lightstep has to be installed beside vLLM. Start it with::
+
+        VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "lightstep"}'
+    """
+
+    protocol = Vllm
+
+
+class SglangServer(ServerTransport):
+    """Servers of SGLang from 0.5.21 on (tried: 0.5.23), which need nothing of lightstep's."""
+
+    protocol = Sglang
+
+
+def _close_if_open(link: Future[WeightLink]) -> None:
+    if link.exception() is None:
+        link.result().close()
+
+
+def _address_towards(url: str) -> str:
+    """This host's address on the interface by which ``url`` is reached."""
+    parts = urllib.parse.urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        try:
+            probe.connect((parts.hostname, parts.port or 80))
+        except OSError as error:
+            raise WeightTransferError(f"{url} cannot be reached: {error}") from error
+        return str(probe.getsockname()[0])
