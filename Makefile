@@ -1,5 +1,7 @@
-# make train | test | lint | format | types | docs | wheel | bench | venv | clean
-# Variables: PYTHON (3.11 or later), VENV, CONFIG and ARGS (train), BENCH_ARGS (bench), WORKERS and TESTS (test).
+# make train | test | test-servers | lint | format | types | docs | wheel | bench | venv | clean
+# Variables: PYTHON (3.11 or later), VENV, CONFIG and ARGS (train), BENCH_ARGS (bench), WORKERS and TESTS (test),
+# VLLM_PYTHON and SGLANG_PYTHON (test-servers).
+
 
 PYTHON     ?= python3
 VENV       ?= .venv
@@ -21,11 +23,11 @@ ALONE_dev := torchtitan
 unexport PYTHONDONTWRITEBYTECODE  # some machines set it, and every process of the tests would compile all it imports
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test lint format types docs wheel bench clean
+.PHONY: help venv train test test-servers lint format types docs wheel bench clean
 .NOTPARALLEL:  # one pip at a time
 
 help:
-	@sed -n '1,2s/^# //p' Makefile
+	@sed -n '1,3s/^# //p' Makefile
 
 venv: $(VENV)/.dev $(VENV)/.docs
 
@@ -52,6 +54,11 @@ test: $(VENV)/.dev
 	@for each in $(TESTS); do case $$each in *.py|*.py::*|*/) \
 		test -e "$${each%%::*}" || { echo "TESTS: $$each does not exist" >&2; exit 2; };; esac; done
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --quiet $(TESTS)
+
+# Real servers of vLLM and SGLang, on CPUs: make test-servers VLLM_PYTHON=... SGLANG_PYTHON=...
+test-servers: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM_PYTHON) SGLANG_PYTHON=$(SGLANG_PYTHON) \
+		$(BIN)/python -m pytest --quiet tests/servers
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

@@ -304,8 +304,8 @@ class Rollout(_Frozen):
         idle = [f"{name} {getattr(self, name)}" for name in waiting if getattr(self, name) is not None]
         if self.mode == "async" and self.servers is not None:
             raise ValueError(
-                "rollout servers with mode async: there ranks of this program generate, and servers are elsewhere; leave "
-                "mode out, or the servers"
+                "rollout servers with mode async: there ranks of this program generate, and servers are elsewhere; "
+                "leave mode out, or the servers"
             )
         if self.mode == "sync" and idle:
             raise ValueError(

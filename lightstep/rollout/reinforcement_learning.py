@@ -99,9 +99,7 @@ class ReinforcementLearning:
     def _server_transport(self, config: RolloutServers) -> ServerTransport:
         if self._servers is None:
             kind = {"vllm": VllmServer, "sglang": SglangServer}[config.kind]
-            self._servers = kind(
-                config.urls, pause=config.pause, backend=config.backend, timeout_s=self._timeout
-            )
+            self._servers = kind(config.urls, pause=config.pause, backend=config.backend, timeout_s=self._timeout)
         return self._servers
 
     def _workers(self) -> tuple[MessageBoard, tuple[int, ...]]:

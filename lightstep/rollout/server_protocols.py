@@ -57,8 +57,8 @@ class Server(ABC):
         found = self.version()
         if not _numbers(self.first) <= _numbers(found) < _numbers(self.stop):
             raise WeightTransferError(
-                f"{self.url} is {self.kind} {found}; the protocols of {self.first} up to, but not including, {self.stop} "
-                "are known. Use such a version, or write a WeightTransport for this one"
+                f"{self.url} is {self.kind} {found}; the protocols of {self.first} up to, but not including, "
+                f"{self.stop} are known. Use such a version, or write a WeightTransport for this one"
             )
 
     @abstractmethod
@@ -126,8 +126,10 @@ class Server(ABC):
 
     def post(self, path: str, **payload: Any) -> Any:
         """The JSON that the server answers to ``payload``."""
-        body = json.dumps(payload).encode()
-        return self._call(urllib.request.Request(self.url + path, body, self._headers, method="POST"), None)
+        return self._call(self._posting(path, payload), None)
+
+    def _posting(self, path: str, payload: Mapping[str, Any]) -> urllib.request.Request:
+        return urllib.request.Request(self.url + path, json.dumps(payload).encode(), self._headers, method="POST")
 
     def _call(self, request: urllib.request.Request, timeout_s: float | None) -> Any:
         try:
@@ -166,7 +168,7 @@ class Vllm(Server):
         self.post("/init_weight_transfer_engine", init_info=info)
 
     def leave(self, group: str) -> None:
-        self.post("/shutdown_weight_transfer_engine")
+        self._call(self._posting("/shutdown_weight_transfer_engine", {}), _QUICK)
 
     def check(self, infos: Sequence[WeightInfo]) -> None:
         self.post("/start_weight_update")
@@ -197,7 +199,7 @@ class Vllm(Server):
     def _hint(self, error: urllib.error.HTTPError) -> str:
         if error.code != 404:
             return ""
-        return " (start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{\"backend\": \"lightstep\"}')"
+        return ' (start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "lightstep"}\')'
 
 
 class Sglang(Server):
@@ -226,7 +228,7 @@ class Sglang(Server):
         self.post("/init_weights_update_group", **place, group_name=group, backend=backend)
 
     def leave(self, group: str) -> None:
-        self.post("/destroy_weights_update_group", group_name=group)
+        self._call(self._posting("/destroy_weights_update_group", {"group_name": group}), _QUICK)
 
     def check(self, infos: Sequence[WeightInfo]) -> None:
         if self._names is None:

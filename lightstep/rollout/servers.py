@@ -67,6 +67,7 @@ class ServerTransport(WeightTransport):
         self._servers: list[Server] = []
         self._link: WeightLink | None = None
         self._number, self._version = 0, 0  # of the link, and of the set
+        self._joined = False  # servers have joined the group of this number
         self._half_sent = False  # some server may have half of a set
         self._threads = ThreadPoolExecutor(32, thread_name_prefix="lightstep-servers")
         for url in [urls] if isinstance(urls, str) else urls:
@@ -186,7 +187,7 @@ class ServerTransport(WeightTransport):
         address = self._address or _address_towards(self._servers[0].url)
         device = self._device()
         backend = "gloo" if device.type == "cpu" else "nccl"
-        limit = timedelta(seconds=self._timeout)
+        self._joined, limit = True, timedelta(seconds=self._timeout)
         store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
         calls = []
         for n, server in enumerate(self._servers):
@@ -222,13 +223,15 @@ class ServerTransport(WeightTransport):
         return torch.device("cuda", torch.cuda.current_device())
 
     def _close_link(self) -> None:
+        """In a thread: gloo waits for a broadcast that is under way, up to its timeout."""
         if self._link is not None:
-            self._link.close()
+            self._threads.submit(self._link.close)
         self._link = None
 
     def _disconnect(self) -> None:
-        if self._link is not None:
-            self._close_link()
+        self._close_link()
+        if self._joined:
+            self._joined = False
             with contextlib.suppress(WeightTransferError):
                 self._on_all(lambda server: server.leave(self._group))
 

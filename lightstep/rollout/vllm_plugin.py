@@ -38,7 +38,7 @@ def register() -> None:
 
 
 @dataclass
-class GroupInfo(WeightTransferInitInfo):  # type: ignore[misc]
+class GroupInfo(WeightTransferInitInfo):
     """Where the members of the process group meet, and which of them is this server's first worker."""
 
     master_address: str
@@ -51,7 +51,7 @@ class GroupInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class BucketInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+class BucketInfo(WeightTransferUpdateInfo):
     """The tensors of a bucket; with ``check_only`` those of a whole set, of which nothing is sent now."""
 
     names: list[str]
@@ -65,7 +65,7 @@ class BucketInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
         return [WeightInfo((name,), tuple(shape), getattr(torch, dtype)) for name, shape, dtype in listed]
 
 
-class ProcessGroupEngine(WeightTransferEngine):  # type: ignore[misc]
+class ProcessGroupEngine(WeightTransferEngine):
     """Receives buckets of whole tensors, and loads them as vLLM loads a checkpoint."""
 
     init_info_cls, update_info_cls = GroupInfo, BucketInfo

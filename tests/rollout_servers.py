@@ -1,0 +1,281 @@
+"""Stand-ins for servers of vLLM and SGLang, which answer as these do, failures included, and receive the weights.
+
+What they answer was seen with vLLM 0.32.0 and SGLang 0.5.23 on a CPU; ``make test-servers`` checks real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightstep.rollout.link import WeightLink
+from lightstep.rollout.server_protocols import refuse_other_names
+from lightstep.rollout.transport import Bucket, WeightInfo
+
+
+class Refusal(Exception):
+    """An answer with another status than 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass
+class Process:
+    """What is lost with a server's process.
+
+    Attributes:
+        version: of the weights.
+        paused: nothing is generated.
+        updating: between the beginning and the end of a set.
+    """
+
+    weights: dict[str, Tensor]
+    version: str = "default"
+    paused: bool = False
+    updating: bool = False
+
+    def begin(self, status: int) -> None:
+        if self.updating:
+            raise Refusal(status, "an update is already active")
+        self.updating = True
+
+    def refuse_outside(self, status: int) -> None:
+        if not self.updating:
+            raise Refusal(status, "no update has been started")
+
+    def end(self, version: str | None) -> None:
+        self.updating = False
+        self.version = version or self.version
+
+
+class FakeServer:
+    """What both kinds have in common.
+
+    Args:
+        weights: the model's, by the names that the engine has for them.
+        timeout_s: for a broadcast.
+
+    Attributes:
+        calls: the paths that were asked for, in order.
+        before: called with each path before it is answered: it may raise, or wait.
+        process: its present one.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], timeout_s: float = 10.0, workers: int = 1) -> None:
+        self.process = Process(_copied(weights))
+        self.workers, self._timeout = workers, timeout_s
+        self.calls: list[str] = []
+        self.before: Callable[[str], object] = lambda path: None
+        self._links: dict[str, list[WeightLink]] = {}  # of each worker, by group
+        self._http = self._start(0)
+
+    @property
+    def port(self) -> int:
+        return int(self._http.server_address[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _start(self, port: int) -> ThreadingHTTPServer:
+        server, process = self, self.process
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer({})
+
+            def do_POST(self) -> None:
+                self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}"))
+
+            def _answer(self, payload: dict[str, Any]) -> None:
+                path = urlsplit(self.path).path
+                try:
+                    server.calls.append(self.path)
+                    server.before(path)
+                    status, content = 200, server.answer(process, path, payload)
+                except Refusal as refusal:
+                    status, content = refusal.status, {"error": str(refusal)}
+                except Exception as error:
+                    status, content = 500, {"error": f"{type(error).__name__}: {error}"}
+                text = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                with contextlib.suppress(BrokenPipeError):
+                    self.wfile.write(text)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        http.daemon_threads = True
+        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+        return http
+
+    def kill(self) -> None:
+        """As a process that is killed: connections break."""
+        self._http.shutdown()
+        self._http.server_close()
+        for group in list(self._links):
+            self.leave(group)
+
+    def restart(self, weights: dict[str, Tensor]) -> None:
+        """A new process on the same port."""
+        port = self.port
+        self.kill()
+        self.process = Process(_copied(weights))
+        self._http = self._start(port)
+
+    def answer(self, process: Process, path: str, payload: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def join(self, group: str, place: dict[str, Any], prefixes: list[str]) -> None:
+        """Each worker opens its end of the process group."""
+        address, port = place["master_address"], place["master_port"]
+        first, size = place["rank_offset"], place["world_size"]
+
+        def open_one(worker: int) -> None:
+            limit = timedelta(seconds=self._timeout)
+            nested: dist.Store = dist.TCPStore(address, port, is_master=False, timeout=limit)
+            for prefix in prefixes:
+                nested = dist.PrefixStore(prefix, nested)
+            opened.append(WeightLink(0, nested, first + worker, size, torch.device("cpu"), self._timeout))
+
+        opened: list[WeightLink] = []
+        self._in_threads(open_one)
+        self._links[group] = opened
+
+    def _in_threads(self, work: Callable[[int], None]) -> None:
+        errors: list[Exception] = []
+
+        def guarded(worker: int) -> None:
+            try:
+                work(worker)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=guarded, args=(n,), daemon=True) for n in range(self.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def leave(self, group: str) -> None:
+        for link in self._links.pop(group, ()):
+            link.close()
+
+    def receive(self, group: str, nbytes: int) -> Tensor:
+        """One broadcast; every worker gets it."""
+        links = self._links.get(group)
+        if links is None:
+            raise Refusal(500, f"no process group {group}")
+        buffers = [torch.zeros(nbytes, dtype=torch.uint8) for _ in links]
+        self._in_threads(lambda worker: links[worker].broadcast(buffers[worker]))
+        assert all(torch.equal(buffers[0], other) for other in buffers)
+        return buffers[0]
+
+
+def _copied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def infos_of(payload: dict[str, Any], dtypes: str) -> list[WeightInfo]:
+    listed = zip(payload["names"], payload["shapes"], payload[dtypes], strict=True)
+    return [WeightInfo((name,), tuple(shape), getattr(torch, dtype)) for name, shape, dtype in listed]
+
+
+class FakeVllm(FakeServer):
+    """With lightstep's plugin."""
+
+    software = "0.32.0"
+
+    def answer(self, process: Process, path: str, payload: dict[str, Any]) -> Any:
+        found = {
+            "/version": {"version": self.software},
+            "/weight_info": {"weight_version": process.version},
+            "/get_world_size": {"world_size": self.workers},
+        }
+        if path in found:
+            return found[path]
+        acts: dict[str, Callable[[], object]] = {
+            "/init_weight_transfer_engine": lambda: self._init(payload["init_info"]),
+            "/shutdown_weight_transfer_engine": lambda: self.leave("only"),
+            "/pause": lambda: setattr(process, "paused", True),
+            "/resume": lambda: setattr(process, "paused", False),
+            "/start_weight_update": lambda: process.begin(500),
+            "/update_weights": lambda: self._update(process, payload["update_info"]),
+            "/finish_weight_update": lambda: process.end(payload.get("weight_version")),
+            "/reset_prefix_cache": lambda: None,
+        }
+        if path not in acts:
+            raise Refusal(404, "Not Found")
+        acts[path]()
+        return {}
+
+    def _init(self, place: dict[str, Any]) -> None:
+        self.leave("only")
+        self.join("only", place, [place["group"]])
+
+    def _update(self, process: Process, info: dict[str, Any]) -> None:
+        process.refuse_outside(500)
+        infos = infos_of(info, "dtype_names")
+        if info.get("check_only"):
+            refuse_other_names(infos, process.weights, "the server")
+            return
+        assert process.paused, "a request now would end the engine"
+        for each, tensor in Bucket(infos, self.receive("only", Bucket.nbytes_of(infos))):
+            process.weights[each.name].copy_(tensor)
+
+
+class FakeSglang(FakeServer):
+    software = "0.5.23"
+
+    def answer(self, process: Process, path: str, payload: dict[str, Any]) -> Any:
+        found = {
+            "/server_info": {"version": self.software, "tp_size": self.workers, "dp_size": 1, "pp_size": 1},
+            "/model_info": {"weight_version": process.version},
+            "/weights_checker": {"ranks": [{"checksums": dict.fromkeys(process.weights, "")}]},
+        }
+        if path in found:
+            return found[path]
+        group = payload.get("group_name", "")
+        acts: dict[str, Callable[[], object]] = {
+            "/init_weights_update_group": lambda: self.join(group, payload, [group, f"{group}/", "cpu/"]),
+            "/destroy_weights_update_group": lambda: self.leave(group),
+            "/pause_generation": lambda: setattr(process, "paused", True),
+            "/continue_generation": lambda: setattr(process, "paused", False),
+            "/begin_weight_update": lambda: process.begin(400),
+            "/update_weights_from_distributed": lambda: self._update(process, payload),
+            "/end_weight_update": lambda: (process.refuse_outside(400), process.end(None)),
+            "/update_weight_version": lambda: setattr(process, "version", payload["new_version"]),
+        }
+        if path not in acts:
+            raise Refusal(404, "Not Found")
+        acts[path]()
+        return {"success": True}
+
+    def _update(self, process: Process, payload: dict[str, Any]) -> None:
+        process.refuse_outside(400)
+        infos = infos_of(payload, "dtypes")
+        data, start = self.receive(payload["group_name"], sum(info.nbytes for info in infos)), 0
+        for info in infos:
+            stop = start + info.nbytes
+            tensor = data[start:stop].clone().view(info.dtype).view(info.shape)
+            start = stop
+            if info.name in process.weights:  # SGLang ignores others, and says that it succeeded
+                process.weights[info.name].copy_(tensor)

@@ -1,0 +1,199 @@
+"""Real servers of vLLM and SGLang: ``make test-servers VLLM_PYTHON=... SGLANG_PYTHON=...``.
+
+Each variable names an interpreter in whose environment the server is installed, and lightstep beside vLLM. A server
+that is not named is left out. They run on CPUs, and start within a minute or two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lightstep import SglangServer, Strategy, VllmServer, WeightTransferError
+from tests.ports import free_port
+
+pytestmark = pytest.mark.timeout(1800)
+
+PROMPT = [2, 3, 11, 4, 5, 12]
+VLLM = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+SGLANG = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
+
+
+class RealServer:
+    """A process that serves a tiny Llama."""
+
+    def __init__(self, kind: str, python: str, folder: Path) -> None:
+        self.kind, self._python, self._folder, self.port = kind, python, folder, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        model, log = self._folder / "model", (self._folder / f"{self.kind}.log").open("ab")
+        if self.kind == "vllm":
+            command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", self.port]
+            command += ["--served-model-name", "model", "--dtype", "bfloat16", "--max-model-len", 128]
+            command += ["--enforce-eager", "--weight-transfer-config", '{"backend": "lightstep"}']
+        else:
+            command = [self._python, "-m", "sglang.launch_server", "--model-path", model, "--port", self.port]
+            command += ["--device", "cpu", "--max-total-tokens", 4096, "--mem-fraction-static", 0.05]
+        own = {**os.environ, **VLLM, **SGLANG, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            list(map(str, command)), env=own, stdout=log, stderr=log, start_new_session=True
+        )
+        for _ in range(1500):
+            with contextlib.suppress(OSError):
+                self.ask("/health")
+                return
+            assert self.process.poll() is None, (self._folder / f"{self.kind}.log").read_text()[-2000:]
+            time.sleep(1)
+        pytest.fail(f"{self.kind} did not start")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def ask(self, path: str, **payload: Any) -> Any:
+        body = json.dumps(payload).encode() if payload else None
+        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read()
+        return json.loads(text) if text.strip().startswith(b"{") else None
+
+    def checksums(self) -> dict[str, str]:
+        """Of all weights, as the server has them."""
+        if self.kind == "vllm":
+            return dict(self.ask("/weight_checker", action="checksum")["checksums"])
+        ranks = self.ask("/weights_checker", action="checksum")["ranks"]
+        return {name: value for rank in ranks for name, value in rank["checksums"].items()}
+
+    def tokens(self) -> list[int]:
+        """A greedy answer."""
+        if self.kind == "vllm":
+            settings = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+            return list(
+                self.ask("/v1/completions", model="model", prompt=PROMPT, **settings)["choices"][0]["token_ids"]
+            )
+        settings = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+        return list(self.ask("/generate", input_ids=PROMPT, sampling_params=settings)["output_ids"])
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    others = {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, pad_token_id=0, eos_token_id=13, **sizes, **others))
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"], name="server")
+def _server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    python = os.environ.get(f"{request.param.upper()}_PYTHON")
+    if not python:
+        pytest.skip(f"{request.param.upper()}_PYTHON names no interpreter")
+    folder = tmp_path_factory.mktemp(request.param)
+    make_model().bfloat16().save_pretrained(folder / "model")
+    vocabulary = {"_": 0, **{f"<{number}>": number for number in range(1, 256)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="_"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="_", pad_token="_").save_pretrained(folder / "model")
+    server = RealServer(request.param, python, folder)
+    server.start()
+    yield server
+    server.kill()
+
+
+class Training:
+    def __init__(self, server: RealServer, **settings: Any) -> None:
+        self.strategy = Strategy.load("stream", overrides={"roles.rollout": {"bucket_mib": 0.1}})
+        self.model = self.strategy.prepare_model(make_model())
+        self.optimizer = self.strategy.create_optimizer(self.model, lr=1e-2)
+        self.servers = {"vllm": VllmServer, "sglang": SglangServer}[server.kind](server.url, **settings)
+
+    def step(self) -> None:
+        batch = torch.randint(1, 256, (4, 12))
+        self.optimizer.backward(self.model(input_ids=batch, labels=batch).loss)
+        self.optimizer.step()
+
+    def publish(self, version: int | None = None) -> int:
+        return self.strategy.publish_weights(self.model, to=self.servers, version=version)
+
+
+def test_what_is_published_is_what_the_server_would_load_from_disk(server: RealServer) -> None:
+    """And coming back to these weights brings back all of their bits."""
+    training, from_disk = Training(server), server.checksums()
+    kept = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    others = []
+    for _ in range(2):
+        training.step()
+        training.publish()
+        others.append((server.checksums(), server.tokens()))
+    assert from_disk != others[0][0] != others[1][0]
+    training.model.load_state_dict(kept)
+    assert training.publish() == 3
+    assert server.checksums() == from_disk
+    training.servers.close()
+
+
+def test_another_model_is_refused_and_the_server_goes_on(server: RealServer) -> None:
+    before, tokens = server.checksums(), server.tokens()
+    training = Training(server)
+    training.model.extra = torch.nn.Linear(4, 4)
+    with pytest.raises(WeightTransferError, match=r"extra.weight is unknown"):
+        training.publish()
+    assert server.checksums() == before and server.tokens() == tokens
+    training.servers.close()
+
+
+def test_the_trainer_is_killed_in_the_middle_of_a_set(server: RealServer) -> None:
+    """The broadcast breaks; the next trainer's complete set is served."""
+    training = Training(server, timeout_s=20)
+    training.publish()
+    training.step()
+    threading.Timer(0.05, lambda: training.servers._link and training.servers._link.close()).start()
+    for _ in range(5):
+        with contextlib.suppress(WeightTransferError):
+            training.publish()
+    training.servers.close()
+    other = Training(server, timeout_s=60)
+    other.publish()
+    assert server.tokens()
+    other.servers.close()
+
+
+def test_a_killed_server_is_noticed_and_a_restarted_one_is_fed(server: RealServer) -> None:
+    chance = random.Random(0)
+    training = Training(server, timeout_s=60)
+    training.publish()
+    expected, tokens = server.checksums(), server.tokens()
+    timer = threading.Timer(0.02 + 0.2 * chance.random(), server.kill)
+    timer.start()
+    begin = time.monotonic()
+    failure = None
+    while failure is None and time.monotonic() - begin < 150:
+        try:
+            training.publish()
+        except WeightTransferError as error:
+            failure = error
+    assert failure is not None
+    assert time.monotonic() - begin < 150
+    timer.join()
+    server.start()
+    training.publish()
+    assert server.checksums() == expected and server.tokens() == tokens
+    training.servers.close()

@@ -1,0 +1,301 @@
+"""Weights for servers of vLLM and SGLang, beside stand-ins that answer as those do."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightstep import ConfigError, SglangServer, Strategy, VllmServer, WeightTransferError
+from lightstep.rollout.server_protocols import engine_names, refuse_other_names
+from lightstep.rollout.transport import WeightInfo
+from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, Refusal
+
+KINDS: dict[str, tuple[type[FakeServer], Any]] = {"vllm": (FakeVllm, VllmServer), "sglang": (FakeSglang, SglangServer)}
+both = pytest.mark.parametrize("kind", KINDS)
+SMALL = {"roles.rollout": {"bucket_mib": 0.0005, "parameters": "bfloat16"}}
+
+
+def make_model() -> nn.Module:
+    """Sizes that are no multiples of 16 bytes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 11), nn.Linear(11, 3))
+
+
+class Training:
+    """A trained model, and servers with other weights."""
+
+    def __init__(self, kind: str, servers: int = 1, timeout_s: float = 10.0, **settings: Any) -> None:
+        fake, transport = KINDS[kind]
+        self.strategy = Strategy.load("resident", overrides=SMALL)
+        self.model = self.strategy.prepare_model(make_model())
+        self.optimizer = self.strategy.create_optimizer(self.model, lr=1e-2)
+        self.initial = {name: torch.zeros_like(tensor) for name, tensor in self.weights().items()}
+        workers = settings.pop("workers", 1)
+        self.fakes = [fake(self.initial, timeout_s, workers) for _ in range(servers)]
+        self.servers = transport([each.url for each in self.fakes], timeout_s=timeout_s, **settings)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().bfloat16().clone() for name, tensor in self.model.named_parameters()}
+
+    def step(self) -> None:
+        self.optimizer.backward(self.model(torch.randn(4, 7).bfloat16()).float().square().mean())
+        self.optimizer.step()
+
+    def publish(self) -> int:
+        return self.strategy.publish_weights(self.model, to=self.servers)
+
+    def serves(self, version: str) -> bool:
+        """Whether all servers generate, with the trained weights."""
+        expected = self.weights()
+        return all(
+            each.version == version
+            and not (each.paused or each.updating)
+            and all(torch.equal(each.weights[name], tensor) for name, tensor in expected.items())
+            for each in (fake.process for fake in self.fakes)
+        )
+
+    def close(self) -> None:
+        self.servers.close()
+        for each in self.fakes:
+            each.kill()
+
+
+@pytest.fixture(name="training")
+def _training(kind: str) -> Iterator[Training]:
+    made = Training(kind)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("servers", "workers"), [(1, 1), (1, 2), (3, 1), (2, 2)])
+@both
+def test_every_worker_of_every_server_gets_every_version(kind: str, servers: int, workers: int) -> None:
+    training = Training(kind, servers, workers=workers)
+    for version in range(1, 4):
+        training.step()
+        assert training.publish() == version and training.serves(str(version))
+    training.close()
+
+
+CONVERSATIONS = {
+    "vllm": [
+        *("/version", "/get_world_size", "/init_weight_transfer_engine", "/pause?mode=wait"),
+        *("/start_weight_update", "/update_weights", "/finish_weight_update"),  # the comparison of names
+        *("/start_weight_update", "/update_weights", "/update_weights", "/update_weights", "/finish_weight_update"),
+        *("/reset_prefix_cache", "/resume"),
+    ],
+    "sglang": [
+        *("/server_info", "/server_info", "/init_weights_update_group", "/pause_generation", "/weights_checker"),
+        *("/begin_weight_update", *["/update_weights_from_distributed"] * 3, "/end_weight_update"),
+        *("/update_weight_version", "/continue_generation"),
+    ],
+}
+
+
+@both
+def test_what_a_server_is_told(kind: str, training: Training) -> None:
+    training.publish()
+    (server,) = training.fakes
+    assert server.calls == CONVERSATIONS[kind]
+
+
+@both
+def test_a_strategy_file_names_servers(kind: str) -> None:
+    training = Training(kind)
+    named = {"kind": kind, "urls": [each.url for each in training.fakes]}
+    strategy = Strategy.load("resident", overrides={"roles.rollout": {"servers": named, "timeout_s": 10}})
+    model = strategy.prepare_model(make_model())
+    assert strategy.publish_weights(model) == 1
+    assert all(torch.equal(training.fakes[0].process.weights[n], p.bfloat16()) for n, p in model.named_parameters())
+    strategy.close()
+    training.close()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"servers": {"kind": "vllm", "urls": []}}, "urls"),
+        ({"servers": {"kind": "vllm", "urls": ["host:8000"]}}, "urls"),
+        ({"servers": {"kind": "trl", "urls": ["http://host:8000"]}}, "kind"),
+        ({"servers": {"kind": "vllm", "urls": ["http://host:8000"]}, "mode": "async"}, "servers with mode async"),
+    ],
+)
+def test_strategy_files_that_make_no_sense(rollout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Strategy.load("resident", overrides={"roles.rollout": rollout})
+
+
+@pytest.mark.parametrize("settings", [{"urls": []}, {"urls": "host:8000"}, {"urls": "http://a", "pause": "never"}])
+def test_arguments_that_make_no_sense(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"URL|pause"):
+        VllmServer(**settings)
+    with pytest.raises(ValueError, match=r"SGLang has 'keep', 'abort'"):
+        SglangServer("http://host", pause="wait")
+
+
+# -- what a server refuses, before anything is sent --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["unknown", "missing"])
+@both
+def test_names_are_compared_before_the_first_byte(kind: str, change: str, training: Training) -> None:
+    (server,) = training.fakes
+    if change == "unknown":
+        del server.process.weights["1.bias"]
+    else:
+        server.process.weights["1.gain"] = torch.zeros(3)
+    before = {name: tensor.clone() for name, tensor in server.process.weights.items()}
+    with pytest.raises(WeightTransferError, match=r"1.bias is unknown|1.gain gets nothing"):
+        training.publish()
+    assert all(torch.equal(server.process.weights[name], tensor) for name, tensor in before.items())
+    assert not server.process.paused and not server.process.updating and server.process.version == "default"
+
+
+@pytest.mark.parametrize("software", ["0.5.20", "0.27.1", "0.34.0", "1.2"])
+@both
+def test_other_versions_are_refused(kind: str, software: str, training: Training) -> None:
+    training.fakes[0].software = software  # type: ignore[attr-defined]
+    with pytest.raises(WeightTransferError, match=rf"{software}; the protocols of"):
+        training.publish()
+    assert not training.fakes[0].process.paused
+
+
+def test_a_server_that_is_not_in_development_mode_is_told_how() -> None:
+    training = Training("vllm")
+
+    def before(path: str) -> None:
+        if path == "/get_world_size":
+            raise Refusal(404, "Not Found")
+
+    training.fakes[0].before = before
+    with pytest.raises(WeightTransferError, match="VLLM_SERVER_DEV_MODE=1"):
+        training.publish()
+    training.close()
+
+
+def test_names_of_engines() -> None:
+    names = ["a.q_proj.weight", "a.k_proj.weight", "a.v_proj.weight", "b.experts.3.up_proj.weight", "lm_head.weight"]
+    infos = [WeightInfo((name,), (1,), torch.bfloat16) for name in names]
+    assert engine_names(names[3])[-1] == "b.experts.w13_weight"
+    refuse_other_names(infos, ["a.qkv_proj.weight", "b.experts.w13_weight"], "a server")
+    refuse_other_names(infos, names, "a server")
+    with pytest.raises(WeightTransferError, match=r"a server has another model.*b.experts.3.up_proj.weight is unknown"):
+        refuse_other_names(infos, ["a.qkv_proj.weight"], "a server")
+
+
+# -- what breaks in the middle of a set --------------------------------------------------------------------------------
+
+
+class Breaking:
+    """Breaks at the ``number``-th call of a path."""
+
+    def __init__(self, path: str, number: int, how: str, server: FakeServer) -> None:
+        self.path, self.left, self.how, self.server = path, number, how, server
+
+    def __call__(self, path: str) -> None:
+        if path != self.path:
+            return
+        self.left -= 1
+        if self.left:
+            return
+        if self.how == "refuses":
+            raise Refusal(500, "the engine is unwell")
+        if self.how == "hangs":
+            time.sleep(6)
+        threading.Thread(target=self.server.kill).start()
+        time.sleep(0.5)
+
+
+UPDATE = {"vllm": "/update_weights", "sglang": "/update_weights_from_distributed"}
+FIRST = {"vllm": 2, "sglang": 1}
+"""vLLM's first call compares names."""
+
+
+@pytest.mark.parametrize("bucket", [0, 1, 2])
+@both
+def test_a_failed_bucket_leaves_the_server_paused_until_a_set_is_complete(
+    kind: str, bucket: int, training: Training
+) -> None:
+    (server,) = training.fakes
+    training.publish()
+    training.step()
+    server.before = Breaking(UPDATE[kind], FIRST[kind] + bucket, "refuses", server)
+    begin = time.monotonic()
+    with pytest.raises(WeightTransferError, match=r"the engine is unwell.*will stay paused until a complete set"):
+        training.publish()
+    assert time.monotonic() - begin < 8, "the broadcast was not given up"
+    assert server.process.paused and server.process.version == "1"
+    training.step()  # training goes on
+    assert training.publish() == 2 and training.serves("2")
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+@both
+def test_a_server_that_is_gone_is_noticed_in_time_and_may_be_replaced(kind: str, how: str) -> None:
+    training = Training(kind, servers=2, timeout_s=3.0)
+    training.publish()
+    training.step()
+    gone = training.fakes[1]
+    gone.before = Breaking(UPDATE[kind], FIRST[kind] + 1, how, gone)
+    begin = time.monotonic()
+    with pytest.raises(WeightTransferError):
+        training.publish()
+    assert time.monotonic() - begin < 9
+    assert training.fakes[0].process.paused and training.fakes[0].process.version == "1"
+    replacement = KINDS[kind][0](training.initial, 3.0)
+    training.servers.drop(gone.url)
+    training.servers.add(replacement.url)
+    training.fakes[1] = replacement
+    assert training.publish() == 2 and training.serves("2")
+    training.close()
+
+
+@both
+def test_a_restarted_server_gets_the_next_set(kind: str, training: Training) -> None:
+    training.publish()
+    training.step()
+    training.fakes[0].restart(training.initial)
+    assert training.publish() == 2 and training.serves("2")
+
+
+@both
+def test_servers_that_are_killed_at_random_moments_never_serve_half_a_set(kind: str) -> None:
+    chance = random.Random(0)
+    training = Training(kind, timeout_s=3.0)
+    (server,) = training.fakes
+    for attempt in range(12):
+        training.step()
+        timer = threading.Timer(chance.random() * 0.12, server.restart, [training.initial])
+        timer.start()
+        begin = time.monotonic()
+        try:
+            training.publish()
+        except WeightTransferError:
+            assert time.monotonic() - begin < 9, attempt
+        timer.join()
+        known = server.process.weights
+        whole = [training.initial, training.weights()]
+        assert server.process.paused or any(all(torch.equal(known[n], t) for n, t in one.items()) for one in whole), (
+            attempt
+        )
+    training.step()
+    training.publish()
+    assert training.serves(str(training.strategy.rollout._version))
+    training.close()
+
+
+def test_nobody_answers() -> None:
+    servers = VllmServer("http://127.0.0.1:9", timeout_s=3)
+    strategy = Strategy.load("resident")
+    model = strategy.prepare_model(make_model())
+    with pytest.raises(WeightTransferError, match=r"127.0.0.1:9/version did not answer.*refused"):
+        strategy.publish_weights(model, to=servers)
+    with pytest.raises(ValueError, match="one has to stay"):
+        servers.drop("http://127.0.0.1:9")
