@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,22 +32,20 @@ with needs("train"):
 from lightstep.checkpoint.background import PendingSave
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.huggingface import full_weights
-from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
-from lightstep.checkpoint.storage import recover_interrupted, remove_folder
-from lightstep.checkpoint.verify import CHECKPOINT, FILE_LIST, read_file_list, write_file_list
+from lightstep.checkpoint.layout import holds_checkpoint
+from lightstep.checkpoint.storage import recover_interrupted
+from lightstep.checkpoint.verify import CHECKPOINT, FILE_LIST, write_file_list
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import Ranks, local_tensor
 from lightstep.integrations.checks import (
     check_accelerator,
-    check_all_parameters,
+    check_clipping,
     check_made_by_strategy,
-    check_max_norm,
     check_one_dtype,
     unwrap_optimizer,
 )
-from lightstep.integrations.full_state import local_part, sharding_full_state
-from lightstep.integrations.gradient_callbacks import ClippedGradients
-from lightstep.integrations.pending_folder import PendingFolder, check_before_load, folder_kind, newest_whole
+from lightstep.integrations.folders import PendingFolder, SavedFolders, check_before_load
+from lightstep.integrations.loading import local_part, sharding_full_state
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.optimizer.result import StepResult
@@ -58,28 +57,16 @@ __all__ = ["LightstepAccelerator", "LightstepOptimizer", "connect", "prepare"]
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"checkpoint_(\d+)")
-"""Of automatic checkpoint naming."""
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether ``save_state`` of lightstep or of plain accelerate has written all of it."""
-    try:
-        if read_file_list(folder) is not None:
-            return True
-    except CheckpointError:
-        return False
-    if holds_checkpoint(folder / CHECKPOINT):
-        return has_complete_checkpoint(folder / CHECKPOINT)
-    return any(folder.glob("random_states_*.pkl")) and any(folder.glob("optimizer*"))
-
-
-_KIND = folder_kind(
+STATES = SavedFolders(
     "a state that save_state wrote",
+    prefix="checkpoint_",
     patterns=("*.bin", "*.pkl", "*.safetensors", "*.safetensors.index.json", "scaler.pt"),
     is_ours=lambda path: (path / CHECKPOINT).is_dir() or any(path.glob("random_states_*.pkl")),
-    is_complete=_is_complete,
+    has_files=lambda path: (
+        (path / CHECKPOINT).is_dir() or (any(path.glob("random_states_*.pkl")) and any(path.glob("optimizer*")))
+    ),
 )
+"""What ``save_state`` of lightstep or of plain accelerate writes."""
 
 
 def prepare(
@@ -148,11 +135,11 @@ class LightstepOptimizer(AcceleratedOptimizer):
     Attributes:
         optimizer: the result of ``strategy.create_optimizer``.
         result: the :class:`StepResult` of the last step; ``None`` before the first.
-        clipped: the gradients, if they are clipped before the next step (the Trainer's callbacks see them).
+        clipped: takes the next step in place of ``optimizer``, if gradients have been clipped before it.
     """
 
     optimizer: Any
-    clipped: ClippedGradients | None = None
+    clipped: Any = None
 
     def __init__(self, optimizer: BaseOptimizer) -> None:
         # With device_placement accelerate would load the state onto the device; the model may not be sharded yet.
@@ -164,12 +151,8 @@ class LightstepOptimizer(AcceleratedOptimizer):
         """Take a step at the end of an accumulation; before that do nothing and return ``None``."""
         if not self.gradient_state.sync_gradients:
             return None
-        if self.clipped is None:
-            self.result = self.optimizer.step(closure)
-        else:
-            with self.clipped.stepping():
-                self.result = self.optimizer.step(closure)
-            cast(StepResult, self.result).grad_norm = self.clipped.norm
+        steps = self.optimizer if self.clipped is None else self.clipped
+        self.result = steps.step(closure)
         return self.result
 
     @property
@@ -350,8 +333,8 @@ class LightstepAccelerator(Accelerator):
         if trained is None:
             return cast(Tensor, super().clip_grad_norm_(parameters, max_norm, norm_type))
         optimizer = trained.optimizer
-        check_max_norm(optimizer, max_norm, norm_type)
-        check_all_parameters(optimizer, [parameters] if isinstance(parameters, Tensor) else list(parameters))
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        check_clipping(optimizer, given, max_norm, norm_type)
         if not self.sync_gradients:
             raise RuntimeError(
                 "clip_grad_norm_ in the middle of an accumulation: call it under `if accelerator.sync_gradients:`"
@@ -414,12 +397,13 @@ class LightstepAccelerator(Accelerator):
                 raise RuntimeError("save_state(asynchronous=True) without a model and an optimizer: prepare them first")
             return super().save_state(output_dir, safe_serialization, **kwargs)
         path, limit = self._next_state(output_dir)
+        write = partial(self._write_state, trained=trained, safe_serialization=safe_serialization, kwargs=kwargs)
         if not asynchronous and _is_written_in_place(path):
-            self._write_state(path, trained, safe_serialization, kwargs)
+            write(path)
             Ranks().together(lambda: write_file_list(path, _files_beside(path)), only_first=True)
             return path
-        with PendingFolder(path, _KIND, lambda: self._remove_old_states(limit, path)) as pending:
-            pending.checkpoint = self._write_state(pending.folder, trained, safe_serialization, kwargs, asynchronous)
+        with PendingFolder(path, STATES, lambda: self._remove_old_states(limit, path)) as pending:
+            pending.checkpoint = write(pending.folder, asynchronous=asynchronous)
         if not asynchronous:
             return path
         self._pending_save = pending
@@ -429,7 +413,7 @@ class LightstepAccelerator(Accelerator):
         """Where the next state goes, and how many states are kept; ``None``: all."""
         project = self.project_configuration
         if project.automatic_checkpoint_naming:
-            path = self._states_folder / f"checkpoint_{self.save_iteration}"
+            path = self._states_folder / f"{STATES.prefix}{self.save_iteration}"
             if path.exists():
                 raise ValueError(f"{path} exists; set accelerator.project_configuration.iteration to a free number")
             return path, project.total_limit
@@ -451,7 +435,7 @@ class LightstepAccelerator(Accelerator):
         naming, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False  # else another folder
         write = super().save_state
         try:
-            with checkpoint_errors(f"{folder.name} was not saved"), self._hidden_from_accelerate(trained):
+            with checkpoint_errors(f"{folder.name} was not saved"), self._hiding(trained):
                 Ranks().together(lambda: write(str(folder), safe_serialization, **kwargs))
         finally:
             project.automatic_checkpoint_naming = naming
@@ -470,18 +454,9 @@ class LightstepAccelerator(Accelerator):
         super().end_training()
 
     def _remove_old_states(self, limit: int | None, saved: Path) -> None:
-        """Keep the newest ``limit`` whole states up to ``saved``, which has just been saved; remove the older ones.
-
-        States with higher numbers stay: a run that was resumed from an earlier one will get there.
-        """
-        if limit is None:
-            return
-        recover_interrupted(self._states_folder, _KIND, lambda name: name != saved.name and bool(_NAME.fullmatch(name)))
-        states = self._saved_states()
-        states = states[: states.index(saved) + 1]
-        kept = [folder for folder in states if folder == saved or _is_complete(folder)][-max(limit, 1) :]
-        for folder in states[: states.index(kept[0])]:
-            remove_folder(folder)
+        if limit is not None:
+            STATES.remove_leftovers(saved.parent, besides=saved.name)
+            STATES.rotate(saved, max(limit, 1))
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """Load what :meth:`save_state` wrote, on any number of processes.
@@ -497,13 +472,13 @@ class LightstepAccelerator(Accelerator):
             return
         input_dir = self._newest_state() if input_dir is None else os.path.expanduser(input_dir)
         path = Path(os.path.abspath(input_dir))
-        Ranks().together(lambda: recover_interrupted(path.parent, _KIND, path.name.__eq__), only_first=True)
+        Ranks().together(lambda: recover_interrupted(path.parent, STATES.kind, path.name.__eq__), only_first=True)
         if not holds_checkpoint(Path(input_dir) / CHECKPOINT):
             with self._loading_accelerate_state(trained, Path(input_dir)):
                 super().load_state(input_dir, load_kwargs, **kwargs)
             return
         check_before_load(Path(input_dir))
-        with self._hidden_from_accelerate(trained):
+        with self._hiding(trained):
             super().load_state(input_dir, load_kwargs, **kwargs)
         self.strategy.load_checkpoint(Path(input_dir) / CHECKPOINT, trained[0], trained[1].optimizer)
 
@@ -515,7 +490,7 @@ class LightstepAccelerator(Accelerator):
     @contextlib.contextmanager
     def _loading_accelerate_state(self, trained: tuple[nn.Module, LightstepOptimizer], folder: Path) -> Iterator[None]:
         """Let accelerate load a state that it saved without lightstep: the names are those of the unwrapped model."""
-        inner, models = unwrap_model(trained[0]), self._models
+        inner = unwrap_model(trained[0])
         if self.is_fsdp2:
             yield
             return
@@ -525,33 +500,33 @@ class LightstepAccelerator(Accelerator):
                 "shards of sharding.kind fsdp2; load it under a strategy of kind ddp or single, and call save_state: "
                 "any number of processes and any strategy load that"
             )
-        self._models = [inner if model is trained[0] else model for model in models]
-        try:
-            with sharding_full_state(inner, trained[1].optimizer, folder):
-                yield
-        finally:
-            self._models = models
+        models = [inner if model is trained[0] else model for model in self._models]
+        with self._showing(models, self._optimizers), sharding_full_state(inner, trained[1].optimizer, folder):
+            yield
+
+    def _hiding(self, trained: tuple[nn.Module, LightstepOptimizer]) -> AbstractContextManager[None]:
+        """Hide the trained model and its optimizer from accelerate's own saving and loading."""
+        models = [model for model in self._models if model is not trained[0]]
+        return self._showing(models, [optimizer for optimizer in self._optimizers if optimizer is not trained[1]])
 
     @contextlib.contextmanager
-    def _hidden_from_accelerate(self, trained: tuple[nn.Module, LightstepOptimizer] | None) -> Iterator[None]:
-        """Hide the trained model and its optimizer from accelerate's own saving and loading."""
-        models, optimizers = self._models, self._optimizers
-        if trained is not None:
-            self._models = [model for model in models if model is not trained[0]]
-            self._optimizers = [optimizer for optimizer in optimizers if optimizer is not trained[1]]
+    def _showing(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+        """Have accelerate's own saving and loading see these models and optimizers."""
+        before = self._models, self._optimizers
+        self._models, self._optimizers = models, optimizers
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
+            self._models, self._optimizers = before
 
     def _newest_state(self) -> str:
         """The newest whole state, with automatic checkpoint naming."""
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("load_state() needs input_dir, or a ProjectConfiguration with automatic_checkpoint_naming")
-        states = self._saved_states()
-        newest = newest_whole(states, _is_complete)
+        newest = STATES.newest(self._states_folder)
         if newest is None:
-            raise CheckpointError(f"{self._states_folder} holds no whole state among {len(states)}")
+            saved = len(STATES.numbered(self._states_folder))
+            raise CheckpointError(f"{self._states_folder} holds no whole state among {saved}")
         return str(newest)
 
     @property
@@ -559,16 +534,10 @@ class LightstepAccelerator(Accelerator):
         """Where automatic checkpoint naming puts states."""
         return Path(self.project_dir) / "checkpoints"
 
-    def _saved_states(self) -> list[Path]:
-        """The states with automatic names, by their numbers; whole or not. Other folders are the user's."""
-        found = {path: _NAME.fullmatch(path.name) for path in self._states_folder.glob("checkpoint_*")}
-        numbers = {path: int(match[1]) for path, match in found.items() if match is not None and path.is_dir()}
-        return sorted(numbers, key=numbers.__getitem__)
-
 
 def _files_beside(path: Path) -> list[str]:
     """The files of a save in ``path``, but for the checkpoint's."""
-    own = [name for name in _KIND.own_files(path) if name != FILE_LIST and not name.startswith(f"{CHECKPOINT}/")]
+    own = [name for name in STATES.own_files(path) if name != FILE_LIST and not name.startswith(f"{CHECKPOINT}/")]
     return [name for name in own if (path / name).is_file()]
 
 
@@ -578,7 +547,7 @@ def _is_written_in_place(path: Path) -> bool:
         return False
     if path.is_mount() or Path.cwd().is_relative_to(path.resolve()) or not os.access(path.resolve().parent, os.W_OK):
         return True
-    own = _KIND.own_files(path)
+    own = STATES.own_files(path)
     return any(file.is_file() and file.relative_to(path).as_posix() not in own for file in path.rglob("*"))
 
 

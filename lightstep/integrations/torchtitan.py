@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
 from lightstep import BaseOptimizer, ConfigError, StepResult, Strategy
+from lightstep.distributed import Ranks, is_sharded
 from lightstep.optimizer.group_values import settings_of
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.optimizer.rules import Rule, described_parameters, match_rules, own_class, refuse_unmatched
@@ -263,10 +262,7 @@ def _match(rules: Sequence[Rule], model: nn.Module, first: bool = False) -> list
     except ValueError as error:
         outcome = error
     names = [[*own] for own in outcome] if isinstance(outcome, list) else f"{outcome}"
-    everywhere = [names]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everywhere = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, names)
+    everywhere = Ranks().gather(names)
     for told in everywhere:
         if isinstance(told, str):
             raise ValueError(told)
@@ -284,13 +280,8 @@ def _mark_pipeline_stages(names: Mapping[str, nn.Parameter]) -> None:
     Raises:
         ValueError: on all ranks, if several ranks hold a stage as plain tensors.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    mine = {name: isinstance(parameter, DTensor) for name, parameter in names.items()}
-    everywhere: list[dict[str, bool]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, mine)
-    every = {name for held in everywhere for name in held}
-    for name in sorted(every):
+    everywhere = Ranks().gather({name: is_sharded(parameter) for name, parameter in names.items()})
+    for name in sorted({name for held in everywhere for name in held}):
         ranks = [rank for rank, held in enumerate(everywhere) if name in held]
         if len(ranks) == len(everywhere):
             continue

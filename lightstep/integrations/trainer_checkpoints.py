@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -26,22 +28,13 @@ from lightstep.checkpoint.huggingface import full_weights, load_pretrained
 from lightstep.checkpoint.layout import holds_checkpoint
 from lightstep.checkpoint.model_state import has_adapters
 from lightstep.checkpoint.saved import SavedCheckpoint
+from lightstep.checkpoint.storage import remove_folder
 from lightstep.checkpoint.verify import CHECKPOINT
 from lightstep.config import ConfigError
 from lightstep.distributed import Ranks
-from lightstep.integrations import adapters
+from lightstep.integrations import loading
 from lightstep.integrations.checks import unwrap_optimizer
-from lightstep.integrations.converted_weights import converts_weights, load_converted, parts_with_other_dtypes
-from lightstep.integrations.full_state import sharding_full_state
-from lightstep.integrations.pending_folder import PendingFolder, check_before_load
-from lightstep.integrations.trainer_folders import (
-    KIND,
-    is_read_on_save,
-    keep_best_only,
-    newest_checkpoint,
-    remove_leftovers,
-    rotate,
-)
+from lightstep.integrations.folders import PendingFolder, SavedFolders, check_before_load, is_same
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.sharding.model_names import unwrap_model
@@ -50,6 +43,30 @@ from lightstep.strategy import Strategy
 __all__ = ["TrainerCheckpoints"]
 
 logger = logging.getLogger(__name__)
+
+
+def _has_files(folder: Path) -> bool:
+    """Whether it has the Trainer's state, which the Trainer writes last, and all of the optimizer's, if it has any."""
+    try:
+        json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    file = folder / OPTIMIZER_NAME
+    return holds_checkpoint(folder / CHECKPOINT) or not file.exists() or zipfile.is_zipfile(file)
+
+
+CHECKPOINTS = SavedFolders(
+    "a checkpoint of the Trainer",
+    prefix=f"{PREFIX_CHECKPOINT_DIR}-",
+    patterns=(
+        *(OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, "scaler.pt", "rng_state*.pth", "training_args.bin"),
+        *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "checkpoint-is-incomplete.txt"),
+    ),
+    is_ours=lambda _: True,  # the Trainer saves over whatever has this name
+    has_files=_has_files,
+    # Not what save_only_model has saved.
+    is_resumable=lambda folder: holds_checkpoint(folder / CHECKPOINT) or (folder / OPTIMIZER_NAME).exists(),
+)
 
 _AnyTrainer: Any = object
 """The class that follows in the method resolution order, made from ``transformers.Trainer``."""
@@ -90,7 +107,7 @@ class TrainerCheckpoints(_AnyTrainer):
         """
         config = self.strategy.config
         whole = config.sharding.kind == "single" and config.optimizer_state.backend == "resident"
-        return whole and not adapters.learns_prompts(self.model)
+        return whole and not loading.learns_prompts(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; called by every process. Nothing is gathered if a thread writes the weights."""
@@ -143,8 +160,11 @@ class TrainerCheckpoints(_AnyTrainer):
         if self.state.best_global_step and best.exists():  # the Trainer would look for it in the hidden folder
             self.state.best_model_checkpoint = str(best)
         path = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        # best_model_checkpoint changes with the next save only, which waits for this one
-        with PendingFolder(path, KIND, lambda: rotate(path, limit, self.state.best_model_checkpoint)) as pending:
+
+        def rotate() -> None:  # best_model_checkpoint changes with the next save only, which waits for this one
+            CHECKPOINTS.rotate(path, limit, self.state.best_model_checkpoint)
+
+        with PendingFolder(path, CHECKPOINTS, rotate) as pending:
             self._open_folder = pending
             try:
                 super()._save_checkpoint(model, trial)
@@ -187,8 +207,12 @@ class TrainerCheckpoints(_AnyTrainer):
             finished = super()._finalize_training(trial, *args, **kwargs)
         finally:
             self._is_finalizing = False
-        if self.args.should_save and best is not None and self.args.save_total_limit == 1:
-            keep_best_only(Path(run_dir), best)
+        if self.args.should_save and self.args.save_total_limit == 1:
+            checkpoints = CHECKPOINTS.numbered(Path(run_dir))
+            if any(is_same(path, best) for path in checkpoints):
+                for path in checkpoints:
+                    if not is_same(path, best):
+                        remove_folder(path)
         return finished
 
     def _finish_save(self) -> None:
@@ -229,9 +253,9 @@ class TrainerCheckpoints(_AnyTrainer):
             logger.warning("asynchronous_saves: training waits for each save, for on_save of %s", ", ".join(readers))
         self._check_best_model()
         folder = Path(self.args.output_dir)
-        Ranks().together(lambda: remove_leftovers(folder), only_first=True)
+        Ranks().together(lambda: CHECKPOINTS.remove_leftovers(folder), only_first=True)
         if resume_from_checkpoint is True:
-            newest = Ranks().together(lambda: newest_checkpoint(folder), only_first=True)
+            newest = Ranks().together(lambda: CHECKPOINTS.newest(folder), only_first=True)
             resume_from_checkpoint = True if newest is None else str(newest)
         if isinstance(resume_from_checkpoint, str | Path):
             resume_from_checkpoint = os.path.expanduser(resume_from_checkpoint)
@@ -254,8 +278,8 @@ class TrainerCheckpoints(_AnyTrainer):
         if holds_checkpoint(folder / CHECKPOINT):
             self.strategy.load_checkpoint(folder / CHECKPOINT, self.model, optimizer, self.lr_scheduler)
         elif not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file():
-            other_dtypes = partial(parts_with_other_dtypes, device=self.strategy.device)
-            with sharding_full_state(self.model, optimizer, folder, other_dtypes):
+            other_dtypes = partial(loading.parts_with_other_dtypes, device=self.strategy.device)
+            with loading.sharding_full_state(self.model, optimizer, folder, other_dtypes):
                 # The Trainer would load all of it onto the device of each process.
                 self.optimizer.load_state_dict(_load_on_cpu(folder / OPTIMIZER_NAME))
             self.lr_scheduler.load_state_dict(_load_on_cpu(folder / SCHEDULER_NAME))
@@ -291,12 +315,12 @@ class TrainerCheckpoints(_AnyTrainer):
         Returns:
             ``False`` if the Trainer can load these weights itself.
         """
-        if not self.is_fsdp_enabled and adapters.has_adapters(folder, self.model):
-            adapters.load_adapters(self.model, folder)
+        if not self.is_fsdp_enabled and loading.holds_adapters(folder, self.model):
+            loading.load_adapters(self.model, folder)
             return True
         self._refuse_unsaved_encoders(folder)
-        if not self.is_fsdp_enabled and converts_weights(self.model, folder):
-            load_converted(self.model, folder, self.strategy.device)
+        if not self.is_fsdp_enabled and loading.converts_weights(self.model, folder):
+            loading.load_converted(self.model, folder, self.strategy.device)
         elif self._sharded_by_strategy:
             load_pretrained(self.model, folder)
         else:
@@ -310,8 +334,8 @@ class TrainerCheckpoints(_AnyTrainer):
         """
         if not (self.args.load_best_model_at_end and self.args.save_only_model):
             return
-        sharded = self.strategy.config.sharding.kind == "fsdp2" and adapters.learns_prompts(self.model)
-        if sharded or adapters.unsaved_encoders(self.model):
+        sharded = self.strategy.config.sharding.kind == "fsdp2" and loading.learns_prompts(self.model)
+        if sharded or loading.unsaved_encoders(self.model):
             raise ConfigError(
                 "save_only_model=True and load_best_model_at_end=True: PEFT saves the prompts, and neither what "
                 "computes them nor for shards; leave one of the two out"
@@ -322,7 +346,7 @@ class TrainerCheckpoints(_AnyTrainer):
         Raises:
             CheckpointError: PEFT's files in ``folder`` do not have all that is trained.
         """
-        unsaved = adapters.unsaved_encoders(self.model)
+        unsaved = loading.unsaved_encoders(self.model)
         if unsaved:
             raise CheckpointError(
                 f"{folder} has the prompts, as PEFT saves them, and not {list_names(unsaved)}, which compute them and "
@@ -380,7 +404,8 @@ def _naming_an_older_one(folder: Path) -> Iterator[None]:
         yield
     except CheckpointError as error:
         folder = folder.resolve()
-        older = newest_checkpoint(folder.parent, below=folder) if is_damage(error) else None
+        number = CHECKPOINTS.number(folder.name)
+        older = CHECKPOINTS.newest(folder.parent, below=number or 0) if is_damage(error) else None
         if older is None:
             raise
         text = str(error).removesuffix("; no older one beside it is whole")
@@ -389,3 +414,21 @@ def _naming_an_older_one(folder: Path) -> Iterator[None]:
 
 def _load_on_cpu(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
+
+
+_UPLOADS: dict[str, Any] = {
+    "WandbCallback": lambda callback: callback._log_model == "checkpoint",
+    "MLflowCallback": lambda callback: callback._log_artifacts,
+    "TrackioCallback": lambda _: False,
+    "SwanLabCallback": lambda _: False,
+}
+"""By the class of a callback of transformers: whether its ``on_save`` reads the folder. Others' may."""
+
+
+def is_read_on_save(callback: TrainerCallback) -> bool:
+    """Whether the callback may read the folder in ``on_save``."""
+    kind = type(callback)
+    if kind.on_save is TrainerCallback.on_save:
+        return False
+    uploads = _UPLOADS.get(kind.__name__) if kind.__module__.startswith("transformers.") else None
+    return uploads is None or bool(uploads(callback))

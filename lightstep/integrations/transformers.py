@@ -8,46 +8,54 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+import yaml
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.extras import needs
 
 with needs("train"):
-    from transformers import Trainer
+    from tqdm.auto import tqdm
+    from transformers import Trainer, TrainingArguments
     from transformers.trainer_callback import CallbackHandler
 
-from lightstep.config import ConfigError
+from lightstep.clipping import clip_coefficient, global_grad_norm
+from lightstep.config import ConfigError, read_yaml
+from lightstep.config_errors import suggest
+from lightstep.distributed import like, local_gradient, local_tensor
 from lightstep.integrations.accelerate import LightstepOptimizer, connect
-from lightstep.integrations.checks import unwrap_optimizer
-from lightstep.integrations.gradient_callbacks import ClippedGradients, check_gradients_are_kept
-from lightstep.integrations.step_report import StepReport
-from lightstep.integrations.trainer_checkpoints import TrainerCheckpoints
-from lightstep.integrations.trainer_rules import GivenRules, make_rules, read_rules, split_optim_args
-from lightstep.integrations.training_arguments import (
+from lightstep.integrations.checks import (
     check_arguments,
     check_asynchronous_saves,
+    check_gradients_are_kept,
     check_groups,
     check_optimizer_class,
     is_max_norm_chosen,
     max_norm,
+    unwrap_optimizer,
 )
+from lightstep.integrations.trainer_checkpoints import TrainerCheckpoints
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.rules import Rule
+from lightstep.optimizer_class import optimizer_class
+from lightstep.plan.optimizer_state import state_of
+from lightstep.plan.planning import plan_one
+from lightstep.plan.report import measured_sentence, planned_sentence
+from lightstep.precision.gradient_sums import set_grad
+from lightstep.sharding.model_names import unwrap_model
 from lightstep.strategy import Strategy
 
 __all__ = ["LightstepMixin", "LightstepTrainer"]
-
-logger = logging.getLogger(__name__)
 
 
 class SynchronizedCallbackHandler(CallbackHandler):
@@ -147,23 +155,22 @@ class LightstepMixin(TrainerCheckpoints):
         given = self.optimizer_cls_and_kwargs
         args = copy.copy(self.args)
         _, args.optim_args = split_optim_args(args.optim_args)
-        optimizer_class, values = given or self.get_optimizer_cls_and_kwargs(args, trained)
-        check_optimizer_class(optimizer_class, values, None if given else args.optim)
+        chosen, values = given or self.get_optimizer_cls_and_kwargs(args, trained)
+        check_optimizer_class(chosen, values, None if given else args.optim)
         check_groups(trained, getattr(self, "loss", None), values)
         if self.rules is not None:
             values = {key: value for key, value in values.items() if key not in ("params", "optimizer_dict")}
-            rules = make_rules(self.rules, optimizer_class, values, args)
+            rules = make_rules(self.rules, chosen, values, args)
             self.optimizer = self.strategy.create_optimizer(trained, rules=rules)
             self.optimizer.defaults["lr"] = args.learning_rate  # what min_lr and lr_end of schedules are relative to
             self._check_and_configure(self.optimizer)
-            return cast(torch.optim.Optimizer, self.optimizer)
+            return self.optimizer
 
-        def create(groups: Any, **hyperparameters: Any) -> BaseOptimizer:
-            return self.strategy.create_optimizer(trained, optimizer_class, param_groups=groups, **hyperparameters)
+        def create(_: type, groups: Any, **hyperparameters: Any) -> BaseOptimizer:
+            return self.strategy.create_optimizer(trained, chosen, param_groups=groups, **hyperparameters)
 
         # The Trainer calls a class, and checks that it is one, with its groups.
-        constructor = {"__new__": lambda _, groups, **hyperparameters: create(groups, **hyperparameters)}
-        placeholder = type(optimizer_class.__name__, (torch.optim.Optimizer,), constructor)
+        placeholder = type(chosen.__name__, (torch.optim.Optimizer,), {"__new__": create})
         self.optimizer_cls_and_kwargs = (placeholder, values)
         try:
             super().create_optimizer(model)
@@ -248,3 +255,218 @@ class LightstepTrainer(LightstepMixin, Trainer):
     ``strategy``, ``rules`` and ``asynchronous_saves`` are those of :class:`LightstepMixin`; the other arguments are the
     Trainer's.
     """
+
+
+# -- gradients for callbacks that read or change them ---------------------------------------------------------------
+#
+# The Trainer clips before on_pre_optimizer_step, and drops gradients after on_optimizer_step. A lightstep step clips by
+# itself and consumes the gradients. So where a callback defines one of these events, and only there, gradients are
+# clipped in p.grad before the step, in fp32 and unscaled, and the step clips nothing.
+
+
+class ClippedGradients:
+    """The gradients of one step, clipped in ``p.grad``, unscaled, in fp32.
+
+    A norm that is not finite makes them NaN, and the step is skipped as it would be without this.
+
+    Args:
+        optimizer: its gradients are complete.
+        parameters: the model's, in its order; those that are not in the optimizer do not count.
+
+    Attributes:
+        norm: the norm of all gradients, unscaled and before clipping; 0-dim fp32.
+    """
+
+    def __init__(self, optimizer: MixedPrecisionOptimizer, parameters: Iterable[Tensor]) -> None:
+        self._optimizer, self._scale = optimizer, optimizer.loss_scale
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        self._parameters = [p for p in parameters if p in own]
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad():
+            if not self._scale.is_identity:
+                self._multiply(self._scale.tensor().reciprocal())
+            self.norm = global_grad_norm(self._parameters, optimizer.norm_type)
+            if optimizer.max_norm is not None:
+                coefficient = clip_coefficient(self.norm, optimizer.max_norm)
+                self._multiply(coefficient.where(self.norm.isfinite(), torch.nan))
+
+    def _multiply(self, factor: Tensor) -> None:
+        """Multiply each ``p.grad`` in fp32, in place if it is fp32."""
+        for parameter in self._parameters:
+            gradient = local_gradient(parameter, torch.float32)
+            if gradient is None or parameter.grad is None:
+                continue
+            own = factor.to(gradient.device)
+            if gradient.dtype.itemsize > 2 and gradient.data_ptr() == local_tensor(parameter.grad).data_ptr():
+                gradient.mul_(own)
+            else:
+                set_grad(parameter, like(parameter, gradient.float() * own))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:
+        """A step that clips nothing, with the gradients that callbacks have left, scaled again."""
+        optimizer, max_norm = self._optimizer, self._optimizer.max_norm
+        self._kept = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        with torch.no_grad():
+            for parameter, gradient in self._kept if not self._scale.is_identity else ():
+                set_grad(parameter, gradient * self._scale.tensor(gradient.device))
+        optimizer.max_norm = None
+        try:
+            result = optimizer.step(closure)
+        finally:
+            optimizer.max_norm = max_norm
+        result.grad_norm = self.norm
+        return result
+
+    def restore(self) -> None:
+        """Put the gradients back that the step has consumed, until the caller drops them (``zero_grad``)."""
+        for parameter, gradient in self._kept:
+            set_grad(parameter, gradient)
+
+
+# -- rules --------------------------------------------------------------------------------------------------------
+
+GivenRules = str | Path | Rule | Sequence[Rule | Mapping[str, Any]]
+"""What ``LightstepTrainer(rules=...)`` takes: a YAML file, or rules, as objects or as such a file has them."""
+
+_KEYS = ("names", "kinds", "dims", "name", "lr", "weight_decay", "arguments")
+
+
+def read_rules(given: GivenRules | None, args: TrainingArguments) -> Sequence[Rule | Mapping[str, Any]] | None:
+    """The rules, from the argument or from the file that ``optim_args`` names; ``None`` if there are none.
+
+    Raises:
+        ConfigError: both name some, or the file has none.
+    """
+    file, _ = split_optim_args(args.optim_args)
+    if file is not None and given is not None:
+        raise ConfigError(f"rules are given twice: as rules= and as optim_args='rules={file}'; leave one out")
+    given = file if given is None else given
+    if isinstance(given, str | Path):
+        return _read_file(Path(given).expanduser())
+    return [given] if isinstance(given, Rule) else given
+
+
+def split_optim_args(optim_args: str | None) -> tuple[str | None, str | None]:
+    """The file in ``rules=FILE``, and ``optim_args`` without it."""
+    file, others = None, []
+    for part in (optim_args or "").split(","):
+        key, _, value = part.partition("=")
+        if key.strip() == "rules":
+            file = value.strip()
+        elif part.strip():
+            others.append(part)
+    return file, ",".join(others) or None
+
+
+def _read_file(file: Path) -> list[Any]:
+    try:
+        content = read_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"rules={file} cannot be read: {error}") from error
+    rules = content.get("rules") if isinstance(content, dict) and set(content) == {"rules"} else None
+    if not isinstance(rules, list):
+        raise ConfigError(f"rules={file}: one key is needed, rules, with a list: rules: [{{kinds: rest, lr: 0.001}}]")
+    return rules
+
+
+def make_rules(
+    given: Sequence[Rule | Mapping[str, Any]],
+    default_class: type[torch.optim.Optimizer],
+    values: Mapping[str, Any],
+    args: TrainingArguments,
+) -> list[Rule]:
+    """Rules with all of their hyper-parameters.
+
+    A rule that names no class is for ``default_class``. One that has no ``lr`` gets the Trainer's ``learning_rate``;
+    those for ``default_class`` get the Trainer's other values too, ``weight_decay`` among them.
+
+    Args:
+        default_class: what ``args.optim`` chooses.
+        values: its keyword arguments, as the Trainer would pass them.
+
+    Raises:
+        ConfigError: a rule has a key, a class or a value that does not exist.
+    """
+    rules = []
+    for number, rule in enumerate(given):
+        try:
+            where, kind, own = _parts(rule, default_class, f"rules[{number}]")
+            defaults = {"weight_decay": args.weight_decay, **values} if kind is default_class else {}
+            rules.append(Rule(kind, **where, **({"lr": args.learning_rate} | defaults | own)))
+        except (TypeError, ValueError) as error:
+            raise error if isinstance(error, ConfigError) else ConfigError(f"rules[{number}]: {error}") from error
+    return rules
+
+
+def _parts(
+    rule: Rule | Mapping[str, Any], default_class: type[torch.optim.Optimizer], label: str
+) -> tuple[dict[str, Any], type[torch.optim.Optimizer], dict[str, Any]]:
+    """Which parameters, which class, and the hyper-parameters that the rule itself has."""
+    if isinstance(rule, Rule):
+        where = {"names": rule.names, "kinds": rule.kinds, "dims": rule.dims}
+        return where, rule.optimizer_class, rule.hyperparameters
+    if not isinstance(rule, Mapping):
+        raise ConfigError(
+            f"{label} is {rule!r:.80}; a lightstep.Rule or a mapping such as {{'kinds': 'rest'}} is needed"
+        )
+    for key in rule:
+        if key not in _KEYS:
+            raise ConfigError(f"{label} has {key!r}{suggest(str(key), list(_KEYS))}; allowed: {', '.join(_KEYS)}")
+    where = {key: rule.get(key) for key in ("names", "kinds", "dims")}
+    kind = default_class if rule.get("name") is None else optimizer_class(rule["name"], f"{label}.name")
+    own = {key: float(rule[key]) for key in ("lr", "weight_decay") if rule.get(key) is not None}
+    return where, kind, {**own, **(rule.get("arguments") or {})}
+
+
+# -- planned and measured time and memory ---------------------------------------------------------------------------
+
+
+class StepReport:
+    """Prints the plan at the first batch of a run, and the measurement at its end.
+
+    Args:
+        args: the Trainer's.
+    """
+
+    def __init__(self, strategy: Strategy, args: Any) -> None:
+        self._strategy, self._args = strategy, args
+        self._enabled = bool(args.should_log)
+        self._started: float | None = None
+        self._seconds: dict[int, float] = {}
+
+    def on_batch(self, model: Any, inputs: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Called before each micro-batch. The plan is for the size of the first one."""
+        if self._started is None:
+            if self._enabled:
+                tqdm.write(self._plan_sentence(model, inputs, optimizer))
+            self.begin_step()
+
+    def _plan_sentence(self, model: Any, inputs: Any, optimizer: torch.optim.Optimizer) -> str:
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None  # TRL's GRPO: a list of prompts
+        args = self._args
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+            return "no plan: the batches have no input_ids of two dimensions"
+        work = {
+            "sequence": tokens.shape[1],
+            "micro_batches": args.gradient_accumulation_steps,
+            "checkpointed": args.gradient_checkpointing or None,
+        }
+        given = self._strategy.name, self._strategy.config, unwrap_model(model), tokens.numel(), work, args.world_size
+        on_cpu, state = self._strategy.device.type == "cpu", state_of(optimizer)
+        return planned_sentence(lambda: plan_one(*given, optimizer=state, on_cpu=on_cpu), on_cpu)
+
+    def begin_step(self) -> None:
+        """Start the clock, after logging, evaluation and saving."""
+        self._started = time.perf_counter()
+
+    def end_step(self, step: int) -> None:
+        """Stop the clock; may be called twice for a step, at its end and at the end of the epoch."""
+        if self._started is not None:
+            self._seconds[step] = self._seconds.get(step, 0.0) + time.perf_counter() - self._started
+
+    def print_measured(self) -> None:
+        """Print the mean step time. The first step, which includes set-up, is left out if there are others."""
+        every = list(self._seconds.values())
+        seconds = every[1:] or every
+        if self._enabled and seconds:
+            tqdm.write(measured_sentence(self._strategy.device, 1e3 * sum(seconds) / len(seconds)))

@@ -246,7 +246,7 @@ def test_a_checkpoint_of_one_process_is_continued(pool: Pool, tmp_path: Path, ki
 
 
 def asynchronous(rank: int, world_size: int, kind: str, state: dict[str, Any], folder: str) -> None:
-    """The ranks' writers begin at different moments, while training goes on; what is loaded is each saved step."""
+    """The ranks' writers begin at different moments, while training goes on; each saved step is continued."""
     strategy = STRATEGIES[kind] | {"optimizer_state": state}
     write, moments = save.write_tensors, random.Random(rank)
 
@@ -255,39 +255,27 @@ def asynchronous(rank: int, world_size: int, kind: str, state: dict[str, Any], f
             time.sleep(moments.uniform(0.0, 0.3))
         return write(*arguments)
 
-    def made(name: str, seed: int = 0, **options: Any) -> LightstepTrainer:
-        chosen = {key: options.pop(key, None) for key in ("asynchronous_saves", "callbacks")}
+    def made(seed: int = 0, asynchronous_saves: bool = False, **options: Any) -> LightstepTrainer:
         arguments = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "use_cpu": CPU} | options
         arguments |= {"fsdp": True if kind == "accelerate" else None, "per_device_train_batch_size": 1}
-        args = training_arguments(f"{folder}/{name}", **arguments)
+        args = training_arguments(folder, **arguments)
         pass_for_accelerators(kind)
-        trainer = LightstepTrainer(make_llama(seed), args, strategy=strategy, train_dataset=Rows(), **chosen)
+        given: dict[str, Any] = {"train_dataset": Rows(), "asynchronous_saves": asynchronous_saves}
+        trainer = LightstepTrainer(make_llama(seed), args, strategy=strategy, **given)
         assert trainer.is_fsdp_enabled is (kind == "accelerate")
         return trainer
 
-    loaded: dict[tuple[str, int], list[dict[str, Tensor]]] = {}
-    with mock.patch.object(save, "write_tensors", late):
-        for name in ("waited", "asked"):
-            with fresh_state(kind):
-                trainer = made(name, asynchronous_saves=name == "asked", save_total_limit=2)
-                trainer.train()
-                weights = whole(trainer.model)
-                assert sorted(path.name for path in Path(folder, name).glob("*checkpoint-*")) == [
-                    "checkpoint-2",
-                    "checkpoint-3",
-                ]
-                torch.distributed.barrier()
-    for name in ("waited", "asked"):
-        for step in (2, 3):
-            with fresh_state(kind):
-                at_start = Loaded()
-                resumed = made(name, 1, callbacks=[at_start], save_strategy="no")
-                resumed.train(resume_from_checkpoint=True if step == 3 else f"{folder}/{name}/checkpoint-2")
-                same(whole(resumed.model), weights)
-                loaded[name, step] = at_start.state
-    for step in (2, 3):
-        for tested, expected in zip(loaded["asked", step], loaded["waited", step], strict=True):
-            same(tested, expected)
+    with mock.patch.object(save, "write_tensors", late), fresh_state(kind):
+        trainer = made(asynchronous_saves=True, save_total_limit=2)
+        trainer.train()
+        weights = whole(trainer.model)
+        assert sorted(path.name for path in Path(folder).glob("*checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+        torch.distributed.barrier()
+    for checkpoint in (True, f"{folder}/checkpoint-2"):
+        with fresh_state(kind):
+            resumed = made(1, save_strategy="no")
+            resumed.train(resume_from_checkpoint=checkpoint)
+            same(whole(resumed.model), weights)
 
 
 ASYNCHRONOUS = {
@@ -300,7 +288,7 @@ ASYNCHRONOUS = {
 @pytest.mark.parametrize(("kind", "state"), [("strategy", "stream"), ("accelerate", "overlap"), ("ddp", "resident")])
 def test_asynchronous_saves(pool: Pool, tmp_path: Path, kind: str, state: str) -> None:
     pool.run(asynchronous, 2, kind=kind, state=ASYNCHRONOUS[state], folder=str(tmp_path))
-    assert len(list(tmp_path.glob("asked/checkpoint-3/rng_state_*.pth"))) == 2
+    assert len(list(tmp_path.glob("checkpoint-3/rng_state_*.pth"))) == 2
 
 
 def rules(rank: int, world_size: int, kind: str, folder: str) -> None:
@@ -338,7 +326,7 @@ def rules(rank: int, world_size: int, kind: str, folder: str) -> None:
         same(weights, found["rules"])
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("kind", ["strategy", "accelerate"])
 def test_rules(pool: Pool, tmp_path: Path, kind: str) -> None:
     pool.run(rules, 2, kind=kind, folder=str(tmp_path))
 
@@ -379,15 +367,15 @@ class Mixed(LightstepMixin, ReferenceTrainer):
     """Under a strategy, with a reference model that follows, and weights for vLLM."""
 
 
-def reference(rank: int, world_size: int, kind: str, folder: str) -> None:
+def reference(rank: int, world_size: int, folder: str) -> None:
     """The reference is sharded as the model is, and both are what the callbacks make of whole ones."""
-    with fresh_state(kind):
+    with fresh_state("strategy"):
         args = training_arguments(folder, per_device_train_batch_size=1, use_cpu=CPU, max_steps=3)
         model, other = make_llama(), make_llama(1).bfloat16()
         expected = {name: p.detach().clone() for name, p in other.named_parameters()}
-        strategy = {**STRATEGIES[kind], "precision": {"parameters": "bfloat16"}}
+        strategy = {**STRATEGIES["strategy"], "precision": {"parameters": "bfloat16"}}
         trainer = Mixed(model, args, other, strategy=strategy, train_dataset=Rows(), eval_dataset=Rows())
-        assert isinstance(trainer.reference, FSDPModule) is (kind == "strategy")
+        assert isinstance(trainer.reference, FSDPModule)
         assert getattr(AcceleratorState(), "fsdp_plugin", None) is None  # nobody else's state knows of one
         trainer.train()
         for weights in trainer.published.published:
@@ -397,28 +385,27 @@ def reference(rank: int, world_size: int, kind: str, folder: str) -> None:
         same({name: weight.cpu() for name, weight in trainer.published.published[-1].items()}, whole(trainer.model))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "strategy"])
-def test_a_reference_model_that_follows(pool: Pool, tmp_path: Path, kind: str) -> None:
-    pool.run(reference, 2, kind=kind, folder=str(tmp_path))
+def test_a_reference_model_that_follows(pool: Pool, tmp_path: Path) -> None:
+    pool.run(reference, 2, folder=str(tmp_path))
 
 
 class Mixed2Seq(LightstepMixin, Seq2SeqTrainer):
     """Generates when it evaluates."""
 
 
-def generation(rank: int, world_size: int, kind: str, folder: str) -> None:
+def generation(rank: int, world_size: int, folder: str) -> None:
     """An encoder that ``generate`` calls by itself, with updates that are not waited for: the whole model's tokens."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 48}
     model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
     rows = Rows()
-    with fresh_state(kind):
+    with fresh_state("strategy"):
         arguments = training_arguments(folder, per_device_train_batch_size=1, use_cpu=CPU, max_steps=3).to_dict()
         keys = {"output_dir", "per_device_train_batch_size", "use_cpu", "max_steps", "learning_rate", "report_to"}
         args = Seq2SeqTrainingArguments(
             **{key: arguments[key] for key in keys}, save_strategy="no", predict_with_generate=True
         )
-        trainer = Mixed2Seq(model, args, strategy=STRATEGIES[kind], train_dataset=rows)
+        trainer = Mixed2Seq(model, args, strategy=STRATEGIES["strategy"], train_dataset=rows)
         trainer.train()
         batch = {key: tensor[None].to(args.device) for key, tensor in rows[0].items()}
         found = trainer.model.generate(batch["input_ids"], max_new_tokens=5)
@@ -429,9 +416,8 @@ def generation(rank: int, world_size: int, kind: str, folder: str) -> None:
         trainer.predict(torch.utils.data.Subset(rows, range(4)))  # calls generate itself
 
 
-@pytest.mark.parametrize("kind", ["ddp", "strategy"])
-def test_generation_from_shards(pool: Pool, tmp_path: Path, kind: str) -> None:
-    pool.run(generation, 2, kind=kind, folder=str(tmp_path))
+def test_generation_from_shards(pool: Pool, tmp_path: Path) -> None:
+    pool.run(generation, 2, folder=str(tmp_path))
 
 
 def best_adapter(rank: int, world_size: int, folder: str) -> None:
@@ -495,8 +481,7 @@ def alone(rank: int, world_size: int, kind: str, folder: str) -> None:
             reset()
 
 
-@pytest.mark.parametrize("group", [True, False])
-@pytest.mark.parametrize("kind", ["ddp", "resident"])
+@pytest.mark.parametrize(("kind", "group"), [("ddp", True), ("resident", False)])
 def test_accelerate_that_sees_one_process(pool: Pool, tmp_path: Path, kind: str, group: bool) -> None:
     pool.run(alone, 2, cpu=True, group=group, kind=kind, folder=str(tmp_path))
 
@@ -550,10 +535,10 @@ def accelerated_steps(accelerator: Accelerator, model: nn.Module, optimizer: Any
     return skipped
 
 
-def accelerate(rank: int, world_size: int, kind: str, folder: str, by_rules: bool = False) -> None:
-    """Against the strategy's own loop, through save_state and load_state."""
+def accelerate(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """Against the strategy's own loop, through save_state and load_state; with two classes if accelerate shards."""
     values = STRATEGIES[kind] | {"precision": {"parameters": "float16", "loss_scale": FP16_SCALE}}
-    chosen: dict[str, Any] = {"rules": both_classes()} if by_rules else ADAMW
+    chosen: dict[str, Any] = {"rules": both_classes()} if kind == "accelerate" else ADAMW
     with fresh_state(kind):
         accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values, chosen)
         assert accelerator.mixed_precision == "no"
@@ -599,10 +584,6 @@ def test_accelerate(pool: Pool, tmp_path: Path, kind: str) -> None:
     pool.run(accelerate, 2, kind=kind, folder=str(tmp_path))
 
 
-def test_accelerate_with_rules(pool: Pool, tmp_path: Path) -> None:
-    pool.run(accelerate, 2, kind="accelerate", folder=str(tmp_path), by_rules=True)
-
-
 def load_plain(rank: int, world_size: int, folder: str) -> None:
     """What accelerate saved without lightstep goes into what DDP wraps; shards are refused in a sentence."""
     with fresh_state("ddp"):
@@ -630,7 +611,7 @@ def test_plain_state(pool: Pool, tmp_path: Path) -> None:
     pool.run(load_plain, 2, folder=str(tmp_path))
 
 
-def uneven(rank: int, world_size: int) -> None:
+def refuse_uneven_inputs() -> None:
     """Nobody would be there for the steps of those that have more batches."""
     with fresh_state("ddp"):
         accelerator, _, model, _, _ = accelerated("ddp", STRATEGIES["ddp"])
@@ -641,10 +622,6 @@ def uneven(rank: int, world_size: int) -> None:
             pass
         with accelerator.join_uneven_inputs([model]):
             pass
-
-
-def test_uneven_inputs(pool: Pool) -> None:
-    pool.run(uneven, 2)
 
 
 @contextlib.contextmanager
@@ -660,6 +637,7 @@ def logged(name: str) -> Iterator[list[str]]:
 
 def policies(rank: int, world_size: int) -> None:
     """Who is told bf16 keeps bf16 shards all the same; what contradicts accelerate's sharding is refused."""
+    refuse_uneven_inputs()
     with fresh_state("accelerate"):
         with logged("lightstep.integrations.accelerate") as messages:
             accelerator, _, model, _, _ = accelerated("accelerate", STRATEGIES["accelerate"], mixed_precision="bf16")
@@ -706,16 +684,17 @@ class ShardedAfterwards(Training):
                 fully_shard(unit, mp_policy=policy)
 
 
-def gathered_together(rank: int, world_size: int, parameters: str) -> None:
-    values = {"sharding": {"kind": "fsdp2"}, "precision": {"parameters": parameters}, "clipping": CLIPPING}
-    at_step = ShardedAfterwards(rank, world_size, values)
-    deferred = ShardedAfterwards(rank, world_size, values | {"optimizer_state": OVERLAP})
-    for step in range(6):
-        assert deferred.step() == at_step.step()
-        if step == 1:
-            slow(deferred)
-        assert deferred.evaluate() == at_step.evaluate()
-    same(deferred.snapshot(), at_step.snapshot())
+def gathered_together(rank: int, world_size: int) -> None:
+    for parameters in ("bfloat16", "float32"):
+        values = {"sharding": {"kind": "fsdp2"}, "precision": {"parameters": parameters}, "clipping": CLIPPING}
+        at_step = ShardedAfterwards(rank, world_size, values)
+        deferred = ShardedAfterwards(rank, world_size, values | {"optimizer_state": OVERLAP})
+        for step in range(4):
+            assert deferred.step() == at_step.step()
+            if step == 1:
+                slow(deferred)
+            assert deferred.evaluate() == at_step.evaluate()
+        same(deferred.snapshot(), at_step.snapshot())
 
 
 def slow(training: Training) -> None:
@@ -726,13 +705,21 @@ def slow(training: Training) -> None:
         training.delay(seed=0, longest=5e-3)
 
 
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
-def test_modules_that_fsdp2_gathers_together(pool: Pool, parameters: str) -> None:
+def test_modules_that_fsdp2_gathers_together(pool: Pool) -> None:
     """As accelerate does with the last norm and the head. fp32 shards are read early, before they are gathered."""
-    pool.run(gathered_together, 2, parameters=parameters)
+    pool.run(gathered_together, 2)
 
 
-def made_before(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+def made_before(rank: int, world_size: int) -> None:
+    for sharding in (
+        {"kind": "fsdp2"},
+        {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 1}},
+        {"kind": "ddp", "find_unused_parameters": True},
+    ):
+        made_before_sharding(rank, world_size, sharding)
+
+
+def made_before_sharding(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     values = {"sharding": sharding, "optimizer_state": {"backend": "stream", "ring_mib": 0.05}}
     trainings = []
     for early in (True, False):
@@ -753,17 +740,8 @@ def made_before(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     assert early.memory_report() == late.memory_report()  # replicas share the work all the same
 
 
-@pytest.mark.parametrize(
-    "sharding",
-    [
-        {"kind": "fsdp2"},
-        {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 1}},
-        {"kind": "ddp", "find_unused_parameters": True},
-    ],
-    ids=str,
-)
-def test_an_optimizer_made_before_its_model_is_sharded(pool: Pool, sharding: dict[str, Any]) -> None:
-    pool.run(made_before, 2, sharding=sharding)
+def test_an_optimizer_made_before_its_model_is_sharded(pool: Pool) -> None:
+    pool.run(made_before, 2)
 
 
 def unrounded_of_the_first(rank: int, world_size: int) -> None:

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from lightstep import CheckpointError, Strategy
-from lightstep.integrations.pending_folder import PendingFolder, folder_kind
+from lightstep.integrations.folders import PendingFolder, SavedFolders
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool
 from tests.distributed.test_integrations import STRATEGIES, accelerated, fresh_state
 
-KIND = folder_kind("a test's folder", ("*.txt",), lambda _: True, lambda _: True)
+FOLDERS = SavedFolders("a test's folder", "saved-", ("*.txt",), lambda _: True, lambda _: True)
 PLACES = ["before the checkpoint", "after the checkpoint", "without a checkpoint"]
 
 
 def save(path: Path, run: tuple[Strategy, Any, Any], place: str, fails: bool, asynchronous: bool) -> PendingFolder:
     strategy, model, optimizer = run
-    with PendingFolder(path, KIND, lambda: None) as pending:
+    with PendingFolder(path, FOLDERS, lambda: None) as pending:
         if fails and place != "after the checkpoint":
             raise OSError(28, "No space left on device")
         (pending.folder / f"{strategy.rank}.txt").parent.mkdir(exist_ok=True)

@@ -29,8 +29,8 @@ from lightstep.checkpoint import save
 from lightstep.checkpoint.background import PendingSave, finish_pending
 from lightstep.checkpoint.verify import FILE_LIST
 from lightstep.distributed import Ranks
-from lightstep.integrations.pending_folder import PendingFolder, folder_kind
-from lightstep.integrations.trainer_folders import is_read_on_save, rotate
+from lightstep.integrations.folders import PendingFolder, SavedFolders
+from lightstep.integrations.trainer_checkpoints import CHECKPOINTS, is_read_on_save
 from lightstep.integrations.transformers import LightstepTrainer
 from tests.python import python
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
@@ -462,10 +462,20 @@ def test_what_rotation_keeps(tmp_path: Path) -> None:
     fake(tmp_path / "checkpoint-0", {"model.safetensors": "no state"})
     with zipfile.ZipFile(tmp_path / "checkpoint-2" / "optimizer.pt", "w"):
         pass
-    rotate(tmp_path / "checkpoint-5", 4, None)
+    CHECKPOINTS.rotate(tmp_path / "checkpoint-5", 4)
     assert "checkpoint-0" in names(tmp_path)  # four are whole
-    rotate(tmp_path / "checkpoint-5", 1, os.path.relpath(tmp_path / "checkpoint-1"))
+    CHECKPOINTS.rotate(tmp_path / "checkpoint-5", 1, os.path.relpath(tmp_path / "checkpoint-1"))
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-5", "checkpoint-9"]
+
+
+def test_a_checkpoint_tells_whether_a_folder_without_a_list_is_whole(tmp_path: Path) -> None:
+    """The user may remove the list."""
+    make(tmp_path, max_steps=1).train()
+    folder = tmp_path / "checkpoint-1"
+    (folder / FILE_LIST).unlink()
+    assert CHECKPOINTS.is_whole(folder)
+    next((folder / "lightstep").glob("*.distcp")).unlink()
+    assert not CHECKPOINTS.is_whole(folder)
 
 
 # -- accelerate
@@ -619,7 +629,8 @@ def test_an_error_after_a_wait_that_timed_out_is_still_the_checkpoints_to_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if the save fails right after the wait has ended."""
-    folder = PendingFolder(tmp_path / "a", folder_kind("a", (), lambda _: True, lambda _: True), lambda: None)
+    folders = SavedFolders("a", "a-", (), lambda _: True, lambda _: True)
+    folder = PendingFolder(tmp_path / "a", folders, lambda: None)
     folder.checkpoint = PendingSave()
 
     real = Future.exception

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, get_schedu
 import lightstep
 from lightstep import CheckpointError, ConfigError, Rule, Strategy
 from lightstep.integrations.accelerate import LightstepOptimizer
-from lightstep.integrations.training_arguments import check_arguments
+from lightstep.integrations.checks import check_arguments
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.optimizer.in_backward import InBackward
 from tests.reference import peft_stand_in
