@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
@@ -18,6 +19,7 @@ import lightstep
 from lightstep import CheckpointError, ConfigError, Rule, Strategy
 from lightstep.integrations.accelerate import LightstepOptimizer
 from lightstep.integrations.checks import check_arguments
+from lightstep.integrations.loading import load_adapters
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.optimizer.in_backward import InBackward
 from tests.reference import peft_stand_in
@@ -474,6 +476,25 @@ def test_the_best_adapter_is_trained_on(
             assert saved >= trained.keys()
         trainer.train(resume_from_checkpoint=str(checkpoint))
         assert all(p is trained[name] for name, p in model.named_parameters() if p.requires_grad)
+
+
+def test_an_adapter_file_that_lacks_a_trained_weight_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = peft_model("peft", monkeypatch)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    saved, before = load_file(file), {name: p.detach().clone() for name, p in model.named_parameters()}
+    name, *others = sorted(saved)
+    lacking = {other: torch.zeros_like(saved[other]) for other in others}
+    for content, message in (
+        (lacking, r"has no .*lora.* \(1 of the trained parameters\)"),
+        (lacking | {name: torch.zeros(3)}, "is not a weight of this model"),
+    ):
+        save_file(content, file)
+        with pytest.raises(ValueError, match=message):
+            load_adapters(model, tmp_path)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 # -- the Trainer's ways to choose an optimizer
