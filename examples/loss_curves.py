@@ -10,7 +10,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from lightstep.trainer.logs import TRAINING, VALIDATION, read_scalars
+from lightstep.trainer.output import TRAINING, VALIDATION, read_scalars
 
 parser = argparse.ArgumentParser(description="Draw the loss curves of several runs.")
 parser.add_argument("runs", nargs="+", type=Path, help="folders that `lightstep train` has written")

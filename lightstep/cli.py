@@ -151,7 +151,7 @@ def params(config: _Config, assignments: _Set = None, debug: _Debug = False) -> 
     """Show the optimizer class and settings of each parameter under CONFIG. No weights are loaded."""
     with _reporting_errors(debug):
         from lightstep.trainer.config import load_config
-        from lightstep.trainer.params import describe_params
+        from lightstep.trainer.session import describe_params
 
         text = describe_params(load_config(config, None, assignments or ()))
     sys.stdout.write(f"{text}\n")

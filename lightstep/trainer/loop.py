@@ -2,31 +2,69 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep.checkpoint import CheckpointError, latest_checkpoint
 from lightstep.checkpoint.background import PendingSave
+from lightstep.distributed import Ranks, world_size
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.plan.report import peak_memory
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.strategy import Strategy
-from lightstep.trainer import ranks
-from lightstep.trainer.batches import Batches
 from lightstep.trainer.config import TrainConfig
-from lightstep.trainer.display import Display, Figures
-from lightstep.trainer.interrupt import Interrupt
-from lightstep.trainer.logs import TRAINING, VALIDATION, Logs
-from lightstep.trainer.run_folder import checkpoint_path, move_incomplete, weights_path
+from lightstep.trainer.data import Batches
+from lightstep.trainer.output import TRAINING, VALIDATION, Display, Figures, Logs, move_incomplete
+
+
+class Interrupt:
+    """Within this context a signal is recorded instead of raised, so that steps and saves are not interrupted.
+
+    A second signal ends the process at once, except under torchrun, which forwards signals its workers already got.
+    """
+
+    def __init__(self) -> None:
+        self._received = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        try:
+            self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread, which alone receives signals
+            self._previous = {}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._received and "RANK" not in os.environ:
+            self.__exit__()
+            signal.raise_signal(number)
+        self._received = self._received or number
+
+    def received(self) -> signal.Signals | None:
+        """The signal that any rank has received. A collective: all ranks call it after every step."""
+        number = self._received
+        if world_size() > 1:
+            highest = torch.tensor(number)  # on the CPU: nothing here waits for a device
+            dist.all_reduce(highest, dist.ReduceOp.MAX)
+            number = int(highest)
+        return signal.Signals(number) if number else None
 
 
 @dataclass
@@ -160,7 +198,9 @@ class Loop:
         """Log the figures of all steps since the last call. Only here does training wait for the device."""
         self._advance_scheduler()
         unlogged, self._unlogged = self._unlogged, []
-        losses = ranks.mean([value / self.components.bytes_per_token[0] for value in _read([u.loss for u in unlogged])])
+        losses = _mean_over_ranks(
+            [loss / self.components.bytes_per_token[0] for loss in _read([u.loss for u in unlogged])]
+        )
         norms = _read([u.result.grad_norm for u in unlogged])
         rate, memory = self._tokens_per_second(), peak_memory(self.components.strategy.device)
         for seen, loss, norm in zip(unlogged, losses, norms, strict=True):
@@ -179,17 +219,14 @@ class Loop:
         """Mean loss over the held-out windows in nats per byte; with averaged weights if the file says so."""
         self._update_average()
         averaged = self.config.ema is not None and self.config.ema.validation
-        with self.components.average.applied() if averaged and self.components.average else nullcontext():
-            return self._validate()
-
-    @torch.no_grad()
-    def _validate(self) -> float:
-        components = self.components
-        components.model.eval()
-        rows = components.validation_rows
+        components, rows = self.components, self.components.validation_rows
         size = max(self.config.batch.sequences // (self.config.batch.accumulation * components.strategy.world_size), 1)
-        losses = [_loss(components.model, part.to(components.strategy.device)) * len(part) for part in rows.split(size)]
-        total = ranks.mean([sum(_read(losses)) / len(rows)])[0] / components.bytes_per_token[1]
+        parts = [part.to(components.strategy.device) for part in rows.split(size)]
+        with components.average.applied() if averaged and components.average else nullcontext(), torch.no_grad():
+            components.model.eval()
+            losses = _read([_loss(components.model, part) * len(part) for part in parts])
+        [mean] = _mean_over_ranks([sum(losses) / len(rows)])
+        total = mean / components.bytes_per_token[1]
         self.logs.write(self.step, {VALIDATION: total})
         return total
 
@@ -197,8 +234,8 @@ class Loop:
         """Start a checkpoint of this step; older ones are removed as the settings say."""
         self._advance_scheduler()
         self._update_average()
-        path = checkpoint_path(self.config.folder, self.step)
-        moved = ranks.together(lambda: move_incomplete(path), only_first=True)
+        path = self.config.folder / f"checkpoint-{self.step}"
+        moved = Ranks().together(lambda: move_incomplete(path), only_first=True)
         if moved is not None:
             self.display.say(f"{path} was not a whole checkpoint; it is now {moved}")
         extra = {
@@ -212,7 +249,7 @@ class Loop:
 
     def save_weights(self) -> None:
         """Start to save only the weights of this step."""
-        path = weights_path(self.config.folder, self.step)
+        path = self.config.folder / f"weights-{self.step}"
         self._start_save(path, whole=False, extra={"step": self.step}, weights_only=True)
 
     def _start_save(self, path: Path, whole: bool, **options: Any) -> None:
@@ -230,7 +267,7 @@ class Loop:
     def _finish_save(self) -> None:
         if self._saving is not None:
             (path, pending), self._saving = self._saving, None
-            ranks.together(pending.result)
+            Ranks().together(pending.result)
             self.saved = path or self.saved
 
     @contextmanager
@@ -272,6 +309,10 @@ class Loop:
 def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean over the predicted tokens, nats; 0-dim fp32."""
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss.float()
+
+
+def _mean_over_ranks(values: list[float]) -> list[float]:
+    return [fmean(of_ranks) for of_ranks in zip(*Ranks().gather(values), strict=True)]
 
 
 def _read(values: list[Tensor]) -> list[float]:

@@ -168,20 +168,17 @@ def apply_changes(
     for number, (group, was, now) in enumerate(groups):
         label = f"optimizer.rules[{number}]" if new.rules else "optimizer"
         defaults = _small_optimizer(now, group["params"][0].device).defaults
-        yield from _change_group(group, defaults, label, _settings_of(was), _settings_of(now))
+        yield from _change_group(group, defaults, label, _arguments(was), _arguments(now))
         if was.lr != now.lr:
             learning_rates = True
             group["initial_lr"] = scheduler.base_lrs[number] = now.lr
-    after = config.model_dump(mode="json")
-    schedule = _differences(before.get("scheduler") or {}, after["scheduler"])
+    earlier, later = before.get("scheduler") or {}, config.scheduler.model_dump(mode="json")
+    schedule = [key for key in dict.fromkeys((*earlier, *later)) if earlier.get(key) != later.get(key)]
     if schedule:
-        yield "scheduler, from here on: " + ", ".join(f"{key} {was} → {now}" for key, (was, now) in schedule.items())
+        changes = (f"{key} {earlier.get(key)} → {later.get(key)}" for key in schedule)
+        yield "scheduler, from here on: " + ", ".join(changes)
     if learning_rates or schedule or before.get("steps") != config.steps:
         _set_learning_rate(optimizer, scheduler)
-
-
-def _settings_of(wanted: settings.Optimizer) -> dict[str, Any]:
-    return {"lr": wanted.lr, "weight_decay": wanted.weight_decay, **wanted.arguments}
 
 
 def _change_group(
@@ -204,11 +201,6 @@ def _is_number(value: Any) -> bool:
     """Whether a value is a number or a list of numbers, which alone can change during a run."""
     values = value if isinstance(value, list | tuple) else [value]
     return all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    keys = dict.fromkeys((*old, *new))
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def _set_learning_rate(optimizer: BaseOptimizer, scheduler: Any) -> None:

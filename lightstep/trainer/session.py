@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,39 +23,42 @@ with needs("train"):
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.errors import is_damage
 from lightstep.config import ConfigError
+from lightstep.distributed import Ranks
+from lightstep.optimizer.param_table import param_table
 from lightstep.plan.optimizer_state import state_by_rules
 from lightstep.plan.planning import Plan, plan_one
 from lightstep.plan.report import measured_sentence, planned_sentence
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.strategy import Strategy
-from lightstep.trainer.batches import Batches, check_batch, validation_rows
+from lightstep.strategy.process_group import ProcessGroupStrategy
 from lightstep.trainer.config import TrainConfig
-from lightstep.trainer.display import Display
-from lightstep.trainer.interrupt import Interrupt
-from lightstep.trainer.logs import TENSORBOARD, Logs, check_trackers
-from lightstep.trainer.loop import Components, Loop
-from lightstep.trainer.model import load_tokenizer, make_model, model_config, shardable_weights
+from lightstep.trainer.data import Batches, Corpus, check_batch, load_corpus, validation_rows
+from lightstep.trainer.loop import Components, Interrupt, Loop
+from lightstep.trainer.model import (
+    check_prompts,
+    load_tokenizer,
+    make_model,
+    model_config,
+    shardable_weights,
+    write_samples,
+)
 from lightstep.trainer.optimization import apply_changes, check_optimization, make_optimizer, make_scheduler, rules_of
-from lightstep.trainer.ranks import join, together
-from lightstep.trainer.run_folder import newest_checkpoint, newest_undamaged, start_run
-from lightstep.trainer.samples import check_prompts, write_samples
-from lightstep.trainer.tokens import Corpus, load_corpus
+from lightstep.trainer.output import (
+    TENSORBOARD,
+    Display,
+    Logs,
+    check_trackers,
+    errors_only,
+    newest_checkpoint,
+    newest_undamaged,
+    start_run,
+)
 
-_CHANGEABLE = {
-    *(
-        "steps",
-        "log_every",
-        "lines",
-        "checkpoint",
-        "strategy",
-        "strategy_overrides",
-        "output",
-        "name",
-        "sample",
-        "trackers",
-    ),
-    *("scheduler", "optimizer"),  # apply_changes reports these
-}
+_CHANGED_SILENTLY = (
+    {"steps", "log_every", "lines", "checkpoint", "strategy", "strategy_overrides", "output", "name", "sample"}
+    | {"trackers"}
+    | {"scheduler", "optimizer"}  # apply_changes reports these
+)
 """Settings that a resumed run may change without a warning."""
 
 
@@ -87,6 +91,7 @@ def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: 
     """
     with _quiet_transformers(), load_strategy(config) as strategy:
         join(strategy)
+        together = Ranks().together  # an error on one rank is raised on all: none keeps waiting
         together(lambda: check_trackers(config.trackers), only_first=True)
         together(lambda: check_optimization(config, strategy.device))
         check_batch(config.batch, strategy.world_size)
@@ -104,6 +109,18 @@ def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: 
             return _run(loop, tokenizer)
 
 
+def describe_params(config: TrainConfig) -> str:
+    """The optimizer class and settings of each parameter: ``lightstep params``. No weights are loaded.
+
+    Raises:
+        ConfigError: as :func:`train` would.
+    """
+    tokenizer = load_tokenizer(config.model)
+    model = make_model(config.model, model_config(config.model, tokenizer, config.batch.length), meta=True)
+    with Strategy.load("fp32") as strategy:
+        return param_table(model, make_optimizer(strategy, model, config.optimizer))
+
+
 def load_strategy(config: TrainConfig) -> Strategy:
     """The strategy for this machine's device type."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -117,7 +134,28 @@ def load_strategy(config: TrainConfig) -> Strategy:
     return strategy
 
 
+def join(strategy: Strategy) -> None:
+    """Start the process group if the strategy is for several ranks.
+
+    Raises:
+        ConfigError: torchrun's processes do not match the strategy, or it has asynchronous roles.
+    """
+    if strategy.roles.asynchronous:
+        raise ConfigError(
+            f"strategy {strategy.name}: roles.rollout.mode is async, and lightstep train has nothing to generate; "
+            "leave roles out"
+        )
+    if isinstance(strategy, ProcessGroupStrategy):
+        strategy.start()
+    elif (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ConfigError(
+            f"torchrun started {started} processes, and strategy {strategy.name} is for one; "
+            "choose a sharded strategy (sharding.kind ddp, fsdp2 or deepspeed) or start without torchrun"
+        )
+
+
 def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tuple[Components, Any]:
+    together = Ranks().together
     tokenizer, architecture, corpus = together(lambda: _read_inputs(config, display))
     set_seed(config.seed)
     sharded = strategy.config.sharding.kind == "fsdp2"
@@ -205,7 +243,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = 
     changed: list[str] = []
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
-        if old == new or (not prefix and key in _CHANGEABLE):
+        if old == new or (not prefix and key in _CHANGED_SILENTLY):
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             changed += _changes(old, new, f"{prefix}{key}.")
@@ -255,12 +293,11 @@ def _finish(loop: Loop, tokenizer: Any) -> list[str]:
 def _quiet_transformers() -> Iterator[None]:
     """Hide messages and progress bars of transformers, which would break ours."""
     log = transformers.utils.logging
-    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
+    bars = log.is_progress_bar_enabled()
     log.disable_progress_bar()
     try:
-        yield
+        with errors_only("transformers"):
+            yield
     finally:
-        log.set_verbosity(level)
         if bars:
             log.enable_progress_bar()

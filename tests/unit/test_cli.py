@@ -27,8 +27,8 @@ from lightstep.config import StrategyConfig, parse_config
 from lightstep.plan.cost import cost
 from lightstep.presets import read_source
 from lightstep.trainer.config import load_config
-from lightstep.trainer.interrupt import Interrupt
-from lightstep.trainer.logs import TRAINING, read_scalars
+from lightstep.trainer.loop import Interrupt
+from lightstep.trainer.output import TRAINING, read_scalars
 from tests.one_pass_on_cpu import one_pass_fixture
 from tests.python import python
 from tests.snippets import Script, run_script

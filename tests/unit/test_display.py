@@ -7,14 +7,14 @@ import math
 import pytest
 from rich.console import Console
 
-from lightstep.trainer import display
-from lightstep.trainer.display import Display, Figures
+from lightstep.trainer import output
+from lightstep.trainer.output import Display, Figures
 
 
 def _lines(monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int, take: float = 1.0) -> list[str]:
     """Of 20 steps with losses 1, 2, ..., looked at after every second one; each takes so many seconds."""
     now = 0.0
-    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    monkeypatch.setattr(output.time, "monotonic", lambda: now)
     console = Console(record=True, file=open("/dev/null", "w"), width=200)  # noqa: SIM115
     shown = Display(console, True, seconds, steps)
     with shown.training(0, 20):

@@ -19,7 +19,7 @@ from lightstep import (
     WeightTransport,
 )
 from lightstep.rollout.transport import Bucket, buckets_of, refuse_mismatch
-from lightstep.trainer.ranks import join
+from lightstep.trainer.session import join
 from tests.reference.tiny_model import TinyModel, loss_of
 
 FP32 = torch.float32

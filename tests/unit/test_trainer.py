@@ -26,10 +26,10 @@ from lightstep.checkpoint import save
 from lightstep.checkpoint.layout import is_complete
 from lightstep.checkpoint.retention import Retention
 from lightstep.plan.cost import cost
-from lightstep.trainer import logs, session
+from lightstep.trainer import output, session
 from lightstep.trainer.config import TrainConfig
-from lightstep.trainer.logs import TRAINING, VALIDATION, read_scalars
 from lightstep.trainer.loop import Loop
+from lightstep.trainer.output import TRAINING, VALIDATION, read_scalars
 from lightstep.trainer.session import Outcome, train
 from tests.unit.test_trainer_data import word_tokenizer
 
@@ -544,7 +544,7 @@ def test_figures_go_to_the_services_that_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", _Service)
-    monkeypatch.setattr(logs, "_installed", lambda: ["mlflow"])
+    monkeypatch.setattr(output, "_installed", lambda: ["mlflow"])
     with pytest.raises(ConfigError, match="trackers: wandb is not installed"):
         _train(configured(trackers=["mlflow", "wandb"]))
     try:

@@ -12,10 +12,8 @@ import torch
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lightstep import ConfigError
-from lightstep.trainer.batches import Batches, check_batch, validation_rows
 from lightstep.trainer.config import Batch, Data
-from lightstep.trainer.documents import split_documents
-from lightstep.trainer.tokens import Windows, load_corpus
+from lightstep.trainer.data import Batches, Windows, check_batch, load_corpus, split_documents, validation_rows
 
 
 def _folder(tmp_path: Path, count: int = 40) -> Path:
