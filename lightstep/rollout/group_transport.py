@@ -1,6 +1,6 @@
 """Sending weights from the first trainer to rollout workers over a process group: both ends.
 
-Every set of weights has a number and these messages (:mod:`lightstep.rollout.message_board`):
+Every set of weights has a number and these messages on a :class:`MessageBoard`:
 
 1. ``offer``, from the trainer: which tensors will be sent, and to whom.
 2. ``reply``, from every receiver: that it can load them, or why not.
@@ -13,9 +13,10 @@ The weights are broadcast over a :class:`~lightstep.rollout.link.WeightLink`, wh
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +24,7 @@ import torch.distributed as dist
 
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.link import WeightLink, device_id, link_device
-from lightstep.rollout.message_board import MessageBoard
-from lightstep.rollout.transport import (
-    Bucket,
-    TrainingEnded,
-    WeightInfo,
-    WeightTransferError,
-    WeightTransport,
-)
+from lightstep.rollout.transport import Bucket, TrainingEnded, WeightInfo, WeightTransferError, WeightTransport
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +35,59 @@ _GRACE = 5.0
 
 _BROADCAST_SHARE = 0.9
 """The share of the timeout for one broadcast. The rest is for finding out which receiver failed."""
+
+_SHORTEST, _LONGEST = 0.001, 0.02
+"""Seconds between two polls, at first and at most."""
+
+
+class MessageBoard:
+    """Keys with JSON values that all ranks of all roles can read and write.
+
+    The n-th board of one process is the same as the n-th board of another: all processes create them in the same order.
+    """
+
+    def __init__(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        number = store.add(f"lightstep/roles of rank {dist.get_rank()}", 1)
+        self.store = dist.PrefixStore(f"lightstep/roles/{number}", store)
+
+    def write(self, key: str, value: Any) -> None:
+        """Set the key's value."""
+        self.store.set(key, json.dumps(value))
+
+    def read(self, key: str) -> Any:
+        """The key's value; ``None`` if it is not set."""
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def wait(self, key: str, deadline: float) -> Any:
+        """Wait until the key is set, and return its value; ``None`` after ``deadline`` (in ``time.monotonic()``)."""
+        return self.poll(lambda: self.read(key), deadline)
+
+    @staticmethod
+    def poll(read: Callable[[], Any], deadline: float) -> Any:
+        """Call ``read`` until it returns something else than ``None``, and return that; ``None`` after ``deadline``.
+
+        The store's own ``wait`` is not used: while it waits, it blocks Ctrl-C and the store's connection, which other
+        threads need (NCCL's for example), and it logs every timeout.
+        """
+        pause = _SHORTEST
+        while (found := read()) is None and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+        return found
+
+    def next_number(self) -> int:
+        """1, 2, 3, ...: a new number for each call on any rank."""
+        return int(self.store.add("numbers", 1))
+
+    def delete(self, *keys: str) -> None:
+        """Delete keys."""
+        for key in keys:
+            self.store.delete_key(key)
+
+    def store_for(self, name: str) -> dist.Store:
+        """A store for the rendezvous of a process group."""
+        return dist.PrefixStore(f"stores/{name}", self.store)
 
 
 class GroupTransport(WeightTransport):
