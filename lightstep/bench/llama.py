@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightstep.plan.activations import LOSS_CHUNK
+from lightstep.plan.model import LOSS_CHUNK
 
 _VOCABULARIES = (128_256, 32_000)  # Llama 3 and Llama 2; smaller models get a smaller one
 _WIDTHS = (*range(32, 256, 8), *range(256, 1024, 64), *range(1024, 16_384 + 1, 128))

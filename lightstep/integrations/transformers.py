@@ -48,7 +48,7 @@ from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.rules import Rule
 from lightstep.optimizer_class import optimizer_class
-from lightstep.plan.optimizer_state import state_of
+from lightstep.plan.memory import state_of
 from lightstep.plan.planning import plan_one
 from lightstep.plan.report import measured_sentence, planned_sentence
 from lightstep.precision.gradient_sums import set_grad

@@ -12,10 +12,10 @@ import torch
 
 from lightstep.config import ConfigError, StrategyConfig, merge_overrides, parse_config, read_yaml
 from lightstep.optimizer.rules import Rule
-from lightstep.plan.models import SHAPES, from_values
-from lightstep.plan.optimizer_state import state_by_rules
+from lightstep.plan.memory import state_by_rules
+from lightstep.plan.model import SHAPES, from_values
 from lightstep.plan.planning import Planner, Workload
-from lightstep.plan.rates import Link, profile_of_device
+from lightstep.plan.timing import Link, profile_of_device
 from lightstep.presets import read_source
 
 MEMORY_GOAL, TIME_GOAL = 0.05, 0.10

@@ -17,14 +17,13 @@ from lightstep.extras import needs
 from lightstep.optimizer.rules import Rule
 from lightstep.optimizer_class import optimizer_class
 from lightstep.paths import local_path
-from lightstep.plan.activations import LOSS_CHUNK
 from lightstep.plan.against import as_markdown, compare
 from lightstep.plan.measure import cached_profile, measure_profile
-from lightstep.plan.models import SHAPES, load_shape
-from lightstep.plan.optimizer_state import state_by_rules
+from lightstep.plan.memory import state_by_rules
+from lightstep.plan.model import LOSS_CHUNK, SHAPES, load_shape
 from lightstep.plan.planning import Planner, Workload, first_that_fits, is_plannable, not_planned, plans
-from lightstep.plan.rates import Profile, find_profile, profile_here, with_own_memory
 from lightstep.plan.report import draw, report
+from lightstep.plan.timing import Profile, find_profile, profile_here, with_own_memory
 from lightstep.presets import available_strategies, read_source
 
 _DEFAULT = "H100"

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightstep.plan.activations import LOSS_CHUNK, language_model_loss, run_on_meta
-from lightstep.plan.models import from_values
-from lightstep.plan.rates import Link, Profile
+from lightstep.plan.model import LOSS_CHUNK, from_values, language_model_loss, run_on_meta
+from lightstep.plan.timing import Link, Profile
 from lightstep.sharding.preparation import checkpoint_activations
 from lightstep.state.host_memory import HostSlab
 

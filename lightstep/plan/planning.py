@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from lightstep.config import ConfigError, FSDP2Sharding, StrategyConfig
-from lightstep.plan.activations import Activations, run_on_meta
 from lightstep.plan.cost import ADAMW, StateBytes, sorted_for_choice
 from lightstep.plan.memory import Memory, memory, shard_count
-from lightstep.plan.models import fp32_share, model_sizes
-from lightstep.plan.rates import Profile, find_profile, profile_here
-from lightstep.plan.timing import Time, iteration_time
+from lightstep.plan.model import Activations, fp32_share, model_sizes, run_on_meta
+from lightstep.plan.timing import Profile, Time, find_profile, iteration_time, profile_here
 
 MARGIN = 0.05
 """Share of device memory reserved for CUDA and for fragmentation."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightstep.plan.planning import Plan, Workload, first_that_fits
-from lightstep.plan.rates import Profile
+from lightstep.plan.timing import Profile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

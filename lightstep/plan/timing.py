@@ -1,14 +1,147 @@
-"""Plans the time of an iteration: forward and backward, the link, and the part of it that is exposed."""
+"""Rates of machines with the source of each figure, and the time of an iteration that is planned from them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lightstep.config import StrategyConfig
-from lightstep.plan.activations import Activations
+import torch
+
+from lightstep.config import ConfigError, StrategyConfig
+from lightstep.config_errors import suggest
 from lightstep.plan.memory import Memory, shard_count, updates_in_backward
-from lightstep.plan.models import Sizes
-from lightstep.plan.rates import Profile
+from lightstep.plan.model import Activations, Sizes
+
+_TOTAL_OF_TWO = 4 * 37.188
+"""GB/s of a host's links together, both ways: h200-x2-8b-16k.json. The same is assumed of more than two GPUs."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link between host and device.
+
+    Attributes:
+        alone: GB/s one way.
+        both: GB/s each way when both are busy.
+        host: GB/s of all links of a host together, both ways; ``None``: each has its own.
+    """
+
+    alone: float
+    both: float
+    host: float | None
+    source: str
+
+    def each_way(self, devices: int) -> float:
+        """GB/s each way when ``devices`` devices of one host stream at once."""
+        return self.both if self.host is None else min(self.both, self.host / 2 / devices)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A device and its link.
+
+    Attributes:
+        tflops: TFLOP/s that training reaches, over all operations of forward and backward.
+        update_ms: ms of AdamW on the device per 10⁹ parameters.
+        memory_gb: device memory in GB.
+        computes_in: the dtype in which ``tflops`` was measured; ``bfloat16`` stands for all 16-bit dtypes.
+    """
+
+    name: str
+    tflops: float
+    update_ms: float
+    memory_gb: float
+    link: Link
+    source: str
+    computes_in: str = "bfloat16"
+
+    def knows(self, dtype: str) -> bool:
+        """Whether there is a rate for forward and backward in ``dtype``."""
+        return (dtype == "float32") == (self.computes_in == "float32")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (f"{self.name}: {self.source}", f"link: {self.link.source}")
+
+
+LINKS = {
+    "pcie4": Link(27.3, 25.0, None, "half of pcie5, as the standards' rates are; an estimate"),
+    "pcie5": Link(55.4, 50.65, _TOTAL_OF_TWO, "measured: h200-3b-tokens.json, h200-x2-8b-16k.json"),
+    "nvlink-c2c": Link(394, 360, None, "80 % of the data sheet's 450 GB/s each way, as pcie5 reaches; an estimate"),
+}
+
+PROFILES = {
+    "H100": Profile(
+        "H100",
+        409,
+        11.0,
+        85.0,
+        Link(54.9, 46.99, _TOTAL_OF_TWO, "measured: h100-3b-iteration.json; of two GPUs h200-x2-8b-16k.json"),
+        "measured: h100-3b-iteration.json; AdamW is H200's, by the data sheets' 3.35 of 4.8 TB/s",
+    ),
+    "H200": Profile("H200", 442, 7.7, 150.7, LINKS["pcie5"], "measured: h200-3b-tokens.json, h200-1b.json"),
+    "A100": Profile(
+        "A100",
+        129,
+        18.1,
+        85.0,
+        LINKS["pcie4"],
+        "H100's, by the data sheets' 312 of 989 TFLOP/s and 2.04 of 3.35 TB/s; an estimate",
+    ),
+    "B200": Profile(
+        "B200",
+        930,
+        4.6,
+        192.0,
+        LINKS["pcie5"],
+        "H100's, by the data sheets' 2250 of 989 TFLOP/s and 8.0 of 3.35 TB/s; an estimate",
+    ),
+    "GH200": Profile("GH200", 409, 11.0, 96.0, LINKS["nvlink-c2c"], "H100's, which it holds; an estimate"),
+}
+
+
+def find_profile(name: str) -> Profile:
+    """A profile of :data:`PROFILES`; ``H100+pcie4`` selects another link.
+
+    Raises:
+        ConfigError: the GPU or the link is unknown; the message says what is allowed.
+    """
+    gpu, plus, link = name.partition("+")
+    found = PROFILES.get(gpu.upper())
+    if found is None:
+        raise ConfigError(
+            f"profile {name!r} is not known{suggest(gpu, list(PROFILES))}; allowed: {', '.join(PROFILES)}"
+        )
+    if not plus:
+        return found
+    if link.lower() not in LINKS:
+        raise ConfigError(
+            f"profile {name!r}: {link!r} is not a known link{suggest(link, list(LINKS))}; allowed: {', '.join(LINKS)}"
+        )
+    return Profile(name, found.tflops, found.update_ms, found.memory_gb, LINKS[link.lower()], found.source)
+
+
+def profile_of_device(name: str) -> Profile | None:
+    """The profile of a GPU by its CUDA name, for example ``NVIDIA H100 80GB HBM3``; None if unknown."""
+    words = name.upper().replace("-", " ").split()
+    return next((profile for key, profile in PROFILES.items() if key in words), None)
+
+
+def profile_here() -> Profile | None:
+    """The profile of this process's GPU, with the memory that this one has; None without a known one."""
+    known = profile_of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return None if known is None else with_own_memory(known)
+
+
+def with_own_memory(profile: Profile) -> Profile:
+    """The profile with the memory of this process's GPU, if it has one and that is smaller: a smaller model of the
+    same name, or a part of it (MIG)."""
+    if not torch.cuda.is_available():
+        return profile
+    found = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 1e9
+    return replace(profile, memory_gb=found) if found < profile.memory_gb else profile
+
+
+# -- the time of an iteration -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

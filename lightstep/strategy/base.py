@@ -506,7 +506,7 @@ class Strategy(ABC):
             ConfigError: the profile is not known, or the strategy is DeepSpeed's, which is not planned.
             ValueError: the model cannot be run on the meta device, or the rules do not match it.
         """
-        from lightstep.plan.optimizer_state import state_by_rules
+        from lightstep.plan.memory import state_by_rules
         from lightstep.plan.planning import plan_one
 
         inner = unwrap_model(model)

@@ -25,7 +25,7 @@ from lightstep.checkpoint.errors import is_damage
 from lightstep.config import ConfigError
 from lightstep.distributed import Ranks
 from lightstep.optimizer.param_table import param_table
-from lightstep.plan.optimizer_state import state_by_rules
+from lightstep.plan.memory import state_by_rules
 from lightstep.plan.planning import Plan, plan_one
 from lightstep.plan.report import measured_sentence, planned_sentence
 from lightstep.sharding.weight_average import WeightAverage

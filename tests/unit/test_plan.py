@@ -19,14 +19,12 @@ from lightstep import Rule, Strategy, available_strategies
 from lightstep.cli import app
 from lightstep.config import ConfigError, merge_overrides, parse_config
 from lightstep.plan import against, command
-from lightstep.plan.activations import run_on_meta
 from lightstep.plan.cost import cost
-from lightstep.plan.memory import largest_unit, memory
-from lightstep.plan.models import SHAPES, load_shape, model_sizes
-from lightstep.plan.optimizer_state import state_by_rules, state_of
+from lightstep.plan.memory import largest_unit, memory, state_by_rules, state_of
+from lightstep.plan.model import SHAPES, load_shape, model_sizes, run_on_meta
 from lightstep.plan.planning import Planner, Workload, first_that_fits, plan_one, plans
-from lightstep.plan.rates import LINKS, PROFILES, find_profile, profile_here, profile_of_device
 from lightstep.plan.report import report
+from lightstep.plan.timing import LINKS, PROFILES, find_profile, profile_here, profile_of_device
 from lightstep.presets import read_source
 from tests.one_pass_on_cpu import one_pass_fixture
 
@@ -87,11 +85,11 @@ def test_the_profiles_rates_are_those_of_the_files_that_they_name() -> None:
 
 def test_few_blocks_stand_for_all_of_them() -> None:
     """Three blocks, made longer, against all of five."""
-    from lightstep.plan import activations
+    from lightstep.plan import model
 
     few = run_on_meta(_tiny(), 64, 32, True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activations, "_BLOCKS", 5)
+        patch.setattr(model, "_BLOCKS", 5)
         whole = run_on_meta(_tiny(), 64, 32, True)
     assert few == whole and few.blocks == 5 and few.kept_per_block == 64 * 32 * 2
 

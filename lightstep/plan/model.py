@@ -1,15 +1,21 @@
-"""Measures memory and FLOPs of forward and backward by running them on the meta device, without weights.
+"""The model on the meta device: its shape and sizes, and what its forward and backward take, without weights.
 
-The model runs with few blocks, which represent all of them, because the blocks of a model are alike.
+To find memory and FLOPs, the model runs with few blocks, which represent all of them, because the blocks are alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
+import json
+import os
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +26,151 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from lightstep.config import ConfigError
+from lightstep.config_errors import one_sentence, suggest
+from lightstep.sharding.dtypes import planned_by_tensor
 from lightstep.sharding.preparation import checkpoint_activations, transformer_blocks
+
+_KEYS = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
+)
+_SIZES = {
+    "Llama-3.2-3B": ("llama", 3072, 8192, 28, 24, 8, 128_256, True),
+    "Llama-3.1-8B": ("llama", 4096, 14_336, 32, 32, 8, 128_256, False),
+    "Llama-3.1-70B": ("llama", 8192, 28_672, 80, 64, 8, 128_256, False),
+    "Qwen2.5-7B": ("qwen2", 3584, 18_944, 28, 28, 4, 152_064, False),
+    "Mixtral-8x7B": ("mixtral", 4096, 14_336, 32, 32, 8, 32_000, False),
+}
+SHAPES: dict[str, dict[str, Any]] = {name: dict(zip(_KEYS, sizes, strict=True)) for name, sizes in _SIZES.items()}
+SHAPES["Mixtral-8x7B"] |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+"""Sizes alone; nothing is downloaded."""
+
+
+def load_shape(source: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """The model of that shape on the meta device, without weights.
+
+    Args:
+        source: a name of :data:`SHAPES`, a Hugging Face folder, a ``config.json``, or ``module:factory``, a function
+            that returns a causal language model of transformers.
+
+    Raises:
+        ConfigError: none of these, or what cannot be read; with what is allowed.
+    """
+    if source in SHAPES:
+        return from_values(SHAPES[source], dtype)
+    path = Path(source).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        return from_values(_read(file), dtype)
+    if path.is_dir():
+        raise ConfigError(f"{path} holds no config.json; give the folder of a Hugging Face model")
+    module, colon, attribute = source.partition(":")
+    if colon and module and attribute:
+        return _from_factory(module, attribute)
+    raise ConfigError(
+        f"{source!r} is not a known model{suggest(source, list(SHAPES))}; a Hugging Face folder, a config.json, "
+        f"module:factory or one of these is needed: {', '.join(SHAPES)}"
+    )
+
+
+def from_values(values: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> nn.Module:
+    """A causal language model of transformers from its configuration's values."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = values.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError("the model's configuration has no model_type")
+    try:
+        config = AutoConfig.for_model(**values)
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # transformers has many classes of errors
+        raise ConfigError(f"model_type {kind!r}: {one_sentence(error)}") from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} is not a model's configuration; a JSON object is needed")
+    return values
+
+
+def _import(module: str) -> ModuleType:
+    """Import a module, also from the current folder, which a console script does not search."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module)
+    finally:
+        sys.path.remove(os.getcwd())
+
+
+def _from_factory(module: str, attribute: str) -> nn.Module:
+    try:
+        factory = getattr(_import(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{module}:{attribute}: {error}") from error
+    if not callable(factory):
+        raise ConfigError(f"{module}:{attribute} is not a function; one that returns the model is needed")
+    with torch.device("meta"):
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{module}:{attribute} returned an object of type {type(model).__name__}; a torch.nn.Module is needed"
+        )
+    return model
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of elements in a model: of each block, and outside the blocks in model order."""
+
+    blocks: tuple[int, ...]
+    before: int
+    """The embedding, which the first block waits for."""
+    behind: int
+    """The last norm and the head; a tied head counts as embedding."""
+    tensors: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.blocks) + self.root
+
+    @property
+    def root(self) -> int:
+        return self.before + self.behind
+
+
+def model_sizes(model: nn.Module) -> Sizes:
+    """The sizes of a model; a shared parameter counts once."""
+    blocks = list(transformer_blocks(model))
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    before = behind = 0
+    seen_block = False
+    for parameter in model.parameters():
+        if parameter in inside:
+            seen_block = True
+        elif seen_block:
+            behind += parameter.numel()
+        else:
+            before += parameter.numel()
+    counts = tuple(sum(p.numel() for p in block.parameters()) for block in blocks)
+    return Sizes(counts, before, behind, tuple(p.numel() for p in model.parameters()))
+
+
+def fp32_share(model: nn.Module, dtype: torch.dtype) -> float:
+    """The share of the parameters that the model keeps in fp32 under a strategy of another ``dtype``."""
+    if dtype == torch.float32:
+        return 0.0
+    planned, parameters = planned_by_tensor(model, dtype), list(model.parameters())
+    kept = sum(p.numel() for p in parameters if planned.get(p, p.dtype) == torch.float32)
+    return kept / max(sum(p.numel() for p in parameters), 1)
+
+
+# -- forward and backward ---------------------------------------------------------------------------------------------
 
 LOSS_CHUNK = 1024
 """Tokens per chunk of a fused loss."""
