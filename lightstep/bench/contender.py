@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from lightstep.bench.trace import FORWARD, STEP
+from lightstep.bench.machine import FORWARD, STEP
 from lightstep.distributed import local_tensor
 from lightstep.optimizer.rules import Rule
 

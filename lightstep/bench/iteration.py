@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from lightstep.bench.contender import OPTIMIZERS, Contender
-from lightstep.bench.libraries import DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2Offload
 from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
-from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident
+from lightstep.bench.machine import hidden_copies, write_timeline
+from lightstep.bench.peers import CpuAdamW, DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2Offload, TorchFsdp2, TorchResident
 from lightstep.bench.report import BY_HAND, Column, Panel, Values, View, muon_sentence, size
 from lightstep.bench.run import Measurement, Row, Run, Spread, Task, add_times_by_hand
 from lightstep.bench.strategies import WithoutOptimizer
-from lightstep.bench.trace import hidden_copies, write_timeline
 from lightstep.sharding.preparation import checkpoint_activations
 
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from lightstep.bench.contender import MAX_NORM, Contender, Skipped, nbytes
-from lightstep.bench.machine import Ranks, free_memory, gc_frozen, pinned_bytes, synchronize
+from lightstep.bench.machine import Ranks, StepProfile, free_memory, gc_frozen, pinned_bytes, profile_step, synchronize
 from lightstep.bench.report import Values, View, conditions
-from lightstep.bench.trace import StepProfile, profile_step
 from lightstep.config import ConfigError
 from lightstep.plan.measure import MeasuredLink, lap_times
 

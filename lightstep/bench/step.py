@@ -12,9 +12,19 @@ from torch import Tensor
 
 from lightstep.bench.checkpoints import measure_saving
 from lightstep.bench.contender import OPTIMIZERS
-from lightstep.bench.libraries import DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2OffloadStep, TorchaoOffload
 from lightstep.bench.llama import Llama, LlamaShape
-from lightstep.bench.peers import CpuAdamW, LayerStream, TorchFsdp2, TorchResident, TorchResidentFloatGradients
+from lightstep.bench.peers import (
+    CpuAdamW,
+    DeepSpeedCpuAdam,
+    Dion,
+    DionTriton,
+    Fsdp2OffloadStep,
+    LayerStream,
+    TorchaoOffload,
+    TorchFsdp2,
+    TorchResident,
+    TorchResidentFloatGradients,
+)
 from lightstep.bench.report import BY_HAND, Column, Panel, Values, View, link_sentence, muon_sentence, size
 from lightstep.bench.run import Measurement, Row, Run, Spread, Task, add_times_by_hand
 from lightstep.bench.strategies import StrategyContender

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lightstep.bench.command import measure, plan
-from lightstep.bench.machine import pinned_bytes
-from lightstep.bench.trace import FORWARD, STEP, StepProfile, hidden_copies, profile_step
+from lightstep.bench.machine import FORWARD, STEP, StepProfile, hidden_copies, pinned_bytes, profile_step
 from lightstep.optimizer.schedule import NextForward
 from lightstep.plan.measure import measure_link
 

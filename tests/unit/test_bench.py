@@ -16,14 +16,13 @@ from rich.console import Console
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
-from lightstep.bench import iteration, llama, report, run, tensors, trace
+from lightstep.bench import iteration, llama, machine, report, run, tensors
 from lightstep.bench.contender import Contender, Skipped
 from lightstep.bench.iteration import IterationTask, TimelineTask
 from lightstep.bench.llama import Llama, LlamaShape
-from lightstep.bench.machine import Ranks, pinned_bytes
+from lightstep.bench.machine import Ranks, StepProfile, pinned_bytes
 from lightstep.bench.step import StepTask
 from lightstep.bench.strategies import parse_overrides, parse_strategies
-from lightstep.bench.trace import StepProfile
 from lightstep.cli import app
 from lightstep.config import ConfigError
 from lightstep.plan.measure import MeasuredLink
@@ -208,12 +207,12 @@ def test_muon_beside_the_loop_by_hand_and_dion(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_two_ranks_step_and_save_together(tmp_path: Path) -> None:
-    names = ("--strategies", "resident,fsdp2-stream", "--peers", "fsdp2-offload,torch,torch-fsdp2")
+    names = ("--strategies", "fsdp2-stream", "--peers", "fsdp2-offload,torch,torch-fsdp2")
     values, output = on_two_ranks(tmp_path, *STEP, "--rounds", "1", *names, "--checkpoints", tmp_path / "saved")
     rows = rows_of(values)
     assert values["ranks"] == 2 and output.count("One optimizer step") == 1
     assert all(row["note"] is None for row in rows.values())
-    assert rows["resident"]["parameters_per_rank"] == values["model"]["parameters"]
+    assert rows["torch"]["parameters_per_rank"] == values["model"]["parameters"]
     for name in ("fsdp2-stream", "fsdp2-offload", "torch-fsdp2"):
         assert rows[name]["parameters_per_rank"] == pytest.approx(values["model"]["parameters"] / 2, rel=0.01), name
     assert rows["torch"]["checkpoint"] is None
@@ -572,15 +571,15 @@ def test_traffic_is_read_from_a_trace() -> None:
         event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", bytes=7),
         event("cpu_op", "aten::copy_"),
     ]
-    assert trace.read_step_profile(events) == StepProfile(100, 30, 0, None)
-    assert trace.read_step_profile([event("kernel", "k")]) == StepProfile(0, 0, 0, None)
-    assert trace.read_step_profile(events[3:]) is None
+    assert machine.read_step_profile(events) == StepProfile(100, 30, 0, None)
+    assert machine.read_step_profile([event("kernel", "k")]) == StepProfile(0, 0, 0, None)
+    assert machine.read_step_profile(events[3:]) is None
 
 
 def test_host_waits_of_all_threads_are_counted_in_the_step_alone() -> None:
     """Autograd's threads among them: FSDP2 waits there for gradients on their way to the host."""
     events = [
-        event("user_annotation", trace.PROFILED_RANGE, 10, 20),
+        event("user_annotation", machine.PROFILED_RANGE, 10, 20),
         event("cuda_runtime", "cudaDeviceSynchronize", 5),
         event("cuda_runtime", "cudaEventSynchronize", 25, tid=2),
         event("cuda_runtime", "cudaLaunchKernel", 12),
@@ -589,7 +588,7 @@ def test_host_waits_of_all_threads_are_counted_in_the_step_alone() -> None:
         event("cpu_op", "aten::_local_scalar_dense", 12, 2),
         event("cuda_runtime", "cudaDeviceSynchronize", 31),
     ]
-    assert trace.read_step_profile(events) == StepProfile(0, 0, 2, "cudaStreamSynchronize in aten::item")
+    assert machine.read_step_profile(events) == StepProfile(0, 0, 2, "cudaStreamSynchronize in aten::item")
 
 
 TIMELINE = [  # in µs
@@ -629,7 +628,7 @@ def test_a_timeline_is_written_and_says_which_copies_were_hidden(
         "stream ring_mib=4, 32 tokens: 3 of 3 ms of copies device → host beside the main stream's kernels",
     ]
     with pytest.raises(ValueError, match="recorded nothing on the device"):
-        trace.hidden_copies(TIMELINE[:1])
+        machine.hidden_copies(TIMELINE[:1])
 
 
 def test_page_locked_memory_is_what_the_allocator_holds(monkeypatch: pytest.MonkeyPatch) -> None:
