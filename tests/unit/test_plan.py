@@ -251,6 +251,23 @@ def test_what_does_not_fit_says_why_and_what_does() -> None:
     assert crowded.reason is not None and crowded.reason.startswith("the host needs")
 
 
+def test_ranks_of_one_host_share_its_memory() -> None:
+    config, work = Strategy.load("fsdp2-stream").config, Workload(8, 8)
+    host = Planner(_tiny(), work, ranks=2).plan("fsdp2-stream", config).memory.host
+    for share, fits in ((1.9, False), (2.1, True)):
+        made = Planner(_tiny(), work, ranks=2, host_memory=share * host).plan("fsdp2-stream", config)
+        assert made.fits is fits
+
+
+def test_activation_checkpointing_is_the_strategys_unless_it_is_given() -> None:
+    config = Strategy.load("resident", overrides={"sharding.activation_checkpointing": True}).config
+    by_strategy, given, without = (
+        Planner(_tiny(), Workload(64, 32, checkpointed=checkpointed)).plan("resident", config).memory.activations
+        for checkpointed in (None, True, False)
+    )
+    assert by_strategy == given < without
+
+
 def test_the_parts_of_a_plan_are_in_its_json_and_its_tables() -> None:
     """Also the time if all steps are clipped, which is longer only where updates would begin in backward."""
     unclipped = Strategy.load("stream-overlap", overrides={"clipping.max_norm": None}).config
