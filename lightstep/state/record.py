@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -257,7 +257,10 @@ class Run:
         return [row[a:b].view(part.shape) for (a, b), part in zip(self.ranges, self.parts, strict=True)]
 
 
-_Run = TypeVar("_Run", bound=Run)
+class Division(Protocol):
+    """How a record's parts are divided into runs."""
+
+    runs: Sequence[Run]
 
 
 class Slot:
@@ -274,6 +277,7 @@ class Record:
         bytes: the memory (uint8); ``None`` before :meth:`allocate`, and if the record is empty.
         written_back: event of the last copy to ``bytes``; ``None`` before the first.
         histories: those that were loaded and not updated since, by :attr:`History.origin`.
+        divisions: of the last two updates that needed different ones.
     """
 
     def __init__(self, unit: Unit, parts: Sequence[Part], layouts: Sequence[Layout], on_host: bool) -> None:
@@ -283,22 +287,17 @@ class Record:
         self.bytes: Tensor | None = None
         self.written_back: Any = None
         self.histories: dict[object, History] = {}
-        self._runs: list[tuple[object, Any]] = []
+        self.divisions: list[Division] = []
         self._build_blocks(layouts)
 
-    def runs(self, key: object, make: Callable[[], list[_Run]]) -> list[_Run]:
-        """The runs made for this ``key`` in one of the last two calls, or new ones."""
-        for known, runs in self._runs:
-            if known == key:
-                return runs
-        current = [one for one in self._runs[:1] if not any(run.outdated for run in one[1])]
-        made = make()
-        self._runs = [(key, made), *current]
-        return made
+    def remember(self, division: Division) -> None:
+        """Keep this division in runs and the one before it, unless that keeps replaced weights alive."""
+        others = [one for one in self.divisions[:1] if not any(run.outdated for run in one.runs)]
+        self.divisions = [division, *others]
 
     def _build_blocks(self, layouts: Sequence[Layout]) -> None:
         """Lay out the parts in blocks."""
-        self.nbytes, self._runs = 0, []
+        self.nbytes, self.divisions = 0, []
         pairs = zip(self.parts, layouts, strict=True)
         for _, run in groupby(pairs, lambda one: (one[1], one[0].index if one[1].has_own_shapes else -1)):
             parts, (layout, *_) = zip(*run, strict=True)
@@ -340,7 +339,7 @@ class Record:
     def shadow(self) -> Record:
         """A record without parts that refers to the same memory."""
         shadow = copy.copy(self)
-        shadow.parts, shadow.histories, shadow._runs = (), {}, []
+        shadow.parts, shadow.histories, shadow.divisions = (), {}, []
         return shadow
 
     def close(self) -> None:

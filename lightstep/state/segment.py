@@ -426,20 +426,65 @@ class Segment(Run):
 
 
 def segments_of(record: Record, active: Collection[Managed], apart: Mapping[Managed, object] | None) -> list[Segment]:
-    """The segments of a record's active parts; reused as long as the same parts are active."""
-    key = [
-        part.owner in active
-        and (
-            id(part.owner.group),
-            id(part.owner.local),
-            id(part.history),
-            part.expected_weight is None,
-            None if apart is None else id(apart[part.owner]),
-            _attributes_of(part.owner.param) if part.owner.reads_attributes else None,
-        )
-        for part in record.parts
-    ]
-    return record.runs(key, lambda: [Segment(run) for run in _runs(record, key)])
+    """The segments of a record's active parts; the same objects as long as the same parts are active."""
+    for known in record.divisions:
+        if known.fits(record, active, apart):  # type: ignore[attr-defined]
+            return known.runs  # type: ignore[return-value]
+    division = Segments(record, active, apart)
+    record.remember(division)
+    return division.runs
+
+
+class Segments:
+    """A record's segments, and the facts that they depend on."""
+
+    def __init__(self, record: Record, active: Collection[Managed], apart: Mapping[Managed, object] | None) -> None:
+        self._facts = [
+            _Facts(
+                part.owner.group,
+                part.owner.local,
+                part.history,
+                part.expected_weight is None,
+                None if apart is None else apart[part.owner],
+                _attributes_of(part.owner.param) if part.owner.reads_attributes else (),
+            )
+            if part.owner in active
+            else None
+            for part in record.parts
+        ]
+        self.runs = [Segment(run) for run in _runs(record, self._facts)]
+
+    def fits(self, record: Record, active: Collection[Managed], apart: Mapping[Managed, object] | None) -> bool:
+        """Whether the facts are still the same. This runs for every part in every step: it calls nothing."""
+        for part, facts in zip(record.parts, self._facts, strict=True):
+            owner = part.owner
+            if owner not in active:
+                if facts is not None:
+                    return False
+                continue
+            if facts is None:
+                return False
+            group, local, history, has_its_weight, layer, attributes = facts
+            if owner.group is not group or owner.local is not local or part.history is not history:
+                return False
+            if (part.expected_weight is None) is not has_its_weight:
+                return False
+            if (None if apart is None else apart[owner]) is not layer:
+                return False
+            if owner.reads_attributes and _attributes_of(owner.param) != attributes:
+                return False
+        return True
+
+
+class _Facts(NamedTuple):
+    """What decides about a part's segment; all but the last two are compared by identity."""
+
+    group: dict[str, Any]
+    local: Tensor
+    history: History | None
+    has_its_weight: bool
+    layer: object
+    attributes: tuple[Any, ...]
 
 
 def _attributes_of(parameter: Tensor) -> tuple[Any, ...]:
@@ -448,19 +493,21 @@ def _attributes_of(parameter: Tensor) -> tuple[Any, ...]:
     return tuple((key, value if type(value) in _PLAIN else id(value)) for key, value in own) if own else ()
 
 
-def _runs(record: Record, key: Sequence[Any]) -> Iterator[list[Part]]:
+def _runs(record: Record, facts: Sequence[_Facts | None]) -> Iterator[list[Part]]:
     run: list[Part] = []
-    for part, kind in zip(record.parts, key, strict=True):
-        if run and not (kind and _can_merge(part, kind, run[-1], key[run[-1].index])):
+    last: _Facts | None = None
+    for part, own in zip(record.parts, facts, strict=True):
+        if run and not (own is not None and last is not None and _can_merge(part, own, run[-1], last)):
             yield run
             run = []
-        if kind:
+        if own is not None:
             run.append(part)
+            last = own
     if run:
         yield run
 
 
-def _can_merge(part: Part, kind: Any, last: Part, last_kind: Any) -> bool:
+def _can_merge(part: Part, facts: _Facts, last: Part, last_facts: _Facts) -> bool:
     """Whether a part can join the segment that ends with ``last``."""
     if part.owner.whole_tensors or is_own_segment(part) or is_own_segment(last) or part.block is not last.block:
         return False
@@ -469,4 +516,10 @@ def _can_merge(part: Part, kind: Any, last: Part, last_kind: Any) -> bool:
     device = part.owner.local.device.type
     if device == "cpu" and last.elements % CPU_VECTOR:
         return False
-    return kind[0] == last_kind[0] and kind[2:] == last_kind[2:]
+    return (
+        facts.group is last_facts.group
+        and facts.history is last_facts.history
+        and facts.has_its_weight == last_facts.has_its_weight
+        and facts.layer is last_facts.layer
+        and facts.attributes == last_facts.attributes
+    )
