@@ -260,7 +260,8 @@ class Run:
 class Division(Protocol):
     """How a record's parts are divided into runs."""
 
-    runs: Sequence[Run]
+    @property
+    def runs(self) -> Sequence[Run]: ...
 
 
 class Slot:
