@@ -319,8 +319,12 @@ def _load_universal(
 def _load_engine(optimizer: DeepSpeedOptimizer, folder: Path, tag: str, **options: Any) -> dict[str, Any]:
     """Have DeepSpeed load its files; returns what was saved beside the engine's own state."""
     with trusted_loads():
-        _, client = optimizer.engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False, **options)
-    return dict(client or {})
+        loaded, client = optimizer.engine.load_checkpoint(
+            str(folder), tag=tag, load_lr_scheduler_states=False, **options
+        )
+    if loaded is None:
+        raise CheckpointError(f"DeepSpeed found nothing to load in {folder / tag}")
+    return dict(client)
 
 
 def _apply(
