@@ -394,6 +394,12 @@ class Mixed2Seq(LightstepMixin, Seq2SeqTrainer):
 
 
 def generation(rank: int, world_size: int, folder: str) -> None:
+    fp32 = {"sharding": {"kind": "fsdp2", "compute": "bfloat16"}, "precision": {"parameters": "float32"}}
+    for values in (STRATEGIES["strategy"], STRATEGIES["strategy"] | fp32):
+        generates(values, folder)
+
+
+def generates(values: dict[str, Any], folder: str) -> None:
     """An encoder that ``generate`` calls by itself, with updates that are not waited for: the whole model's tokens."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 48}
@@ -405,13 +411,19 @@ def generation(rank: int, world_size: int, folder: str) -> None:
         args = Seq2SeqTrainingArguments(
             **{key: arguments[key] for key in keys}, save_strategy="no", predict_with_generate=True
         )
-        trainer = Mixed2Seq(model, args, strategy=STRATEGIES["strategy"], train_dataset=rows)
+        trainer = Mixed2Seq(model, args, strategy=values, train_dataset=rows)
         trainer.train()
         batch = {key: tensor[None].to(args.device) for key, tensor in rows[0].items()}
+        optimizer = trainer.optimizer.optimizer
+        if CPU:
+            optimizer._backend.lanes.delay = lambda lane: time.sleep(2e-3)
+        for group in optimizer.param_groups:
+            group["lr"] = 1.0  # other tokens than with the weights before
+        optimizer.backward(trainer.model(**batch).loss)
+        assert optimizer.step() and optimizer.has_deferred_updates
         found = trainer.model.generate(batch["input_ids"], max_new_tokens=5)
-        weights = whole(trainer.model)
         alike = T5ForConditionalGeneration(model.config).to(args.device, torch.bfloat16)
-        alike.load_state_dict(weights, strict=False)
+        alike.load_state_dict(whole(trainer.model), strict=False)
         assert torch.equal(found, alike.generate(batch["input_ids"], max_new_tokens=5))
         trainer.predict(torch.utils.data.Subset(rows, range(4)))  # calls generate itself
 
