@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import urllib.parse
+import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -69,7 +71,7 @@ class ServerTransport(WeightTransport):
         self._number, self._version = 0, 0  # of the link, and of the set
         self._joined = False  # servers have joined the group of this number
         self._half_sent = False  # some server may have half of a set
-        self._threads = ThreadPoolExecutor(32, thread_name_prefix="lightstep-servers")
+        self._name = f"lightstep-{uuid.uuid4().hex[:8]}"  # servers may remember the groups of an earlier trainer
         for url in [urls] if isinstance(urls, str) else urls:
             self.add(url)
         if not self._servers:
@@ -101,7 +103,6 @@ class ServerTransport(WeightTransport):
     def close(self) -> None:
         """Close the process group. Servers go on, unless they wait for a complete set."""
         self._disconnect()
-        self._threads.shutdown(wait=False)
 
     # -- one set
 
@@ -135,9 +136,9 @@ class ServerTransport(WeightTransport):
         assert self._link is not None
         link, group = self._link, self._group
         data = self._servers[0].packed(bucket).to(link.device)
-        calls = [self._threads.submit(server.update, bucket, group) for server in self._servers]
+        calls = [_in_thread(server.update, bucket, group) for server in self._servers]
         try:
-            self._wait_for(calls, self._threads.submit(link.broadcast, data))
+            self._wait_for(calls, _in_thread(link.broadcast, data))
         except BaseException:
             self._close_link()  # the others must not wait for their part of the broadcast
             raise
@@ -169,7 +170,7 @@ class ServerTransport(WeightTransport):
 
     def _on_all(self, call: Callable[[Server], Any]) -> list[Any]:
         """Call for all servers at the same time; raises the first error."""
-        calls = [self._threads.submit(call, server) for server in self._servers]
+        calls = [_in_thread(call, server) for server in self._servers]
         wait(calls)
         return [one.result() for one in calls]
 
@@ -177,7 +178,7 @@ class ServerTransport(WeightTransport):
 
     @property
     def _group(self) -> str:
-        return f"lightstep-{self._number}"
+        return f"{self._name}-{self._number}"
 
     def _connect(self) -> None:
         """Open a process group with all workers of all servers; this process is the first member."""
@@ -192,11 +193,9 @@ class ServerTransport(WeightTransport):
         calls = []
         for n, server in enumerate(self._servers):
             place = {"master_address": address, "master_port": store.port, "rank_offset": 1 + sum(sizes[:n])}
-            calls.append(self._threads.submit(server.join, {**place, "world_size": size}, self._group, backend))
+            calls.append(_in_thread(server.join, {**place, "world_size": size}, self._group, backend))
         prefix = self.protocol.store_prefix(self._group, device.type)
-        link = self._threads.submit(
-            WeightLink, self._number, dist.PrefixStore(prefix, store), 0, size, device, self._timeout
-        )
+        link = _in_thread(WeightLink, self._number, dist.PrefixStore(prefix, store), 0, size, device, self._timeout)
         try:
             self._wait_for_members(calls, link, address)
         except BaseException:
@@ -225,7 +224,7 @@ class ServerTransport(WeightTransport):
     def _close_link(self) -> None:
         """In a thread: gloo waits for a broadcast that is under way, up to its timeout."""
         if self._link is not None:
-            self._threads.submit(self._link.close)
+            _in_thread(self._link.close)
         self._link = None
 
     def _disconnect(self) -> None:
@@ -251,6 +250,20 @@ class SglangServer(ServerTransport):
     """Servers of SGLang from 0.5.21 on (tried: 0.5.23), which need nothing of lightstep's."""
 
     protocol = Sglang
+
+
+def _in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """What ``call`` returns or raises. The program may end before: a broadcast ends at its time limit."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="lightstep-servers", daemon=True).start()
+    return future
 
 
 def _close_if_open(link: Future[WeightLink]) -> None:
