@@ -219,7 +219,7 @@ class FakeVllm(FakeServer):
             "/resume": lambda: setattr(process, "paused", False),
             "/start_weight_update": lambda: process.begin(500),
             "/update_weights": lambda: self._update(process, payload["update_info"]),
-            "/finish_weight_update": lambda: process.end(payload.get("weight_version")),
+            "/finish_weight_update": lambda: (process.refuse_outside(500), process.end(payload.get("weight_version"))),
             "/reset_prefix_cache": lambda: None,
         }
         if path not in acts:
@@ -235,7 +235,9 @@ class FakeVllm(FakeServer):
         process.refuse_outside(500)
         infos = infos_of(info, "dtype_names")
         if info.get("check_only"):
+            process.updating = False  # what an error leaves behind
             refuse_other_names(infos, process.weights, "the server")
+            process.updating = True
             return
         assert process.paused, "a request now would end the engine"
         for each, tensor in Bucket(infos, self.receive("only", Bucket.nbytes_of(infos))):

@@ -172,10 +172,8 @@ class Vllm(Server):
 
     def check(self, infos: Sequence[WeightInfo]) -> None:
         self.post("/start_weight_update")
-        try:
-            self.post("/update_weights", update_info={**_described(infos), "check_only": True})
-        finally:
-            self.post("/finish_weight_update")
+        self.post("/update_weights", update_info={**_described(infos), "check_only": True})  # an error ends the update
+        self.post("/finish_weight_update")
 
     def pause(self, how: Pause) -> None:
         self.post(f"/pause?mode={self.pauses[how]}")
