@@ -31,7 +31,7 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, 
     if not isinstance(source, (str, Path)):
         raise TypeError(f"a strategy is a name, a path or a mapping; {type(source).__name__} was given")
     if str(source) in available_strategies():
-        return str(source), _parse(preset_text(str(source)), str(source))
+        return str(source), _parse(preset_text(str(source)), str(source), _KEYS)
     path = Path(source).expanduser()
     if not path.is_file():
         names = available_strategies()
@@ -39,12 +39,28 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, 
             f"{str(source)!r} is neither a strategy nor a file{suggest(str(source), names)}; allowed: "
             f"{', '.join(names)}, or the path of a YAML file"
         )
+    return str(path), read_mapping(path, _KEYS)
+
+
+_KEYS = "sharding:, precision:, …"
+
+
+def read_mapping(path: Path, keys: str) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Args:
+        keys: some of those that it may have, for errors.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or holds no mapping.
+    """
     try:
-        return str(path), _parse(path.read_text(encoding="utf-8"), str(path))
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a text file in UTF-8; a YAML file is needed") from error
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    return _parse(text, str(path), keys)
 
 
 def preset_text(name: str) -> str:
@@ -59,14 +75,14 @@ def preset_text(name: str) -> str:
     return (_folder() / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def _parse(text: str, source: str) -> dict[str, Any]:
+def _parse(text: str, source: str, keys: str) -> dict[str, Any]:
     try:
         values = read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         what = "is empty" if values is None else f"holds {what_it_holds(values)}"
-        raise ConfigError(f"{source} {what}; a mapping of keys is needed (sharding:, precision:, …)")
+        raise ConfigError(f"{source} {what}; a mapping of keys is needed ({keys})")
     return {str(key): value for key, value in values.items()}
 
 

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from lightstep.config import ConfigError, StrategyConfig, merge_overrides, read_yaml, what_it_holds
+from lightstep.config import ConfigError, StrategyConfig, merge_overrides, read_yaml
 from lightstep.config_errors import describe_errors
 from lightstep.paths import local_path
+from lightstep.presets import read_mapping
 
 DEVICES = ("cpu", "cuda")
 STDLIB = "stdlib"
@@ -253,7 +254,10 @@ def load_config(path: Path, strategy: str | None = None, assignments: Sequence[s
     Raises:
         ConfigError: the file is missing or not valid YAML, or a key is unknown or wrong.
     """
-    values = _read(path)
+    path = path.expanduser()
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give the path of a training file")
+    values = read_mapping(path, "model:, data:, ...")
     if strategy is not None:
         values = {**values, "strategy": strategy, "strategy_overrides": {}}
     for assignment in assignments:
@@ -262,23 +266,6 @@ def load_config(path: Path, strategy: str | None = None, assignments: Sequence[s
         return TrainConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(describe_errors(error, TrainConfig, str(path))) from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = read_yaml(path.expanduser().read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; give the path of a training file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not a text file in UTF-8; a YAML file is needed") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        what = "is empty" if values is None else f"holds {what_it_holds(values)}"
-        raise ConfigError(f"{path} {what}; a mapping of keys is needed (model:, data:, ...)")
-    return {str(key): value for key, value in values.items()}
 
 
 def _assigned(values: dict[str, Any], assignment: str) -> dict[str, Any]:
