@@ -162,6 +162,15 @@ def test_the_error_names_the_newest_older_checkpoint_that_is_whole(tmp_path: Pat
     assert refused(tmp_path / "step-3").endswith(f"{tmp_path / 'step-2'} is undamaged: load that one")
 
 
+def test_weights_alone_are_suggested_to_a_load_of_weights_alone(tmp_path: Path) -> None:
+    saved(tmp_path / "step-1")
+    save_checkpoint(tmp_path / "step-2", *with_optimizer(1.0), weights_only=True)
+    flip(saved(tmp_path / "step-3") / "state.pt", 4000)
+    assert refused(tmp_path / "step-3").endswith(f"{tmp_path / 'step-1'} is undamaged: load that one")
+    with pytest.raises(CheckpointError, match=r"step-2 is undamaged: load that one$"):
+        load_checkpoint(tmp_path / "step-3", with_optimizer(7.0)[0])
+
+
 def run(*arguments: Any) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["checkpoint", "verify", *map(str, arguments)])
     return result.exit_code, result.stdout + result.stderr
