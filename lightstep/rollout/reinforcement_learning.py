@@ -17,6 +17,7 @@ from lightstep.config import ConfigError, Rollout, RolloutServers
 from lightstep.distributed import Ranks, gather_tensor, initialized, local_tensor, rank
 from lightstep.optimizer.param_groups import layer_of
 from lightstep.rollout.engine import RolloutEngine
+from lightstep.rollout.file_names import infos_in_files, tensors_in_files
 from lightstep.rollout.group_transport import GroupReceiver, GroupTransport, MessageBoard
 from lightstep.rollout.roles import Roles
 from lightstep.rollout.servers import ServerTransport, SglangServer, VllmServer
@@ -84,6 +85,8 @@ class Publication:
         infos = [WeightInfo.of(named, planned.get(named.tensor)) for named in tensors]
         self._named = dict(zip(infos, tensors, strict=True))
         self._buckets = buckets_of(infos, [layer_of(info.name) for info in infos], bucket_mib * _MIB)
+        self._sent: Sequence[Sequence[WeightInfo]] = self._buckets
+        self._model = model
         self._device = next((local_tensor(named.tensor).device for named in tensors), torch.device("cpu"))
 
     @torch.no_grad()
@@ -95,26 +98,37 @@ class Publication:
         """
         transport = self._transport
         try:
-            self._run_on_all(lambda: transport.begin(version, self._buckets) if transport else None)
-            size = max(map(Bucket.nbytes_of, self._buckets), default=0) if transport else 0
+            self._run_on_all(lambda: self._begin(transport, version) if transport else None)
+            size = max(map(Bucket.nbytes_of, self._sent), default=0) if transport else 0
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            for infos in self._buckets:
-                self._run_on_all(lambda infos=infos: self._send_bucket(infos, buffer))  # type: ignore[misc]
+            for infos, sent in zip(self._buckets, self._sent, strict=True):
+                self._run_on_all(lambda infos=infos, sent=sent: self._send_bucket(infos, sent, buffer))  # type: ignore[misc]
             self._run_on_all(lambda: transport.finish() if transport else None)
         except BaseException as error:
             if transport is not None:
                 transport.abort(f"{type(error).__name__}: {error}")
             raise
 
-    def _send_bucket(self, infos: Sequence[WeightInfo], buffer: Tensor) -> None:
-        """Gather the tensors, and on the sending rank send them."""
+    def _begin(self, transport: WeightTransport, version: int) -> None:
+        if transport.sends_files_names:
+            self._sent = infos_in_files(self._model, self._buckets)
+        transport.begin(version, self._sent)
+
+    def _send_bucket(self, infos: Sequence[WeightInfo], sent: Sequence[WeightInfo], buffer: Tensor) -> None:
+        """Gather the tensors ``infos``, and on the sending rank send them as ``sent``."""
         if self._transport is None:
             for info in infos:
                 self._gather(info)
             return
-        bucket = Bucket(infos, buffer)
-        for info, target in bucket:
-            target.copy_(self._gather(info))
+        bucket = Bucket(sent, buffer)
+        if sent is infos:
+            for info, target in bucket:
+                target.copy_(self._gather(info))
+        else:
+            gathered = {info.name: self._gather(info).to(info.dtype) for info in infos}
+            found = tensors_in_files(self._model, gathered)
+            for info, target in bucket:
+                target.copy_(found[info.name])
         self._transport.send(bucket)
 
     def _gather(self, info: WeightInfo) -> Tensor:

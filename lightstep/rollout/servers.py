@@ -49,6 +49,7 @@ class ServerTransport(WeightTransport):
     """
 
     protocol: ClassVar[type[Server]]
+    sends_files_names = True
 
     def __init__(
         self,

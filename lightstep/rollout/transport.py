@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -111,7 +111,13 @@ class WeightTransport(ABC):
     For each set ``begin`` is called, then ``send`` for every bucket in order, then ``finish``. If one of them or
     anything else fails, ``abort`` is called, and nothing more for that set. Any error that they raise becomes an error
     on all trainers. A transport needs timeouts of its own for receivers that have died.
+
+    Attributes:
+        sends_files_names: tensors are sent as the model's files have them. transformers joins some in memory, such as
+            those of experts.
     """
+
+    sends_files_names: ClassVar[bool] = False
 
     @abstractmethod
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:

@@ -6,11 +6,14 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightstep import ConfigError, SglangServer, Strategy, VllmServer, WeightTransferError
 from lightstep.rollout.server_protocols import engine_names, refuse_other_names
@@ -31,10 +34,12 @@ def make_model() -> nn.Module:
 class Training:
     """A trained model, and servers with other weights."""
 
-    def __init__(self, kind: str, servers: int = 1, timeout_s: float = 10.0, **settings: Any) -> None:
+    def __init__(
+        self, kind: str, servers: int = 1, timeout_s: float = 10.0, model: nn.Module | None = None, **settings: Any
+    ) -> None:
         fake, transport = KINDS[kind]
         self.strategy = Strategy.load("resident", overrides=SMALL)
-        self.model = self.strategy.prepare_model(make_model())
+        self.model: Any = self.strategy.prepare_model(model or make_model())
         self.optimizer = self.strategy.create_optimizer(self.model, lr=1e-2)
         self.initial = {name: torch.zeros_like(tensor) for name, tensor in self.weights().items()}
         workers = settings.pop("workers", 1)
@@ -138,6 +143,23 @@ def test_arguments_that_make_no_sense(settings: dict[str, Any]) -> None:
         VllmServer(**settings)
     with pytest.raises(ValueError, match=r"SGLang has 'keep', 'abort'"):
         SglangServer("http://host", pause="wait")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_have_the_names_that_files_have(kind: str, tmp_path: Path) -> None:
+    """transformers joins the experts of a layer, and those of a file have names of their own."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    others = {"num_key_value_heads": 1, "num_local_experts": 3, "vocab_size": 40}
+    training = Training(kind, model=MixtralForCausalLM(MixtralConfig(**sizes, **others)))
+    training.model.save_pretrained(tmp_path)
+    in_file = load_file(tmp_path / "model.safetensors")
+    (server,) = training.fakes
+    server.process.weights = {name: torch.zeros_like(tensor) for name, tensor in in_file.items()}
+    training.publish()
+    assert any(".experts.2." in name for name in in_file)
+    assert all(torch.equal(server.process.weights[name], tensor) for name, tensor in in_file.items())
+    training.close()
 
 
 # -- what a server refuses, before anything is sent --------------------------------------------------------------------
