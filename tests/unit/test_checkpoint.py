@@ -835,6 +835,19 @@ def test_an_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
         load_checkpoint(folder, small_model())
 
 
+def test_an_index_names_no_bytes_that_its_file_does_not_have(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    save_checkpoint(folder, small_model())
+    index = json.loads((folder / "tensors.json").read_text())
+    for tensor in index["tensors"].values():
+        for chunk in tensor["chunks"]:
+            chunk[-1] = 2**40
+    (folder / "tensors.json").write_text(json.dumps(index))
+    forge(folder)
+    with pytest.raises(CheckpointError, match=r"__0_0_0\.distcp has fewer bytes than the \d+ that it names"):
+        load_checkpoint(folder, small_model())
+
+
 # -- whole or not at all -----------------------------------------------------------------------------------------------
 
 
