@@ -20,7 +20,7 @@ from lightstep.cli import app
 from lightstep.config import ConfigError, merge_overrides, parse_config
 from lightstep.plan import against, command
 from lightstep.plan.cost import cost
-from lightstep.plan.memory import largest_unit, memory, state_by_rules, state_of
+from lightstep.plan.memory import largest_unit, memory, shard_count, state_by_rules, state_of
 from lightstep.plan.model import SHAPES, load_shape, model_sizes, run_on_meta
 from lightstep.plan.planning import Planner, Workload, first_that_fits, plan_one, plans
 from lightstep.plan.report import report
@@ -266,6 +266,24 @@ def test_activation_checkpointing_is_the_strategys_unless_it_is_given() -> None:
         for checkpointed in (None, True, False)
     )
     assert by_strategy == given < without
+
+
+def test_copies_of_a_model_divide_the_ranks() -> None:
+    """8 ranks with 2 copies shard over 4, whichever of the two numbers the mesh names."""
+    shards = {
+        str(mesh): shard_count(Strategy.load("fsdp2", overrides={"sharding.mesh": mesh}).config, 8)
+        for mesh in ({"replicate": 2, "shard": "auto"}, {"replicate": "auto", "shard": 4}, {"replicate": 1, "shard": 8})
+    }
+    assert list(shards.values()) == [4, 4, 8]
+
+
+def test_bulk_copies_all_state_to_the_device_and_back() -> None:
+    """One direction after the other, before and after the update."""
+    config, profile = Strategy.load("bulk").config, find_profile("H200")
+    assert profile is not None
+    made = Planner(load_shape("Llama-3.2-3B"), Workload(4096), profile).plan("bulk", config)
+    assert made.time is not None
+    assert made.time.link == pytest.approx(2 * made.memory.host / profile.link.alone / 1e6, rel=0.01)
 
 
 def test_the_parts_of_a_plan_are_in_its_json_and_its_tables() -> None:
