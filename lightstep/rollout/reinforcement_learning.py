@@ -110,7 +110,7 @@ class Publication:
             raise
 
     def _begin(self, transport: WeightTransport, version: int) -> None:
-        if transport.sends_files_names:
+        if transport.uses_file_names:
             self._sent = infos_in_files(self._model, self._buckets)
         transport.begin(version, self._sent)
 

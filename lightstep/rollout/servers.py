@@ -49,7 +49,7 @@ class ServerTransport(WeightTransport):
     """
 
     protocol: ClassVar[type[Server]]
-    sends_files_names = True
+    uses_file_names = True
 
     def __init__(
         self,

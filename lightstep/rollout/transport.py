@@ -113,11 +113,11 @@ class WeightTransport(ABC):
     on all trainers. A transport needs timeouts of its own for receivers that have died.
 
     Attributes:
-        sends_files_names: tensors are sent as the model's files have them. transformers joins some in memory, such as
+        uses_file_names: tensors are sent as the model's files have them. transformers joins some in memory, such as
             those of experts.
     """
 
-    sends_files_names: ClassVar[bool] = False
+    uses_file_names: ClassVar[bool] = False
 
     @abstractmethod
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
