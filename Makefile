@@ -2,7 +2,6 @@
 # Variables: PYTHON (3.11 or later), VENV, CONFIG and ARGS (train), BENCH_ARGS (bench), WORKERS and TESTS (test),
 # VLLM_PYTHON and SGLANG_PYTHON (test-servers).
 
-
 PYTHON     ?= python3
 VENV       ?= .venv
 CONFIG     ?= examples/train.yaml
@@ -57,6 +56,7 @@ test: $(VENV)/.dev
 
 # Real servers of vLLM and SGLang, on CPUs: make test-servers VLLM_PYTHON=... SGLANG_PYTHON=...
 test-servers: $(VENV)/.dev
+	@test -n "$(VLLM_PYTHON)$(SGLANG_PYTHON)" || { echo "name a server's interpreter: VLLM_PYTHON or SGLANG_PYTHON" >&2; exit 2; }
 	@OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM_PYTHON) SGLANG_PYTHON=$(SGLANG_PYTHON) \
 		$(BIN)/python -m pytest --quiet tests/servers
 

@@ -22,6 +22,7 @@ import os
 import random
 import resource
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -187,24 +188,33 @@ def generated(engine: TransformersEngine, device: torch.device, args: Any, rando
 
 def warm_up(strategy: Strategy, model: nn.Module, samples: Samples, args: argparse.Namespace) -> None:
     """Imitation, until some answers are right."""
+    with contextlib.closing(imitation(strategy, model, args)) as shares:
+        for share in shares:
+            if agreed(strategy, samples, share >= args.warmup_until):
+                break
+
+
+def imitation(strategy: Strategy, model: nn.Module, args: argparse.Namespace) -> Generator[float, None, None]:
+    """Supervised steps; the share of answers that would be right, after every 20."""
     optimizer = strategy.create_optimizer(model, lr=args.warmup_lr, weight_decay=0.0)
     random_numbers = random.Random(7919 * (args.seed + 1) + strategy.rank)
     same_everywhere = random.Random(args.seed)
-    for step in range(args.warmup):
-        for group in optimizer.param_groups:
-            group["lr"] = args.warmup_lr * min(1.0, (step + 1) / 50)
-        scores = answer_scores(model, *exercises(128, args.largest, random_numbers), strategy.device)
-        optimizer.backward(-scores.mean() / ANSWER)
-        optimizer.step()
-        if (step + 1) % 20 == 0:
-            with torch.no_grad():
-                scores = answer_scores(model, *exercises(256, args.largest, same_everywhere), strategy.device)
-            share = scores.exp().mean().item()
-            if strategy.is_main:
-                print(f"warm-up {step + 1:4d}: {share:.0%} of the answers would be right", flush=True)
-            if agreed(strategy, samples, share >= args.warmup_until):
-                break
-    optimizer.close()
+    try:
+        for step in range(args.warmup):
+            for group in optimizer.param_groups:
+                group["lr"] = args.warmup_lr * min(1.0, (step + 1) / 50)
+            scores = answer_scores(model, *exercises(128, args.largest, random_numbers), strategy.device)
+            optimizer.backward(-scores.mean() / ANSWER)
+            optimizer.step()
+            if (step + 1) % 20 == 0:
+                with torch.no_grad():
+                    scores = answer_scores(model, *exercises(256, args.largest, same_everywhere), strategy.device)
+                share = scores.exp().mean().item()
+                if strategy.is_main:
+                    print(f"warm-up {step + 1:4d}: {share:.0%} of the answers would be right", flush=True)
+                yield share
+    finally:
+        optimizer.close()
 
 
 def agreed(strategy: Strategy, samples: Samples, stop: bool) -> bool:

@@ -1,14 +1,13 @@
 """GRPO with a server of vLLM, which gets the trained weights after every step.
 
     python examples/grpo_server.py --server-python VENV/bin/python     # starts the server, which has vLLM and lightstep
-    python examples/grpo_server.py --url http://localhost:8000         # uses one that runs with the model in --model
 
 The model and its task are those of async_rollout.py: a small Llama learns to add two numbers, first by imitation and
 then from nothing but whether its answer is right. Trainer and server work in turn, so that every sample is of the
 newest weights.
 
 Prints the reward, and writes ``result.json`` to ``--output``: rewards, seconds of each publication, and the share of
-tokens on which server and trainer agree under greedy decoding.
+greedy answers that are the same from server and trainer.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from async_rollout import (
     ALPHABET,
     ANSWER,
     PROMPT,
-    answer_scores,
     exercises,
     grpo_loss,
+    imitation,
     make_model,
     rewards_of,
 )
@@ -46,8 +45,7 @@ from lightstep import Strategy
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="stream", help="a preset or a strategy file")
-    parser.add_argument("--server-python", type=Path, help="starts a server with this interpreter")
-    parser.add_argument("--url", help="of a server that runs already")
+    parser.add_argument("--server-python", type=Path, required=True, help="starts a server with this interpreter")
     parser.add_argument("--warmup", type=int, default=600, help="supervised steps at most")
     parser.add_argument("--warmup-until", type=float, default=0.3, help="share of right answers that ends them")
     parser.add_argument("--steps", type=int, default=100, help="steps of GRPO")
@@ -61,10 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/grpo-server"))
-    args = parser.parse_args()
-    if (args.server_python is None) == (args.url is None):
-        parser.error("one of --server-python and --url is needed")
-    return args
+    return parser.parse_args()
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
@@ -85,9 +80,6 @@ def save_model(folder: Path, args: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def server(args: argparse.Namespace) -> Iterator[str]:
     """The URL of a server."""
-    if args.url is not None:
-        yield args.url
-        return
     folder = args.output / "model"
     save_model(folder, args)
     with socket.socket() as free:
@@ -147,25 +139,6 @@ def generated(url: str, args: argparse.Namespace, random_numbers: random.Random)
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def warm_up(strategy: Strategy, model: nn.Module, args: argparse.Namespace) -> None:
-    """Imitation, until some answers are right."""
-    optimizer = strategy.create_optimizer(model, lr=args.warmup_lr, weight_decay=0.0)
-    random_numbers, check = random.Random(7919 * (args.seed + 1)), random.Random(args.seed)
-    for step in range(args.warmup):
-        for group in optimizer.param_groups:
-            group["lr"] = args.warmup_lr * min(1.0, (step + 1) / 50)
-        scores = answer_scores(model, *exercises(128, args.largest, random_numbers), strategy.device)
-        optimizer.backward(-scores.mean() / ANSWER)
-        optimizer.step()
-        if (step + 1) % 20 == 0:
-            with torch.no_grad():
-                share = answer_scores(model, *exercises(256, args.largest, check), strategy.device).exp().mean().item()
-            print(f"warm-up {step + 1:4d}: {share:.0%} of the answers would be right", flush=True)
-            if share >= args.warmup_until:
-                break
-    optimizer.close()
-
-
 @torch.no_grad()
 def agreement(url: str, model: nn.Module, device: torch.device, args: argparse.Namespace) -> float:
     """The share of 64 greedy answers that are the same from server and trainer."""
@@ -182,7 +155,8 @@ def train(url: str, args: argparse.Namespace) -> dict[str, Any]:
     servers = {"kind": "vllm", "urls": [url]}
     strategy = Strategy.load(args.strategy, overrides={"roles.rollout": {"servers": servers}})
     model = strategy.prepare_model(lambda: make_model(args.hidden, args.layers))
-    warm_up(strategy, model, args)
+    with contextlib.closing(imitation(strategy, model, args)) as shares:
+        next((share for share in shares if share >= args.warmup_until), None)
     optimizer = strategy.create_optimizer(model, lr=args.lr, weight_decay=0.0)
     random_numbers = random.Random(args.seed)
     rewards, seconds = [], []

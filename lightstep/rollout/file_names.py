@@ -17,7 +17,8 @@ __all__ = ["infos_in_files", "tensors_in_files"]
 def tensors_in_files(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Some of a model's tensors as its files have them: cut, and under other names, where transformers joins them."""
     conversions: Any = sys.modules.get("transformers.core_model_loading")
-    if conversions is None or not hasattr(model, "save_pretrained"):
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    if conversions is None or models is None or not isinstance(model, models.PreTrainedModel):
         return dict(tensors)
     found: dict[str, Tensor] = conversions.revert_weight_conversion(model, dict(tensors))
     return found

@@ -83,7 +83,7 @@ class Server(ABC):
 
     @abstractmethod
     def check(self, infos: Sequence[WeightInfo]) -> None:
-        """Compare a set with the server's model. Called when the server is paused; nothing is written."""
+        """Compare a set with the server's model. Nothing is paused or written."""
 
     @abstractmethod
     def pause(self, how: Pause) -> None:
@@ -301,7 +301,8 @@ def engine_names(name: str) -> list[str]:
     found += [".".join([*parts[:i], _JOINED[part], *parts[i + 1 :]]) for i, part in enumerate(parts) if part in _JOINED]
     expert = _EXPERT.search(name)
     if expert is not None and expert[1] in _JOINED_EXPERTS:
-        found.append(f"{name[: expert.start()]}.experts.{_JOINED_EXPERTS[expert[1]]}_{name[expert.end() :]}")
+        joined = f"{_JOINED_EXPERTS[expert[1]]}_{name[expert.end() :]}"
+        found += [f"{name[: expert.start()]}.experts.{within}{joined}" for within in ("", "routed_experts.")]
     return found
 
 
@@ -317,7 +318,7 @@ def refuse_other_names(infos: Sequence[WeightInfo], known: Iterable[str], where:
     for info in infos:
         found = [target for name in info.names for target in engine_names(name) if target in known]
         filled.update(found)
-        if not found and info.name != "lm_head.weight":  # an engine may tie it
+        if not found:
             unknown.append(info.name)
     missing = sorted(known - filled)
     if unknown or missing:

@@ -116,13 +116,12 @@ class ServerTransport(WeightTransport):
         if self._link is None:
             self._connect()
         self._version = version
-        self._on_all(lambda server: server.pause(self._pause))
-        if self._half_sent:
-            with contextlib.suppress(WeightTransferError):
-                self._on_all(lambda server: server.give_up())
+        with contextlib.suppress(WeightTransferError):  # nothing is open, unless a trainer died in the middle of a set
+            self._on_all(lambda server: server.give_up())
         if self._checks:
             self._on_all(lambda server: server.check(infos))
-        self._half_sent = True
+        self._half_sent = True  # from here on, only a complete set makes them go on
+        self._on_all(lambda server: server.pause(self._pause))
         self._on_all(lambda server: server.start())
 
     def _all_know_the_last_version(self) -> bool:
@@ -163,11 +162,8 @@ class ServerTransport(WeightTransport):
         self._on_all(lambda server: server.resume())
 
     def abort(self, reason: str) -> None:
-        """Servers that may have half of the set stay paused."""
+        """Paused servers stay paused: they may have half of this set, or of one whose trainer has died."""
         self._disconnect()
-        if not self._half_sent:
-            with contextlib.suppress(WeightTransferError):
-                self._on_all(lambda server: server.resume())
 
     def _on_all(self, call: Callable[[Server], Any]) -> list[Any]:
         """Call for all servers at the same time; raises the first error."""

@@ -262,6 +262,7 @@ class Division(Protocol):
 
     @property
     def runs(self) -> Sequence[Run]: ...
+    def fits(self, record: Record, active: Any, apart: Any) -> bool: ...
 
 
 class Slot:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -428,8 +428,8 @@ class Segment(Run):
 def segments_of(record: Record, active: Collection[Managed], apart: Mapping[Managed, object] | None) -> list[Segment]:
     """The segments of a record's active parts; the same objects as long as the same parts are active."""
     for known in record.divisions:
-        if known.fits(record, active, apart):  # type: ignore[attr-defined]
-            return known.runs  # type: ignore[return-value]
+        if known.fits(record, active, apart):
+            return cast(list[Segment], known.runs)
     division = Segments(record, active, apart)
     record.remember(division)
     return division.runs

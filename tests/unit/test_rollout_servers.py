@@ -91,14 +91,15 @@ def test_every_worker_of_every_server_gets_every_version(kind: str, servers: int
 
 CONVERSATIONS = {
     "vllm": [
-        *("/version", "/get_world_size", "/init_weight_transfer_engine", "/pause?mode=wait"),
+        *("/version", "/get_world_size", "/init_weight_transfer_engine", "/finish_weight_update"),
         *("/start_weight_update", "/update_weights", "/finish_weight_update"),  # the comparison of names
-        *("/start_weight_update", "/update_weights", "/update_weights", "/update_weights", "/finish_weight_update"),
+        *("/pause?mode=wait", "/start_weight_update"),
+        *("/update_weights", "/update_weights", "/update_weights", "/finish_weight_update"),
         *("/reset_prefix_cache", "/resume"),
     ],
     "sglang": [
-        *("/server_info", "/server_info", "/init_weights_update_group", "/pause_generation", "/weights_checker"),
-        *("/begin_weight_update", *["/update_weights_from_distributed"] * 3, "/end_weight_update"),
+        *("/server_info", "/server_info", "/init_weights_update_group", "/end_weight_update", "/weights_checker"),
+        *("/pause_generation", "/begin_weight_update", *["/update_weights_from_distributed"] * 3, "/end_weight_update"),
         *("/update_weight_version", "/continue_generation"),
     ],
 }
@@ -203,9 +204,9 @@ def test_a_server_that_is_not_in_development_mode_is_told_how() -> None:
 
 
 def test_names_of_engines() -> None:
-    names = ["a.q_proj.weight", "a.k_proj.weight", "a.v_proj.weight", "b.experts.3.up_proj.weight", "lm_head.weight"]
+    names = ["a.q_proj.weight", "a.k_proj.weight", "a.v_proj.weight", "b.experts.3.up_proj.weight"]
     infos = [WeightInfo((name,), (1,), torch.bfloat16) for name in names]
-    assert engine_names(names[3])[-1] == "b.experts.w13_weight"
+    assert engine_names(names[3])[-2:] == ["b.experts.w13_weight", "b.experts.routed_experts.w13_weight"]
     refuse_other_names(infos, ["a.qkv_proj.weight", "b.experts.w13_weight"], "a server")
     refuse_other_names(infos, names, "a server")
     with pytest.raises(WeightTransferError, match=r"a server has another model.*b.experts.3.up_proj.weight is unknown"):
@@ -277,6 +278,28 @@ def test_a_server_that_is_gone_is_noticed_in_time_and_may_be_replaced(kind: str,
     training.fakes[1] = replacement
     assert training.publish() == 2 and training.serves("2")
     training.close()
+
+
+@pytest.mark.parametrize("same_model", [True, False], ids=["the same model", "another model"])
+@both
+def test_a_trainer_died_between_two_buckets(kind: str, same_model: bool, training: Training) -> None:
+    """The next one's set is served, or refused. In neither case is half of the first one's."""
+    (server,) = training.fakes
+    training.publish()
+    training.step()
+    infos = [WeightInfo((name,), tuple(t.shape), t.dtype) for name, t in training.weights().items()]
+    training.servers.begin(2, [infos[:3], infos[3:]])  # and then nothing more
+    assert server.process.paused and server.process.updating
+    other = KINDS[kind][1](server.url, timeout_s=10)
+    if same_model:
+        training.strategy.publish_weights(training.model, to=other, version=7)
+        assert training.serves("7")
+    else:
+        server.process.weights["1.gain"] = torch.zeros(3)
+        with pytest.raises(WeightTransferError, match=r"1.gain gets nothing"):
+            training.strategy.publish_weights(training.model, to=other)
+        assert server.process.paused and server.process.version == "1"
+    other.close()
 
 
 @both
