@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -343,7 +343,7 @@ class Engine:
         assert self._scaling is not None
         scaling = self._scaling.layer_factors(layer, gradients, self.loss_scale, self.max_norm)
         update = Update(gradients, *scaling, values)
-        return None if self._skips(update) else update
+        return None if self._skips([update]) else update
 
     def watch_gradients(self) -> None:
         """Watch all parameters: frozen ones may be unfrozen before the next backward."""
@@ -411,19 +411,20 @@ class Engine:
                 return result
             if self.is_set_up:
                 assert self._scaling is not None
-                divisor, factor = self._scaling.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
-                self._start(Update(gradients, divisor, factor, overflow, GroupValues(self.param_groups)))
+                values = GroupValues(self.param_groups)
+                scaled = self._scaling.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
+                self._start([Update(own, divisor, factor, overflow, values) for own, divisor, factor in scaled])
             self.loss_scale.update(overflow)
             return result
 
-    def _start(self, update: Update) -> None:
+    def _start(self, updates: list[Update]) -> None:
         self.edits.outdate()
-        if self._skips(update):
+        if self._skips(updates):
             self.schedule.skip()
         else:
             for listener in self.update_listeners:  # reads in other threads wait from now on
                 listener()
-            self.schedule.start(update)
+            self.schedule.start(updates)
 
     def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
         self.refuse_unusable("Load a checkpoint before the next step")
@@ -515,14 +516,15 @@ class Engine:
         self.gradients.consume()
         self.scaled_backward.clear()
 
-    def _skips(self, update: Update) -> bool:
-        """Whether to skip the update; the host reads the flag only if the base optimizer cannot skip on the device.
+    def _skips(self, updates: Sequence[Update]) -> bool:
+        """Whether to skip the step; the host reads the flag only if the base optimizer cannot skip on the device.
 
         That is so for classes without ``found_inf``, and before there is state.
         """
-        devices = {item.local.device for item in update.gradients}
+        devices = {item.local.device for update in updates for item in update.gradients}
         on_device = all(self.classes.skips_on_device(device, self.param_groups) for device in devices)
-        return (not on_device or bool(update.without_state)) and self.schedule.overflows(update)
+        on_host = not on_device or any(update.without_state for update in updates)
+        return on_host and self.schedule.overflows(updates)
 
     def _init_state(self, gradients: Gradients, overflow: Tensor) -> None:
         """Make state for a checkpoint to fill; without one, the first update starts from scratch."""

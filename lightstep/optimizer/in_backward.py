@@ -135,10 +135,10 @@ class InBackward(Schedule):
         self._newest_batch = self._num_jobs
         if self._in_lane:
             self._wait_for_caller()
-        update = Update.merge(self._updates.pop(batch))
+        updates = self._updates.pop(batch)
         if self._in_lane:
-            refuse_older_graphs(update.gradients)
-        self._schedule(Job(unit, update) for unit in reversed(self._arrivals.units_of[batch]))
+            refuse_older_graphs(item for update in updates for item in update.gradients)
+        self._schedule(Job(unit, updates) for unit in reversed(self._arrivals.units_of[batch]))
         self._submit(self._num_jobs)
         self._wait(self._newest_batch - 1)
 
@@ -206,13 +206,9 @@ class InBackward(Schedule):
                 if not self._arrivals.is_complete(layer):
                     self._complete_layer(layer)
             self._flush()
-            assert self._values is not None
-            overflow = torch.zeros((), dtype=torch.float32, device="cpu")
-            end = Update({}, None, None, overflow, self._values)
-            end.elsewhere = [item for item in managed if item.is_remote]
             if self._in_lane:
                 self._wait_for_caller()
-            self._schedule([Job(None, end)])
+            self._schedule([Job(None, (), [item for item in managed if item.is_remote])])
             self._submit(self._num_jobs)
             self._wait(self._num_jobs)
             self._reset_step()

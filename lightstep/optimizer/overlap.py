@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -363,13 +363,14 @@ class Overlap(NextForward):
                 self._backend.lanes.caller().wait(speculation.done)
         return speculation.weights_changed
 
-    def start(self, update: Update) -> None:
+    def start(self, updates: Sequence[Update]) -> None:
         speculation = self._speculation
-        self._request_verdict(update)
+        self._request_verdict(updates)
         self._agree_on_verdict()
         if speculation is None:
-            super().start(update)
+            super().start(updates)
             return
+        (update,) = updates
         update.values, speculation.update = speculation.values, update
         update.drop_gradients(update.elsewhere)
         refuse_older_graphs(item for item in update.gradients if item not in speculation.used)
@@ -377,14 +378,14 @@ class Overlap(NextForward):
         with self._aborting("the update under way"):
             self._wait_for_caller()
             for unit in speculation.after_backward:
-                self._backend.lanes.compute.run(partial(Job(unit, update).run, self._updater))
+                self._backend.lanes.compute.run(partial(Job(unit, updates).run, self._updater))
             self._backend.lanes.compute.record(speculation.done)
         if self._backend.peers_wait:
             self._resolve(None)
 
-    def overflows(self, update: Update) -> bool:
+    def overflows(self, updates: Sequence[Update]) -> bool:
         """The verdict tells it, if there is one: the host waits once."""
-        return self._verdict.read() == "drop" if self._request_verdict(update) else super().overflows(update)
+        return self._verdict.read() == "drop" if self._request_verdict(updates) else super().overflows(updates)
 
     def skip(self) -> None:
         """The verdict is ``drop``, and it has been read."""
@@ -395,12 +396,12 @@ class Overlap(NextForward):
             self._roll_back_units(speculation)
         super().skip()
 
-    def _request_verdict(self, update: Update) -> bool:
+    def _request_verdict(self, updates: Sequence[Update]) -> bool:
         """Have the device compare this update with the assumed one, once per step; ``False``: nothing was assumed."""
         assumed, self._assumed = self._assumed, None
-        if assumed is None or isinstance(update.factor, Mapping) or isinstance(update.overflow, Mapping):
+        if assumed is None:
             return False
-        divisor, factor = assumed
+        (update,), (divisor, factor) = updates, assumed
         speculation = self._speculation
         unchanged = None if speculation is None else speculation.used.checksums(update.gradients)
         self._verdict.compute(update.overflow, [(update.divisor, divisor), (update.factor, factor)], unchanged)
@@ -491,12 +492,12 @@ class Overlap(NextForward):
         done = dict.fromkeys([*speculative, *speculation.after_backward])
         left = [unit for unit in self._backend.units() if unit not in done]
         with self._aborting("the update under way"):
-            jobs = [Commit(list(done), update), *(Job(unit, update) for unit in left)]
+            jobs = [Commit(list(done), update), *(Job(unit, [update]) for unit in left)]
             self._begin(update.gradients.keys(), update.values, True, left)
             self._units = ()
             self._completing_job = {item: number for number, job in enumerate(jobs) for item in job.owners}
             self._arrival_job = self._backend.arrival_jobs(self._completing_job, len(jobs))
-            self._schedule([*jobs, Job(None, update, next_order)])
+            self._schedule([*jobs, Job(None, [update], update.elsewhere, next_order)])
             self._submit_in_step()
 
     def reset(self) -> None:

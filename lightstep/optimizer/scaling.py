@@ -9,7 +9,7 @@ The norm is that of all gradients together, or with ``clip_layers`` that of each
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ Factor = Tensor | None
 
 class Scaling:
     """Norms and factors of one optimizer's gradients; a new object is made when its parameters change.
+
+    It sets :attr:`Managed.norm_group`.
 
     Args:
         managed: the parameters, in the order of ``model.parameters()``: the last bits of the norm depend on it.
@@ -54,6 +56,9 @@ class Scaling:
         self._half = all(item.local.dtype == torch.float16 for item in self._managed)
         self.layers = group_by_layer(self._managed)
         by_layer = self.layers if clip_layers or layer_by_layer else []
+        for number, layer in enumerate(by_layer):
+            for item in layer:
+                item.norm_group = number
         self._layer_norms = [GradientNorm([item.param for item in layer], norm_type, False) for layer in by_layer]
         self._norms: dict[Managed, Tensor] = {}
 
@@ -93,8 +98,9 @@ class Scaling:
 
     def factors(
         self, gradients: Gradients, norm: Tensor, loss_scale: LossScale, scale: Tensor, max_norm: float | None
-    ) -> tuple[Factor, Factor | Mapping[Managed, Tensor]]:
-        """``(divisor, factor)`` of :class:`~lightstep.optimizer.unit_updater.Update`.
+    ) -> list[tuple[Gradients, Factor, Factor]]:
+        """The gradients that are scaled alike, with ``(divisor, factor)`` of
+        :class:`~lightstep.optimizer.unit_updater.Update`: all of them, or those of each layer.
 
         Args:
             norm: the global norm, unscaled.
@@ -103,15 +109,15 @@ class Scaling:
             max_norm: ``None`` clips nothing.
         """
         if max_norm is None or not self._clip_layers:
-            return _factors(loss_scale, scale, None if max_norm is None else clip_coefficient(norm, max_norm))
-        divisor, factors = None, {}
+            coefficient = None if max_norm is None else clip_coefficient(norm, max_norm)
+            return [(gradients, *_factors(loss_scale, scale, coefficient))]
+        found = []
         for layer, norm_of_layer in zip(self.layers, self._layer_norms, strict=True):
             norms = self._tensor_norms([gradients.get(item) for item in layer], loss_scale)
             layer_norm = self._combine(norm_of_layer, norms, loss_scale)[0].to(scale.device)
-            divisor, factor = _factors(loss_scale, scale, clip_coefficient(layer_norm, max_norm))
-            assert factor is not None
-            factors.update(dict.fromkeys(layer, factor))
-        return divisor, factors
+            own = {item: gradients[item] for item in layer if item in gradients}
+            found.append((own, *_factors(loss_scale, scale, clip_coefficient(layer_norm, max_norm))))
+        return found
 
     # -- one layer at a time
 

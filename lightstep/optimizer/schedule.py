@@ -103,27 +103,35 @@ class Schedule:
     def drop_gradients(self) -> None:
         """Drop gradients that wait for others of their layer (``zero_grad``)."""
 
-    def start(self, update: Update) -> None:
-        """Update all units, now or later."""
+    def start(self, updates: Sequence[Update]) -> None:
+        """Update all units, now or later.
+
+        Args:
+            updates: one of all parameters, or one for each layer; all have the same overflow and values.
+        """
         self.wait_for_update()
-        update.drop_gradients(update.elsewhere)
+        for update in updates:
+            update.drop_gradients(update.elsewhere)
         # The first update of a parameter makes its state: memory is laid out, and the host takes part.
-        deferred = self.deferred and not update.without_state
+        deferred = self.deferred and not any(update.without_state for update in updates)
+        values, elsewhere = updates[0].values, [item for update in updates for item in update.elsewhere]
         if deferred:
-            update.values.copy_mutable()
+            values.copy_mutable()
         with self._aborting("the update under way"):
-            self._begin(update.gradients.keys(), update.values, deferred)
+            gradients = [item for update in updates for item in update.gradients]
+            self._begin(gradients, values, deferred)
             units = self._backend.units()
             if deferred:
-                refuse_older_graphs(update.gradients)
-                update.note_versions()
+                refuse_older_graphs(gradients)
+                for update in updates:
+                    update.note_versions()
                 self._map_parameters(units)
-            self._schedule([Job(unit, update) for unit in (*units, None)])
+            self._schedule([*_jobs(units, updates), Job(None, updates, elsewhere)])
             self._submit_in_step()
 
-    def overflows(self, update: Update) -> bool:
+    def overflows(self, updates: Sequence[Update]) -> bool:
         """Whether the step is to be skipped; the host waits for the device."""
-        return bool(update.overflow)
+        return bool(updates[0].overflow)
 
     def skip(self) -> None:
         """Update nothing: the step overflows."""
@@ -212,7 +220,7 @@ class Schedule:
             self._complete(self._submitted.popleft())
 
     def _complete(self, job: Job) -> None:
-        self._updater.complete(job.update, job.completed)
+        self._updater.complete(job.updates, job.completed)
         if job.is_end:
             assert self._values is not None
             self._updater.write_back(self._values)
@@ -330,7 +338,8 @@ class Job:
     """The update of one unit, or (``unit`` is ``None``) the end of the step.
 
     Args:
-        next_order: see :meth:`UnitUpdater.finish`.
+        updates: those of the unit's parameters.
+        elsewhere, next_order: see :meth:`UnitUpdater.finish`.
 
     Attributes:
         number: its position in the step.
@@ -339,17 +348,36 @@ class Job:
         completed: the parameters that are complete with it, because it is the last one with a part of them.
     """
 
-    def __init__(self, unit: Unit | None, update: Update, next_order: Sequence[Unit] | None = None) -> None:
-        self.number, self.unit, self.update, self.is_end = -1, unit, update, unit is None
+    def __init__(
+        self,
+        unit: Unit | None,
+        updates: Sequence[Update],
+        elsewhere: Collection[Managed] = (),
+        next_order: Sequence[Unit] | None = None,
+    ) -> None:
+        self.number, self.unit, self.updates, self.is_end = -1, unit, updates, unit is None
         self.owners = [] if unit is None else unit.owners
-        self._next_order = next_order
+        self._elsewhere, self._next_order = elsewhere, next_order
         self.completed: list[Managed] = []
 
     def run(self, updater: UnitUpdater) -> None:
         if self.unit is None:
-            updater.finish(self.update.elsewhere, self._next_order)
+            updater.finish(self._elsewhere, self._next_order)
         else:
-            updater.update(self.unit, self.update)
+            updater.update(self.unit, self.updates)
+
+
+def _jobs(units: Sequence[Unit], updates: Sequence[Update]) -> list[Job]:
+    """A job for each unit, with the updates of its parameters.
+
+    Units that ranks update together get all updates: the communication of later units starts with them.
+    """
+    if len(updates) == 1:
+        return [Job(unit, updates) for unit in units]
+    update_of = {item: update for update in updates for item in update.gradients}
+    shared = [any(owner.rows is not None for owner in unit.owners) for unit in units]
+    own = [list(dict.fromkeys(update_of[owner] for owner in unit.owners if owner in update_of)) for unit in units]
+    return [Job(unit, updates if together else mine) for unit, together, mine in zip(units, shared, own, strict=True)]
 
 
 def refuse_older_graphs(items: Iterable[Managed]) -> None:

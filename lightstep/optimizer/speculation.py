@@ -189,7 +189,7 @@ class Commit(Job):
     """
 
     def __init__(self, done: Sequence[Unit], update: Update) -> None:
-        super().__init__(None, update)
+        super().__init__(None, [update])
         self._done, self.is_end = done, False
         self.owners = [owner for unit in done for owner in unit.owners]
 

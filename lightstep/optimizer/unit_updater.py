@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -23,30 +23,27 @@ from lightstep.state.segment import Segment
 Gradients = dict[Managed, Tensor]
 
 
-@dataclass
+@dataclass(eq=False)
 class Update:
-    """One step's update, as ``step()`` decided it.
+    """One step's update of the parameters that are scaled and skipped together: of all, or of one layer.
 
     Attributes:
         gradients: local gradients; each is dropped when its parameter is updated.
-        divisor, factor: 0-dim fp32; the base optimizer sees ``gradient / divisor * factor``. ``None`` is 1. If layers
-            are clipped one by one, ``factor`` maps each parameter to its factor: the same object within a layer.
-        overflow: 0-dim fp32; if it is 1 nothing changes. If layers are skipped one by one, a mapping like ``factor``.
+        divisor, factor: 0-dim fp32; the base optimizer sees ``gradient / divisor * factor``. ``None`` is 1.
+        overflow: 0-dim fp32; if it is 1 nothing changes.
         values: the groups' hyper-parameters.
         elsewhere: the parameters that other replicas update and send.
         without_state: the parameters that had no state when the update was made.
-        separated_by: parameters with different objects in this mapping go to different segments.
         keep_gradients: the gradients must not be changed.
     """
 
     gradients: Gradients
     divisor: Tensor | None
-    factor: Tensor | Mapping[Managed, Tensor | None] | None
-    overflow: Tensor | Mapping[Managed, Tensor]
+    factor: Tensor | None
+    overflow: Tensor
     values: GroupValues
     elsewhere: list[Managed] = field(init=False)
     without_state: list[Managed] = field(init=False)
-    separated_by: Mapping[Managed, object] | None = field(init=False)
     keep_gradients: bool = False
     versions: dict[Managed, tuple[int, int]] = field(default_factory=dict)
     """Of gradient and weight, where the update is deferred: nobody else may write to them before it."""
@@ -54,32 +51,11 @@ class Update:
     def __post_init__(self) -> None:
         self.elsewhere = [item for item in self.gradients if item.is_remote]
         self.without_state = [item for item in self.gradients if not item.updated]
-        by_layer = (mapping for mapping in (self.overflow, self.factor) if isinstance(mapping, Mapping))
-        self.separated_by = next(by_layer, None)
 
-    @classmethod
-    def merge(cls, updates: Sequence[Update]) -> Update:
-        """The updates of several layers as one, which takes over their gradients."""
-        if len(updates) == 1:
-            return updates[0]
-        merged = cls({}, updates[0].divisor, {}, {}, updates[0].values)
-        for update in updates:
-            merged.factor.update(dict.fromkeys(update.gradients, update.factor))  # type: ignore[union-attr]
-            merged.overflow.update(dict.fromkeys(update.gradients, update.overflow))  # type: ignore[union-attr]
-            merged.gradients.update(update.gradients)
-            update.gradients.clear()
-        return merged
-
-    def by_factor(self, segments: list[Segment]) -> list[tuple[list[Segment], Tensor | None, Tensor]]:
-        """Groups of segments with the same factor and overflow, each with these two."""
-        if self.separated_by is None:
-            return [(segments, self.factor, self.overflow)] if segments else []  # type: ignore[list-item]
-        groups: dict[tuple[int, int], tuple[list[Segment], Tensor | None, Tensor]] = {}
-        for segment in segments:
-            owner = segment.parts[0].owner
-            factor, overflow = (v[owner] if isinstance(v, Mapping) else v for v in (self.factor, self.overflow))
-            groups.setdefault((id(factor), id(overflow)), ([], factor, overflow))[0].append(segment)  # type: ignore[arg-type]
-        return list(groups.values())
+    def scaling_on(self, device: torch.device) -> Scaling:
+        """Divisor, factor and overflow on a device."""
+        divisor, factor = (None if value is None else value.to(device) for value in (self.divisor, self.factor))
+        return Scaling(divisor, factor, self.overflow.to(device))
 
     def note_versions(self) -> None:
         """From now on :meth:`refuse_written` finds gradients and weights that somebody else writes to."""
@@ -171,7 +147,7 @@ class UnitUpdater:
         update.drop_gradients(update.elsewhere)
         self.begin(update.gradients.keys())
         for unit in self._backend.units():
-            self.update(unit, update)
+            self.update(unit, [update])
             update.drop_gradients([owner for owner, _, stop in unit.parts if stop == owner.local.numel()])
         self.finish(update.elsewhere)
         self.write_back(update.values)
@@ -188,38 +164,43 @@ class UnitUpdater:
             self._backend.begin(managed, order)
             self.shared.begin(managed, order, ahead)
 
-    def update(self, unit: Unit, update: Update) -> None:
-        """Update one unit."""
-        if unit in self.shared:
-            self._update_shared(unit, update)
-            return
+    def update(self, unit: Unit, updates: Sequence[Update]) -> None:
+        """Update one unit: of one layer, or of several with an update each.
+
+        Args:
+            updates: those of the unit's parameters. Units that ranks update together get all updates of the step, which
+                have the same overflow.
+        """
+        gradients = updates[0].gradients if len(updates) == 1 else _joined(updates)
         with self._guard(f"the update of {unit.label}"):
-            update.refuse_written(unit.owners)
-            segments = self._backend.acquire(unit, update.gradients, update.separated_by)
-            for group, factor, overflow in update.by_factor(segments):
-                self._apply(group, update, _on(group[0].device, update.divisor, factor, overflow))
+            for update in updates:
+                update.refuse_written(unit.owners)
+            if unit in self.shared:
+                segments = self._apply_shared(unit, gradients, updates)
+            else:
+                segments = self._backend.acquire(unit, gradients)
+                for update, own in _divided(segments, updates):
+                    self._apply(own, update)
             self._backend.release(unit, segments)
-            update.note_own_writes(unit.owners)
+            for update in updates:
+                update.note_own_writes(unit.owners)
         self._mark_updated(segments)
 
-    def _update_shared(self, unit: Unit, update: Update) -> None:
+    def _apply_shared(self, unit: Unit, gradients: Gradients, updates: Sequence[Update]) -> list[Segment]:
         """Update a unit together with other ranks; the communication of later units is started first."""
-        divisor, factor, overflow = update.divisor, update.factor, update.overflow
-        assert isinstance(overflow, Tensor) and not isinstance(factor, Mapping), "it is not updated in backward"
-        scaling = _on(unit.owners[0].local.device, divisor, factor, overflow)
+        values, device = updates[0].values, unit.owners[0].local.device
+        scaling = {update: update.scaling_on(device) for update in updates}
 
         def scaled(segments: Sequence[Segment]) -> list[Tensor]:
-            gradients = [[part.slice(update.gradients[part.owner]) for part in segment.parts] for segment in segments]
-            return self._scaled(segments, gradients, update, scaling)
+            rows: dict[Segment, Tensor] = {}
+            for update, own in _divided(segments, updates):
+                rows |= zip(own, self._scaled(own, _gradients_of(own, update), update, scaling[update]), strict=True)
+            return [rows[segment] for segment in segments]
 
-        with self._guard(f"the update of {unit.label}"):
-            update.refuse_written(unit.owners)
-            self.shared.start_ahead(unit, update.gradients, scaled, update.values)
-            segments = self._backend.acquire(unit, update.gradients, update.separated_by)
-            self.shared.apply(unit, segments, scaled, scaling.overflow, update.values)
-            self._backend.release(unit, segments)
-            update.note_own_writes(unit.owners)
-        self._mark_updated(segments)
+        self.shared.start_ahead(unit, gradients, scaled, values)
+        segments = self._backend.acquire(unit, gradients)
+        self.shared.apply(unit, segments, scaled, scaling[updates[0]].overflow, values)
+        return segments
 
     def finish(self, elsewhere: Collection[Managed], next_order: Sequence[Unit] | None = None) -> None:
         """End the step.
@@ -245,18 +226,20 @@ class UnitUpdater:
         """:meth:`update` in such a way that it can be rolled back; does nothing if no parameter has a gradient."""
         if any(owner in update.gradients for owner in unit.owners):
             self._backend.speculate(unit)
-            self.update(unit, update)
+            self.update(unit, [update])
 
     def refuse_written(self, update: Update) -> None:
         """Mark the step as broken, and raise ``RuntimeError``, if somebody has written to a gradient or a weight."""
         with self._guard("the update"):
             update.refuse_written(update.gradients)
 
-    def complete(self, update: Update, items: list[Managed]) -> None:
+    def complete(self, updates: Sequence[Update], items: list[Managed]) -> None:
         """The updates of these parameters are done: check and drop their gradients."""
         with self._guard("the update"):
-            update.refuse_written(items)
-        update.drop_gradients(items)
+            for update in updates:
+                update.refuse_written(items)
+        for update in updates:
+            update.drop_gradients(items)
 
     def roll_back(self, unit: Unit) -> None:
         """Undo :meth:`speculate`."""
@@ -277,10 +260,9 @@ class UnitUpdater:
         consequence = "; other ranks wait for this one until its process ends" if self.shared.units else ""
         return self.broken.guard(what, consequence)
 
-    def _apply(self, segments: list[Segment], update: Update, scaling: Scaling) -> None:
-        gradients = {
-            segment: [part.slice(update.gradients[part.owner]) for part in segment.parts] for segment in segments
-        }
+    def _apply(self, segments: Sequence[Segment], update: Update) -> None:
+        gradients = dict(zip(segments, _gradients_of(segments, update), strict=True))
+        scaling = update.scaling_on(segments[0].device)
         left = self._one_pass.update(segments, [*gradients.values()], scaling, update.values)
         if left:
             scaled = self._scaled(left, [gradients[segment] for segment in left], update, scaling)
@@ -301,6 +283,19 @@ class UnitUpdater:
         self._record(owners)
 
 
-def _on(device: torch.device, divisor: Tensor | None, factor: Tensor | None, overflow: Tensor) -> Scaling:
-    divisor, factor = (None if value is None else value.to(device) for value in (divisor, factor))
-    return Scaling(divisor, factor, overflow.to(device))
+def _joined(updates: Sequence[Update]) -> Gradients:
+    """The gradients of all of the updates."""
+    return {item: gradient for update in updates for item, gradient in update.gradients.items()}
+
+
+def _divided(segments: Sequence[Segment], updates: Sequence[Update]) -> list[tuple[Update, Sequence[Segment]]]:
+    """Each update with its segments, if it has any: no segment has parts of two updates."""
+    if len(updates) == 1:
+        return [(updates[0], segments)] if segments else []
+    pairs = ((update, [s for s in segments if s.parts[0].owner in update.gradients]) for update in updates)
+    return [(update, own) for update, own in pairs if own]
+
+
+def _gradients_of(segments: Sequence[Segment], update: Update) -> list[list[Tensor]]:
+    """The gradient of each part of each segment."""
+    return [[part.slice(update.gradients[part.owner]) for part in segment.parts] for segment in segments]

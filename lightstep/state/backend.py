@@ -118,14 +118,8 @@ class StateBackend(ABC):
         """
 
     @abstractmethod
-    def acquire(
-        self, unit: Unit, active: Collection[Managed], apart: Mapping[Managed, object] | None = None
-    ) -> list[Segment]:
-        """Masters and state of the unit's ``active`` parameters on the device, ready for work on the current stream.
-
-        Args:
-            apart: a key for each parameter; parameters with different keys are in different segments.
-        """
+    def acquire(self, unit: Unit, active: Collection[Managed]) -> list[Segment]:
+        """Masters and state of the unit's ``active`` parameters on the device, ready for work on the current stream."""
 
     @abstractmethod
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:

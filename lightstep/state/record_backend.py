@@ -164,11 +164,9 @@ class RecordBackend(StateBackend):
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
-    def acquire(
-        self, unit: Unit, active: Collection[Managed], apart: Mapping[Managed, object] | None = None
-    ) -> list[Segment]:
+    def acquire(self, unit: Unit, active: Collection[Managed]) -> list[Segment]:
         record = self._records[unit]
-        segments = segments_of(record, active, apart)
+        segments = segments_of(record, active)
         if not segments:
             return []
         assert self._acquired is None, f"{unit.label} acquired before {self._acquired[0].unit.label} was released"
@@ -202,7 +200,7 @@ class RecordBackend(StateBackend):
     def look_ahead(self, unit: Unit, active: Collection[Managed]) -> list[tuple[Segment, Mapping[str, Tensor]]]:
         record = self._records[unit]
         slot = self._peek_slot(record)
-        return [(segment, segment.views_in(slot).entries) for segment in segments_of(record, active, None)]
+        return [(segment, segment.views_in(slot).entries) for segment in segments_of(record, active)]
 
     def _peek_slot(self, record: Record) -> Slot:
         """:meth:`_acquire_slot` for a record that is acquired later."""
@@ -375,9 +373,7 @@ class RecordBackend(StateBackend):
 
     def _compared_parts(self, record: Record, wanted: Collection[Managed]) -> Compared:
         """The record's parts whose weights have to be compared."""
-        segments = [
-            segment for segment in segments_of(record, wanted, None) if segment.has_state and segment.coding != "own"
-        ]
+        segments = [segment for segment in segments_of(record, wanted) if segment.has_state and segment.coding != "own"]
         parts = [part for segment in segments for part in segment.parts if part.expected_weight is None]
         return Compared(record, segments, parts)
 

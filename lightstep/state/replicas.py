@@ -112,10 +112,8 @@ class ReplicaShardedBackend(StateBackend):
         self._broadcasts.begin()
         self.inner.begin([item for item in managed if not item.is_remote], order)
 
-    def acquire(
-        self, unit: Unit, active: Collection[Managed], apart: Mapping[Managed, object] | None = None
-    ) -> list[Segment]:
-        return self.inner.acquire(unit, active, apart)
+    def acquire(self, unit: Unit, active: Collection[Managed]) -> list[Segment]:
+        return self.inner.acquire(unit, active)
 
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
         is_speculative = self.inner.is_speculative(unit)

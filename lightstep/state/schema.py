@@ -78,6 +78,8 @@ class Managed:
         reads_attributes: its base optimizer may read attributes of the parameter (``p._no_weight_decay``). It is
             updated as one with such parameters only as have the same.
         rows: how it is sharded over the ranks that update it together; ``None``: this rank updates its shard alone.
+        norm_group: parameters with the same number are clipped and skipped by one norm of their own, and are not
+            updated as one with others; ``None``: by the norm of all.
         window: where its local elements are in the whole parameter. Stochastic rounding depends on it.
         fused_update: a fused kernel joins and splits its masters, so nothing else needs them whole.
         updated: its state exists, from an update or from a checkpoint.
@@ -95,6 +97,7 @@ class Managed:
     whole_tensors: bool = False
     reads_attributes: bool = False
     rows: Rows | None = None
+    norm_group: int | None = None
     window: Window = _WHOLE
     fused_update: bool = False
     updated: bool = False

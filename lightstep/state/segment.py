@@ -425,12 +425,12 @@ class Segment(Run):
         return staging.gather_row(self)[:2]
 
 
-def segments_of(record: Record, active: Collection[Managed], apart: Mapping[Managed, object] | None) -> list[Segment]:
+def segments_of(record: Record, active: Collection[Managed]) -> list[Segment]:
     """The segments of a record's active parts; the same objects as long as the same parts are active."""
     for known in record.divisions:
-        if known.fits(record, active, apart):
+        if known.fits(record, active):
             return cast(list[Segment], known.runs)
-    division = Segments(record, active, apart)
+    division = Segments(record, active)
     record.remember(division)
     return division.runs
 
@@ -438,14 +438,14 @@ def segments_of(record: Record, active: Collection[Managed], apart: Mapping[Mana
 class Segments:
     """A record's segments, and the facts that they depend on."""
 
-    def __init__(self, record: Record, active: Collection[Managed], apart: Mapping[Managed, object] | None) -> None:
+    def __init__(self, record: Record, active: Collection[Managed]) -> None:
         self._facts = [
             _Facts(
                 part.owner.group,
                 part.owner.local,
                 part.history,
                 part.expected_weight is None,
-                None if apart is None else apart[part.owner],
+                part.owner.norm_group,
                 _attributes_of(part.owner.param) if part.owner.reads_attributes else (),
             )
             if part.owner in active
@@ -454,7 +454,7 @@ class Segments:
         ]
         self.runs = [Segment(run) for run in _runs(record, self._facts)]
 
-    def fits(self, record: Record, active: Collection[Managed], apart: Mapping[Managed, object] | None) -> bool:
+    def fits(self, record: Record, active: Collection[Managed]) -> bool:
         """Whether the facts are still the same. This runs for every part in every step: it calls nothing."""
         for part, facts in zip(record.parts, self._facts, strict=True):
             owner = part.owner
@@ -464,12 +464,12 @@ class Segments:
                 continue
             if facts is None:
                 return False
-            group, local, history, has_its_weight, layer, attributes = facts
+            group, local, history, has_its_weight, norm_group, attributes = facts
             if owner.group is not group or owner.local is not local or part.history is not history:
                 return False
             if (part.expected_weight is None) is not has_its_weight:
                 return False
-            if (None if apart is None else apart[owner]) is not layer:
+            if owner.norm_group != norm_group:
                 return False
             if owner.reads_attributes and _attributes_of(owner.param) != attributes:
                 return False
@@ -477,13 +477,13 @@ class Segments:
 
 
 class _Facts(NamedTuple):
-    """What decides about a part's segment; all but the last two are compared by identity."""
+    """What decides about a part's segment; the first three are compared by identity."""
 
     group: dict[str, Any]
     local: Tensor
     history: History | None
     has_its_weight: bool
-    layer: object
+    norm_group: int | None
     attributes: tuple[Any, ...]
 
 
@@ -520,6 +520,6 @@ def _can_merge(part: Part, facts: _Facts, last: Part, last_facts: _Facts) -> boo
         facts.group is last_facts.group
         and facts.history is last_facts.history
         and facts.has_its_weight == last_facts.has_its_weight
-        and facts.layer is last_facts.layer
+        and facts.norm_group == last_facts.norm_group
         and facts.attributes == last_facts.attributes
     )

@@ -66,9 +66,12 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def made(sharding: dict[str, Any], state: dict[str, Any], groups: Any = groups_of) -> tuple[Any, Any, Any]:
+def made(
+    sharding: dict[str, Any], state: dict[str, Any], groups: Any = groups_of, clipping: Any = None
+) -> tuple[Any, Any, Any]:
+    clipping = clipping or {"max_norm": 0.5}
     strategy = lightstep.Strategy.load(
-        {"sharding": {"kind": "fsdp2", **sharding}, "clipping": {"max_norm": 0.5}, "optimizer_state": state}
+        {"sharding": {"kind": "fsdp2", **sharding}, "clipping": clipping, "optimizer_state": state}
     )
     torch.manual_seed(0)
     model = strategy.prepare_model(representable(WithExperts()))
@@ -211,6 +214,29 @@ def test_the_bits_of_whole_matrices(pool: Pool, state: str, world_size: int) -> 
 def test_other_units_between_them(pool: Pool) -> None:
     state = {**STATES["stream, next forward"], "ring_mib": 0.006}
     pool.run(check_exact, 3, sharding={}, state=state, groups=few_matrices)
+
+
+def test_layers_that_are_clipped_by_themselves(pool: Pool) -> None:
+    pool.run(check_layers, 2)
+
+
+def check_layers(rank: int, world_size: int) -> None:
+    """Each layer's momentum has its own factor; later units' communication starts with the factors of their layers."""
+    runs = {"streamed": "stream, next forward", "resident": "resident", "whole": "resident"}
+    first, last = {}, {}
+    for run, state in runs.items():
+        sharding = {"kind": "single" if run == "whole" else "fsdp2"}
+        strategy, model, optimizer = made(sharding, STATES[state], clipping={"max_norm": 0.05, "scope": "unit"})
+        optimizer._backend.unit_elements = 150
+        train(strategy, model, optimizer, 0, range(1))
+        first[run] = content(model, optimizer)
+        train(strategy, model, optimizer, 0, range(1, 4))
+        last[run] = content(model, optimizer)
+        optimizer.close()
+    for name, value in first["whole"].items():
+        if name.endswith("momentum_buffer"):
+            torch.testing.assert_close(first["resident"][name], value, rtol=1e-2, atol=1e-7)
+    assert [name for name, value in last["resident"].items() if not torch.equal(last["streamed"][name], value)] == []
 
 
 @pytest.mark.parametrize(("state", "world_size"), [("stream, overlap", 2), ("resident", 3)])
