@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -143,45 +143,109 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
 
 
-# -- the pending save --------------------------------------------------------------------------------------------------
+# -- what a thread does while training goes on -------------------------------------------------------------------------
+
+Result = TypeVar("Result")
 
 
-class PendingSave(Future[Path]):
-    """A handle for a save. ``done()``: whether it has ended. ``result(timeout=None)`` waits, and returns the folder.
+class Pending(Future[Result]):
+    """A handle for what a thread does while training goes on. The process waits for it when it ends.
 
-    A save cannot be cancelled: ``cancel()`` returns ``False``.
+    ``done()``: whether it has ended. ``result(timeout=None)`` waits. It cannot be cancelled: ``cancel()`` returns
+    ``False``.
     """
 
-    def __init__(self, thread: threading.Thread | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
-        self._thread = thread
+        self._thread: threading.Thread | None = None
         self._result_seen = False
+
+    def hurry(self) -> None:
+        """Somebody waits."""
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if timeout != 0 and not self.done():
-            _hurry()
+            self.hurry()
         return super().exception(timeout)
 
-    def result(self, timeout: float | None = None) -> Path:
-        self.exception(timeout)  # raises TimeoutError if the save is still running
+    def result(self, timeout: float | None = None) -> Result:
+        self.exception(timeout)  # raises TimeoutError if the thread is still running
         self._result_seen = True
+        _unreported.discard(self)
         return super().result()
 
     def join(self) -> None:
-        """Wait until the save has ended, and its callbacks with it. Its error is kept for later."""
+        """Wait until it has ended, and its callbacks with it. Its error is kept for later."""
         if self._thread is not None:
-            _hurry()
+            self.hurry()
             self._thread.join()
 
     def raise_if_failed(self) -> None:
         """Raise the thread's error, unless :meth:`result` has raised it before.
 
-        What the save left in hidden folders is removed by then.
+        What a save left in hidden folders is removed by then.
         """
+        if self.done() and self.exception() is None:
+            _unreported.discard(self)
         if self.done() and not self._result_seen and self.exception() is not None:
             self.join()  # callbacks remove folders
             self.result()
+
+
+_unreported: set[Pending[Any]] = set()
+"""Those that were started, and whose errors nobody has seen."""
+
+
+def start_thread(pending: Pending[Result], work: Callable[[], Result], until_done: ExitStack, name: str) -> None:
+    """Run ``work`` in a thread, which the process waits for when it ends. ``pending`` gets its result or error.
+
+    Args:
+        until_done: closed when ``work`` has returned or raised.
+    """
+    resources = until_done.pop_all()
+
+    def run() -> None:
+        try:
+            with resources:
+                result = work()
+            pending.set_result(result)
+        except BaseException as error:
+            pending.set_exception(error)
+
+    pending._thread = threading.Thread(target=run, name=name)
+    _unreported.add(pending)
+    try:
+        pending._thread.start()
+    except BaseException:
+        _unreported.discard(pending)
+        resources.close()
+        raise
+
+
+@atexit.register
+def _log_unraised_errors() -> None:
+    """Runs when the process ends, after its threads."""
+    for pending in list(_unreported):
+        try:
+            pending.raise_if_failed()
+        except BaseException as error:
+            logger.error("%s", error)
+
+
+# -- the pending save --------------------------------------------------------------------------------------------------
+
+
+class PendingSave(Pending[Path]):
+    """A handle for a save. ``done()``: whether it has ended. ``result(timeout=None)`` waits, and returns the folder.
+
+    A save cannot be cancelled: ``cancel()`` returns ``False``.
+    """
+
+    def hurry(self) -> None:
+        """Somebody waits for the pending save, or for what follows it."""
+        if _background is not None:
+            _background.hurry()
 
 
 def completed_save(path: Path) -> PendingSave:
@@ -209,43 +273,12 @@ def start_save(
         optimizer: its next step raises the thread's error.
     """
     global _pending, _background, _hook
-    resources, background = until_written.pop_all(), Background()
-
-    def run() -> None:
-        try:
-            with resources:
-                path = write(background)
-            pending.set_result(path)
-        except BaseException as error:
-            pending.set_exception(error)
-
-    thread = threading.Thread(target=run, name="checkpoint-save")
-    pending = PendingSave(thread)
-    try:
-        thread.start()
-    except BaseException:
-        resources.close()
-        raise
+    background, pending = Background(), PendingSave()
+    start_thread(pending, lambda: write(background), until_written, "checkpoint-save")
     _pending, _background = pending, background
     if optimizer is not None:
         _hook = optimizer.register_step_pre_hook(lambda *_: pending.raise_if_failed())
     return pending
-
-
-def _hurry() -> None:
-    """Somebody waits for the pending save, or for what follows it."""
-    if _background is not None:
-        _background.hurry()
-
-
-@atexit.register
-def _log_unraised_error() -> None:
-    """Runs when the process ends, after its threads."""
-    if _pending is not None:
-        try:
-            _pending.raise_if_failed()
-        except BaseException as error:
-            logger.error("%s", error)
 
 
 def wait_for_pending() -> None:
@@ -265,18 +298,27 @@ def finish_pending() -> None:
         pending.raise_if_failed()
 
 
-_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
-"""Ranks -> the default process group that they were part of, and their writers' group."""
+_groups: dict[tuple[tuple[int, ...], str], tuple[Any, Any]] = {}
+"""Ranks and purpose -> the default process group that they were part of, and their group."""
 
 
-def writer_group(ranks: Ranks) -> Ranks:
-    """The same ranks in a separate gloo group, so that collectives do not mix with training's. Called by all ranks."""
+def thread_group(ranks: Ranks, purpose: str) -> Ranks:
+    """The same ranks in a separate gloo group, so that collectives do not mix with training's. Called by all ranks.
+
+    Args:
+        purpose: collectives of two threads that run at the same time must not mix either: each has its own purpose.
+    """
     if not ranks.is_distributed:
         return ranks
     world = dist.group.WORLD
     members = tuple(dist.get_process_group_ranks(world if ranks.group is None else ranks.group))
-    known = _groups.get(members)
+    known = _groups.get((members, purpose))
     if known is None or known[0] is not world:
         group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
-        known = _groups[members] = (world, group)
+        known = _groups[members, purpose] = (world, group)
     return Ranks(known[1])
+
+
+def writer_group(ranks: Ranks) -> Ranks:
+    """:func:`thread_group` of saves."""
+    return thread_group(ranks, "save")

@@ -268,7 +268,13 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return False  # DeepSpeed initialises its masters from the weights that it gets
 
     def publish_weights(
-        self, model: nn.Module, to: RolloutEngine | WeightTransport | None = None, version: int | None = None
+        self,
+        model: nn.Module,
+        to: RolloutEngine | WeightTransport | None = None,
+        version: int | None = None,
+        *,
+        wait: bool = True,
+        replace: bool = False,
     ) -> int:
         """Publish weights as every strategy does, at stages 1 and 2.
 
@@ -280,7 +286,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"{self.name}: publish_weights with sharding.stage 3: DeepSpeed has partitioned the weights over the "
                 "ranks; set stage to 1 or 2, or sharding.kind to fsdp2"
             )
-        return super().publish_weights(model, to, version)
+        return super().publish_weights(model, to, version, wait=wait, replace=replace)
 
     # -- checkpoints
 

@@ -101,18 +101,20 @@ class GroupTransport(WeightTransport):
     """
 
     def __init__(self, board: MessageBoard, receivers: Sequence[int], device: torch.device, timeout: float) -> None:
-        self.receivers = tuple(receivers)
+        self.receivers = self._next_receivers = tuple(receivers)
         self._board, self._device, self._timeout = board, device, timeout
         self._link: WeightLink | None = None
         self._set = 0
 
     def change_receivers(self, receivers: Sequence[int]) -> None:
         """Send to these ranks from the next set on."""
-        self._close_link()
-        self.receivers = tuple(receivers)
+        self._next_receivers = tuple(receivers)
 
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
         self._delete_old_messages()
+        if self.receivers != self._next_receivers:
+            self._close_link()
+            self.receivers = self._next_receivers
         self._set = self._board.next_number()
         offer = {
             "version": version,

@@ -1,24 +1,19 @@
-"""Publishing and receiving weights: a strategy's part in reinforcement learning.
-
-The trainers gather whole tensors and send them, one bucket at a time.
-"""
+"""Publishing and receiving weights: a strategy's part in reinforcement learning."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightstep.checkpoint.errors import CheckpointError
-from lightstep.checkpoint.huggingface import find_senders
 from lightstep.checkpoint.model_state import refuse_partly_loaded
 from lightstep.config import ConfigError, Rollout, RolloutServers
-from lightstep.distributed import Ranks, gather_tensor, initialized, local_tensor, rank
-from lightstep.optimizer.param_groups import layer_of
+from lightstep.distributed import Ranks, initialized, rank
 from lightstep.rollout.engine import RolloutEngine
-from lightstep.rollout.file_names import infos_in_files, tensors_in_files
 from lightstep.rollout.group_transport import GroupReceiver, GroupTransport, MessageBoard
+from lightstep.rollout.publication import GatheredWeights, Publication, PublishedModel, PublishedWeights
+from lightstep.rollout.publisher import Publisher
 from lightstep.rollout.roles import Roles
 from lightstep.rollout.servers import ServerTransport, SglangServer, VllmServer
 from lightstep.rollout.transport import (
@@ -27,13 +22,9 @@ from lightstep.rollout.transport import (
     WeightInfo,
     WeightTransferError,
     WeightTransport,
-    buckets_of,
 )
-from lightstep.sharding.dtypes import planned_by_tensor
-from lightstep.sharding.model_names import named_tensors, unwrap_model
+from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.prepared_model import PreparedModel
-
-_MIB = 2**20
 
 
 class LocalEngine(WeightTransport):
@@ -56,101 +47,6 @@ class LocalEngine(WeightTransport):
 
     def abort(self, reason: str) -> None:
         """Does nothing: the engine stays incomplete until a set ends."""
-
-
-class Publication:
-    """Sends one set of weights. All trainers create and call it in the same order.
-
-    Args:
-        model: without wrappers, and without pending updates.
-        dtype: weights are sent in it, except those that a rollout model keeps in another one.
-        bucket_mib: size of a bucket in MiB.
-        transport: ``None`` on ranks that only take part in gathering.
-
-    Raises:
-        WeightTransferError: ranks have different tensors of one name.
-    """
-
-    def __init__(
-        self, model: nn.Module, dtype: torch.dtype, bucket_mib: float, transport: WeightTransport | None
-    ) -> None:
-        self._ranks = Ranks()
-        self._transport = transport
-        tensors = named_tensors(model)
-        try:
-            self._senders = find_senders(tensors, self._ranks)
-        except CheckpointError as error:  # all ranks raise it
-            raise WeightTransferError(f"{error}; engines know one tensor of a name") from error
-        planned = planned_by_tensor(model, dtype)
-        infos = [WeightInfo.of(named, planned.get(named.tensor)) for named in tensors]
-        self._named = dict(zip(infos, tensors, strict=True))
-        self._buckets = buckets_of(infos, [layer_of(info.name) for info in infos], bucket_mib * _MIB)
-        self._sent: Sequence[Sequence[WeightInfo]] = self._buckets
-        self._model = model
-        self._device = next((local_tensor(named.tensor).device for named in tensors), torch.device("cpu"))
-
-    @torch.no_grad()
-    def send(self, version: int) -> None:
-        """Send all buckets.
-
-        Raises:
-            WeightTransferError: a receiver did not get all of them. All ranks raise.
-        """
-        transport = self._transport
-        try:
-            self._run_on_all(lambda: self._begin(transport, version) if transport else None)
-            size = max(map(Bucket.nbytes_of, self._sent), default=0) if transport else 0
-            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            for infos, sent in zip(self._buckets, self._sent, strict=True):
-                self._run_on_all(lambda infos=infos, sent=sent: self._send_bucket(infos, sent, buffer))  # type: ignore[misc]
-            self._run_on_all(lambda: transport.finish() if transport else None)
-        except BaseException as error:
-            if transport is not None:
-                transport.abort(f"{type(error).__name__}: {error}")
-            raise
-
-    def _begin(self, transport: WeightTransport, version: int) -> None:
-        if transport.uses_file_names:
-            self._sent = infos_in_files(self._model, self._buckets)
-        transport.begin(version, self._sent)
-
-    def _send_bucket(self, infos: Sequence[WeightInfo], sent: Sequence[WeightInfo], buffer: Tensor) -> None:
-        """Gather the tensors ``infos``, and on the sending rank send them as ``sent``."""
-        if self._transport is None:
-            for info in infos:
-                self._gather(info)
-            return
-        bucket = Bucket(sent, buffer)
-        if sent is infos:
-            for info, target in bucket:
-                target.copy_(self._gather(info))
-        else:
-            gathered = {info.name: self._gather(info).to(info.dtype) for info in infos}
-            found = tensors_in_files(self._model, gathered)
-            for info, target in bucket:
-                target.copy_(found[info.name])
-        self._transport.send(bucket)
-
-    def _gather(self, info: WeightInfo) -> Tensor:
-        named = self._named[info]
-        return gather_tensor(named.tensor, self._senders.get(named.name), self._ranks.group, info.dtype)
-
-    def _run_on_all(self, step: Callable[[], object]) -> None:
-        """Run ``step`` on all ranks. If it fails on one of them, all raise."""
-        error: BaseException | None = None
-        try:
-            step()
-        except BaseException as caught:
-            error = caught
-        text = f"{type(error).__name__}: {error}"
-        failures = self._ranks.gather(None if error is None else (text, getattr(error, "ranks", ())))
-        if isinstance(error, WeightTransferError) or (error is not None and not isinstance(error, Exception)):
-            raise error
-        if error is not None:
-            raise WeightTransferError(f"weights were not published: {text}") from error
-        for trainer, failure in enumerate(failures):
-            if failure is not None:
-                raise WeightTransferError(f"trainer {trainer}: {failure[0]}", failure[1])
 
 
 _TIMEOUT = 300.0
@@ -177,6 +73,8 @@ class ReinforcementLearning:
         self._transport: GroupTransport | None = None
         self._servers: ServerTransport | None = None
         self._receiver: GroupReceiver | None = None
+        self._publisher: Publisher | None = None
+        self._last: PublishedWeights | None = None
 
     def open(self) -> None:
         """Create the message board, when there is a process group. Called by all ranks of all roles."""
@@ -189,38 +87,64 @@ class ReinforcementLearning:
         dtype: torch.dtype,
         to: RolloutEngine | WeightTransport | None = None,
         version: int | None = None,
+        wait: bool = True,
+        replace: bool = False,
     ) -> int:
         """See ``Strategy.publish_weights``. ``dtype``: floating-point weights are cast to it."""
         self._roles.require_trainer("publish_weights", "it receives weights: call receive_weights(engine)", model)
         refuse_partly_loaded(model, "publishing weights")
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
+            raise ValueError(f"version is {version!r}; a whole number of at least 0 is needed")
+        if replace and wait:
+            raise ValueError("publish_weights(replace=True) replaces what waits for its turn, and needs wait=False")
+        if not wait and isinstance(to, RolloutEngine):
+            raise ValueError(
+                "publish_weights(wait=False) with an engine: a thread would change its weights while this process may "
+                "generate with them; leave wait out"
+            )
+        if wait:
+            self.wait()
+        inner = unwrap_model(model)
         with PreparedModel.of(model).between_steps("publish_weights()"):
             self._reshard(model)
-            if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
-                raise ValueError(f"version is {version!r}; a whole number of at least 0 is needed")
             number = self._version + 1 if version is None else version
-            inner = unwrap_model(model)
             device = next((tensor.device for tensor in inner.parameters()), torch.device("cpu"))
-            Publication(inner, dtype, self._config.bucket_mib, self._transport_to(to, device)).send(number)
+            transport = self._transport_to(to, device)
+
+            def published(ranks: Ranks) -> PublishedModel:
+                return PublishedModel(inner, dtype, self._config.bucket_mib, ranks)
+
+            if wait:
+                ranks = Ranks()
+                self._last = Publication(GatheredWeights(published(ranks), ranks), transport, ranks).send(number)
+            else:
+                self._publisher = self._publisher or Publisher()
+                self._publisher.publish(published, number, transport, replace)
             self._version = number
             return number
+
+    def wait(self) -> PublishedWeights | None:
+        """See ``Strategy.wait_for_publication``."""
+        if self._publisher is not None:
+            self._last = self._publisher.wait() or self._last
+        return self._last
 
     def _transport_to(self, to: RolloutEngine | WeightTransport | None, device: torch.device) -> WeightTransport | None:
         if isinstance(to, RolloutEngine):
             return LocalEngine(to)
         if to is not None and not isinstance(to, WeightTransport):
             raise TypeError(f"to is of type {type(to).__name__}; a RolloutEngine or a WeightTransport is needed")
-        first = not self._roles.asynchronous or self._roles.rank == 0
+        first = self._roles.rank == 0
         if to is not None:
             return to if first else None
         if self._config.servers is not None:
-            return self._server_transport(self._config.servers) if self._roles.rank == 0 else None
+            return self._server_transport(self._config.servers) if first else None
         board, receivers = self._workers()
         if not first:
             return None
         if self._transport is None:
             self._transport = GroupTransport(board, receivers, device, self._timeout)
-        elif self._transport.receivers != receivers:
-            self._transport.change_receivers(receivers)
+        self._transport.change_receivers(receivers)
         return self._transport
 
     def _server_transport(self, config: RolloutServers) -> ServerTransport:
@@ -277,7 +201,17 @@ class ReinforcementLearning:
         self._dropped |= dropped
 
     def close(self) -> None:
-        """Close the links. The first trainer tells the workers that training has ended."""
+        """Close the links. The first trainer tells the workers that training has ended.
+
+        Raises:
+            WeightTransferError: a set was not sent that training did not wait for. Everything is closed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         if self._board is not None and initialized():
             if self._roles.own_role == "trainer" and self._roles.rank == 0:
                 self._transport = self._transport or GroupTransport(self._board, (), torch.device("cpu"), self._timeout)
@@ -286,4 +220,4 @@ class ReinforcementLearning:
                 self._receiver.close()
         if self._servers is not None:
             self._servers.close()
-        self._transport = self._receiver = self._board = self._servers = None
+        self._transport = self._receiver = self._board = self._servers = self._publisher = None

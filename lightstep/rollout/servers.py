@@ -67,7 +67,8 @@ class ServerTransport(WeightTransport):
             raise ValueError(f"pause is {pause!r}; {self.protocol.kind} has {', '.join(map(repr, allowed))}")
         self._pause, self._backend, self._timeout = pause or allowed[0], backend, timeout_s
         self._address, self._api_key, self._checks = address, api_key, check
-        self._servers: list[Server] = []
+        self._servers: list[Server] = []  # of the last set
+        self._next_servers: list[Server] = []
         self._link: WeightLink | None = None
         self._number, self._version = 0, 0  # of the link, and of the set
         self._joined = False  # servers have joined the group of this number
@@ -75,31 +76,28 @@ class ServerTransport(WeightTransport):
         self._name = f"lightstep-{uuid.uuid4().hex[:8]}"  # servers may remember the groups of an earlier trainer
         for url in [urls] if isinstance(urls, str) else urls:
             self.add(url)
-        if not self._servers:
+        if not self._next_servers:
             raise ValueError(f"{type(self).__name__} without a URL; give one such as http://host:8000")
 
     @property
     def urls(self) -> list[str]:
         """The servers that the next set goes to."""
-        return [server.url for server in self._servers]
+        return [server.url for server in self._next_servers]
 
     def add(self, url: str) -> None:
         """Send to this server, too, from the next set on."""
-        server = self.protocol(url, self._timeout, self._api_key)
-        self._disconnect()
-        self._servers.append(server)
+        self._next_servers = [*self._next_servers, self.protocol(url, self._timeout, self._api_key)]
 
     def drop(self, url: str) -> None:
-        """Do not send to this server any more. It may be gone.
+        """Do not send to this server any more, from the next set on. It may be gone.
 
         Raises:
             ValueError: it is none of :attr:`urls`, or the only one.
         """
-        left = [server for server in self._servers if server.url != url.rstrip("/")]
-        if not left or len(left) == len(self._servers):
+        left = [server for server in self._next_servers if server.url != url.rstrip("/")]
+        if not left or len(left) == len(self._next_servers):
             raise ValueError(f"drop({url!r}): the servers are {', '.join(self.urls)}, and one has to stay")
-        self._servers = left
-        self._disconnect()
+        self._next_servers = left
 
     def close(self) -> None:
         """Close the process group. Servers go on, unless they wait for a complete set."""
@@ -111,6 +109,10 @@ class ServerTransport(WeightTransport):
         infos = [info for bucket in buckets for info in bucket]
         if not infos:
             raise WeightTransferError("there are no weights to send")
+        if self._servers != self._next_servers:
+            self._servers = [server for server in self._servers if server in self._next_servers]
+            self._disconnect()
+            self._servers = self._next_servers
         if self._link is not None and not self._all_know_the_last_version():
             self._disconnect()
         if self._link is None:
@@ -252,10 +254,12 @@ class SglangServer(ServerTransport):
 def _in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
     """What ``call`` returns or raises. The program may end before: a broadcast ends at its time limit."""
     future: Future[Any] = Future()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # what was queued there comes first
 
     def run() -> None:
         try:
-            future.set_result(call(*arguments))
+            with torch.cuda.stream(stream):
+                future.set_result(call(*arguments))
         except BaseException as error:
             future.set_exception(error)
 

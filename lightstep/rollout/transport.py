@@ -125,7 +125,11 @@ class WeightTransport(ABC):
 
     @abstractmethod
     def send(self, bucket: Bucket) -> None:
-        """Send the next tensors. They are whole, on the trainer's device, and valid until this returns."""
+        """Send the next tensors. They are whole, and valid until this returns.
+
+        They are on the trainer's device. With ``publish_weights(wait=False)`` they are on the host, and all methods are
+        called by a thread.
+        """
 
     @abstractmethod
     def finish(self) -> None:

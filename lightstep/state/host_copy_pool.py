@@ -18,14 +18,22 @@ _SMALLEST, _LARGEST = 1 << 20, 256 << 20
 """Bytes of a new slab: as many as all slabs so far, within these limits; more if one tensor needs more."""
 
 _ALIGNMENT = 64
-_WHAT = "copying what is saved while training goes on"
-_ADVICE = "A synchronous save (asynchronous=False) needs no copy"
 
 
 class HostCopyPool:
-    """Copies of the tensors of one moment at a time; :meth:`reset` reuses their memory for the next."""
+    """Copies of the tensors of one moment at a time; :meth:`reset` reuses their memory for the next.
 
-    def __init__(self) -> None:
+    Args:
+        what: what the memory is for, in errors.
+        advice: what to do with less memory.
+    """
+
+    def __init__(
+        self,
+        what: str = "copying what is saved while training goes on",
+        advice: str = "A synchronous save (asynchronous=False) needs no copy",
+    ) -> None:
+        self._what, self._advice = what, advice
         self._slabs: dict[torch.device, list[HostSlab]] = {}
         self._used: dict[HostSlab, int] = {}
         self._made: dict[Tensor, Tensor] = {}
@@ -50,7 +58,7 @@ class HostCopyPool:
         """
         self._expected += nbytes
         if self._expected > self.nbytes:
-            require(self._expected - self.nbytes, _WHAT, _ADVICE)
+            require(self._expected - self.nbytes, self._what, self._advice)
 
     def allocate(self, tensor: Tensor) -> Tensor:
         """Host memory for a copy of ``tensor``, contiguous.
@@ -58,20 +66,28 @@ class HostCopyPool:
         Raises:
             HostMemoryError: there is not enough.
         """
-        if not tensor.numel():
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        slabs = self._slabs.setdefault(tensor.device, [])
-        slab = next((slab for slab in slabs if slab.nbytes - self._used[slab] >= tensor.nbytes), None)
+        return self.allocate_bytes(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
+
+    def allocate_bytes(self, nbytes: int, device: torch.device) -> Tensor:
+        """``nbytes`` bytes of host memory for copies from ``device``: 1-D uint8.
+
+        Raises:
+            HostMemoryError: there is not enough.
+        """
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        slabs = self._slabs.setdefault(device, [])
+        slab = next((slab for slab in slabs if slab.nbytes - self._used[slab] >= nbytes), None)
         if slab is None:
-            slab = self._new_slab(tensor)
+            slab = self._new_slab(nbytes, device)
             slabs.append(slab)
         start = self._used.get(slab, 0)
-        self._used[slab] = start + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return slab.tensor(tensor.dtype, tuple(tensor.shape), start)
+        self._used[slab] = start + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return slab.tensor(torch.uint8, (nbytes,), start)
 
-    def _new_slab(self, tensor: Tensor) -> HostSlab:
-        nbytes = max(tensor.nbytes, min(max(self.nbytes, _SMALLEST), _LARGEST))
-        return HostSlab(nbytes, device=tensor.device, what=_WHAT, touch=False)
+    def _new_slab(self, needed: int, device: torch.device) -> HostSlab:
+        nbytes = max(needed, min(max(self.nbytes, _SMALLEST), _LARGEST))
+        return HostSlab(nbytes, device=device, what=self._what, touch=False)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Copy a tensor's local part, in the order of the current stream; read the copy with :meth:`wait_for`."""

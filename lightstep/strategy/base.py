@@ -33,6 +33,7 @@ from lightstep.optimizer.schedule import AtStep, Schedule
 from lightstep.precision.gradients import ReducedGradients
 from lightstep.presets import available_strategies, read_source
 from lightstep.rollout.engine import RolloutEngine
+from lightstep.rollout.publication import PublishedWeights
 from lightstep.rollout.reinforcement_learning import ReinforcementLearning
 from lightstep.rollout.roles import Role, Roles, check_role, fsdp_version, prepare_inference
 from lightstep.rollout.transport import WeightTransport
@@ -577,7 +578,13 @@ class Strategy(ABC):
     # -- reinforcement learning
 
     def publish_weights(
-        self, model: nn.Module, to: RolloutEngine | WeightTransport | None = None, version: int | None = None
+        self,
+        model: nn.Module,
+        to: RolloutEngine | WeightTransport | None = None,
+        version: int | None = None,
+        *,
+        wait: bool = True,
+        replace: bool = False,
     ) -> int:
         """Send the model's weights after the last step to the rollout workers or an engine; returns their version.
 
@@ -590,15 +597,31 @@ class Strategy(ABC):
             to: ``None``: the ranks whose role is ``"rollout"``, which call :meth:`receive_weights`. An engine: every
                 rank that trains passes the one in its own process. A transport: used by the first rank.
             version: sent with the weights. Default: one more than the last version, beginning with 1.
+            wait: return when the weights have been sent. Without it they are copied to host memory, each rank's own
+                shards, and a thread sends the copies while training goes on. If other weights are still on their way,
+                the call waits for them before it copies anything. Not for an engine.
+            replace: with ``wait=False``, do not wait for weights that are still on their way. These weights wait for
+                their turn in host memory of their own, and replace others that wait there.
 
         Raises:
             WeightTransferError: a receiver died, did not answer in ``roles.rollout.timeout_s`` seconds, or cannot load
                 these weights. All ranks that train raise. Training can continue, and the weights can be published
-                again.
+                again. With ``wait=False`` the next call, :meth:`wait_for_publication` or :meth:`close` raises it.
+            HostMemoryError: with ``wait=False``, the host has too little memory for the copy.
             ConfigError: there are no receivers.
             RuntimeError: layers are updated in backward and ``step()`` has not been called, or a step failed.
         """
-        return self.rollout.publish(model, self.rollout_dtype, to, version)
+        return self.rollout.publish(model, self.rollout_dtype, to, version, wait, replace)
+
+    def wait_for_publication(self) -> PublishedWeights | None:
+        """Wait for all weights that are on their way, and return what was sent last; ``None`` if nothing was.
+
+        Called by all ranks that train.
+
+        Raises:
+            WeightTransferError: weights that were published with ``wait=False`` did not arrive. It is raised once.
+        """
+        return self.rollout.wait()
 
     def receive_weights(self, engine: RolloutEngine, wait: bool = True, timeout: float | None = None) -> int | None:
         """Load the newest published weights into the engine, on a rank whose role is ``"rollout"``.
@@ -648,13 +671,18 @@ class Strategy(ABC):
     def close(self) -> None:
         """End the process group if this strategy started it, and tell rollout workers that training has ended.
 
-        A pending save is finished first.
+        A pending save is finished first, and weights that are on their way arrive.
+
+        Raises:
+            WeightTransferError: weights did not arrive that were published with ``wait=False``. Everything is closed.
         """
         finish_pending()
-        self.rollout.close()
-        if self._owns_process_group and initialized():
-            dist.destroy_process_group()
-        self._owns_process_group = False
+        try:
+            self.rollout.close()
+        finally:
+            if self._owns_process_group and initialized():
+                dist.destroy_process_group()
+            self._owns_process_group = False
 
     def __enter__(self) -> Self:
         return self

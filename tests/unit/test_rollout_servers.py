@@ -146,8 +146,9 @@ def test_arguments_that_make_no_sense(settings: dict[str, Any]) -> None:
         SglangServer("http://host", pause="wait")
 
 
+@pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_have_the_names_that_files_have(kind: str, tmp_path: Path) -> None:
+def test_experts_have_the_names_that_files_have(kind: str, wait: bool, tmp_path: Path) -> None:
     """transformers joins the experts of a layer, and those of a file have names of their own."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -157,7 +158,8 @@ def test_experts_have_the_names_that_files_have(kind: str, tmp_path: Path) -> No
     in_file = load_file(tmp_path / "model.safetensors")
     (server,) = training.fakes
     server.process.weights = {name: torch.zeros_like(tensor) for name, tensor in in_file.items()}
-    training.publish()
+    training.strategy.publish_weights(training.model, to=training.servers, wait=wait)
+    training.strategy.wait_for_publication()
     assert any(".experts.2." in name for name in in_file)
     assert all(torch.equal(server.process.weights[name], tensor) for name, tensor in in_file.items())
     training.close()

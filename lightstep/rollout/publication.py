@@ -1,0 +1,194 @@
+"""One set of weights: the tensors that it consists of, and how they are gathered and handed to a transport."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.huggingface import find_senders
+from lightstep.distributed import Ranks, gather_tensor, local_tensor
+from lightstep.optimizer.param_groups import layer_of
+from lightstep.rollout.file_names import infos_in_files, tensors_in_files
+from lightstep.rollout.transport import Bucket, WeightInfo, WeightTransferError, WeightTransport, buckets_of
+from lightstep.sharding.dtypes import planned_by_tensor
+from lightstep.sharding.model_names import NamedTensor, named_tensors
+
+__all__ = ["GatheredWeights", "Publication", "PublishedModel", "PublishedWeights", "WeightSource"]
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """What was sent.
+
+    Attributes:
+        version: of the set.
+        nbytes: bytes that the first trainer sent to each receiver; 0 on the other trainers.
+        seconds: from the first message to the receivers until all of them had the set.
+    """
+
+    version: int
+    nbytes: int
+    seconds: float
+
+
+class PublishedModel:
+    """The tensors of a model, in the dtypes and buckets in which they are sent. Created by all trainers.
+
+    Args:
+        model: without wrappers, and without pending updates.
+        dtype: weights are sent in it, except those that a rollout model keeps in another one.
+        bucket_mib: size of a bucket in MiB.
+        ranks: the trainers.
+
+    Raises:
+        WeightTransferError: ranks have different tensors of one name.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, bucket_mib: float, ranks: Ranks) -> None:
+        self.model = model
+        tensors = named_tensors(model)
+        try:
+            self.senders: Mapping[str, int] = find_senders(tensors, ranks)
+        except CheckpointError as error:  # all ranks raise it
+            raise WeightTransferError(f"{error}; engines know one tensor of a name") from error
+        planned = planned_by_tensor(model, dtype)
+        infos = [WeightInfo.of(named, planned.get(named.tensor)) for named in tensors]
+        self.named: Mapping[WeightInfo, NamedTensor] = dict(zip(infos, tensors, strict=True))
+        self.buckets = buckets_of(infos, [layer_of(info.name) for info in infos], bucket_mib * _MIB)
+        self.device = next((local_tensor(named.tensor).device for named in tensors), torch.device("cpu"))
+
+
+class WeightSource(ABC):
+    """Whole tensors of a model, bucket by bucket.
+
+    Attributes:
+        model: the published one.
+        buckets: as they are in the model.
+        device: of the buckets that are sent.
+    """
+
+    def __init__(self, model: nn.Module, buckets: Sequence[Sequence[WeightInfo]], device: torch.device) -> None:
+        self.model, self.buckets, self.device = model, buckets, device
+
+    @abstractmethod
+    def bucket(self, number: int, buffer: Tensor | None) -> Bucket | None:
+        """Gather a bucket. Called by all trainers, and returned where there is a buffer.
+
+        Args:
+            buffer: 1-D uint8, which may be used for the bucket; ``None`` on trainers that only take part.
+        """
+
+
+class GatheredWeights(WeightSource):
+    """The present weights, gathered by the process groups that training uses."""
+
+    def __init__(self, published: PublishedModel, ranks: Ranks) -> None:
+        super().__init__(published.model, published.buckets, published.device)
+        self._published, self._ranks = published, ranks
+
+    def bucket(self, number: int, buffer: Tensor | None) -> Bucket | None:
+        infos = self.buckets[number]
+        if buffer is None:
+            for info in infos:
+                self._gather(info)
+            return None
+        bucket = Bucket(infos, buffer)
+        for info, target in bucket:
+            target.copy_(self._gather(info))
+        return bucket
+
+    def _gather(self, info: WeightInfo) -> Tensor:
+        named = self._published.named[info]
+        sender = self._published.senders.get(named.name)
+        return gather_tensor(named.tensor, sender, self._ranks.group, info.dtype)
+
+
+class Publication:
+    """Sends one set of weights. All trainers create and call it in the same order.
+
+    Args:
+        source: of the weights.
+        transport: ``None`` on ranks that only take part in gathering.
+        ranks: the trainers, in a group that nothing else uses now.
+    """
+
+    def __init__(self, source: WeightSource, transport: WeightTransport | None, ranks: Ranks) -> None:
+        self._source, self._transport, self._ranks = source, transport, ranks
+        self._sent: Sequence[Sequence[WeightInfo]] = source.buckets
+        self._nbytes = 0
+
+    @torch.no_grad()
+    def send(self, version: int) -> PublishedWeights:
+        """Send all buckets.
+
+        Raises:
+            WeightTransferError: a receiver did not get all of them. All ranks raise.
+        """
+        transport, begin = self._transport, time.monotonic()
+        try:
+            self._run_on_all(lambda: self._begin(transport, version) if transport else None)
+            buffer, converted = self._buffer(self._source.buckets), None
+            if self._sent is not self._source.buckets:
+                converted = self._buffer(self._sent)
+            for number in range(len(self._sent)):
+                self._run_on_all(lambda number=number: self._send_bucket(number, buffer, converted))  # type: ignore[misc]
+            self._run_on_all(lambda: transport.finish() if transport else None)
+        except BaseException as error:
+            if transport is not None:
+                transport.abort(f"{type(error).__name__}: {error}")
+            raise
+        return PublishedWeights(version, self._nbytes, time.monotonic() - begin)
+
+    def _buffer(self, buckets: Sequence[Sequence[WeightInfo]]) -> Tensor | None:
+        if self._transport is None:
+            return None
+        size = max(map(Bucket.nbytes_of, buckets), default=0)
+        return torch.empty(size, dtype=torch.uint8, device=self._source.device)
+
+    def _begin(self, transport: WeightTransport, version: int) -> None:
+        if transport.uses_file_names:
+            found = infos_in_files(self._source.model, self._source.buckets)
+            if found != list(map(list, self._source.buckets)):
+                self._sent = found
+        transport.begin(version, self._sent)
+
+    def _send_bucket(self, number: int, buffer: Tensor | None, converted: Tensor | None) -> None:
+        bucket = self._source.bucket(number, buffer)
+        if self._transport is None or bucket is None:
+            return
+        if converted is not None:
+            bucket = self._converted(bucket, Bucket(self._sent[number], converted))
+        self._transport.send(bucket)
+        self._nbytes += len(bucket.buffer)
+
+    def _converted(self, bucket: Bucket, target: Bucket) -> Bucket:
+        """Fill ``target`` with the same tensors, as the model's files have them."""
+        found = tensors_in_files(self._source.model, {info.name: tensor for info, tensor in bucket})
+        for info, tensor in target:
+            tensor.copy_(found[info.name])
+        return target
+
+    def _run_on_all(self, step: Callable[[], object]) -> None:
+        """Run ``step`` on all ranks. If it fails on one of them, all raise."""
+        error: BaseException | None = None
+        try:
+            step()
+        except BaseException as caught:
+            error = caught
+        text = f"{type(error).__name__}: {error}"
+        failures = self._ranks.gather(None if error is None else (text, getattr(error, "ranks", ())))
+        if isinstance(error, WeightTransferError) or (error is not None and not isinstance(error, Exception)):
+            raise error
+        if error is not None:
+            raise WeightTransferError(f"weights were not published: {text}") from error
+        for trainer, failure in enumerate(failures):
+            if failure is not None:
+                raise WeightTransferError(f"trainer {trainer}: {failure[0]}", failure[1])

@@ -1,0 +1,140 @@
+"""The weights of one moment in host memory, from which a thread sends them while training goes on.
+
+Each trainer copies its own shards, cast to the dtype in which they are sent, behind what its training stream has
+queued. A shard that several trainers have is copied by the first of them. The thread gathers one bucket at a time on
+the first trainer, in a process group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightstep.checkpoint.tensors import shard_of
+from lightstep.distributed import Ranks, local_tensor
+from lightstep.rollout.publication import PublishedModel, WeightSource
+from lightstep.rollout.transport import Bucket, WeightInfo
+from lightstep.state.host_copy_pool import HostCopyPool
+
+__all__ = ["StagedWeights", "staging_memory"]
+
+
+def staging_memory() -> HostCopyPool:
+    """Host memory for one set at a time."""
+    return HostCopyPool("copying weights that are published while training goes on", "wait=True needs no copy")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One trainer's shard of a tensor.
+
+    Attributes:
+        info: the whole tensor.
+        region: where the shard is in it.
+        shard: the shard as a tensor of its own.
+    """
+
+    info: WeightInfo
+    region: tuple[slice, ...]
+    shard: WeightInfo
+
+
+class StagedWeights(WeightSource):
+    """Copies of this trainer's shards. Created by all trainers, without waiting for a device.
+
+    Args:
+        published: the model.
+        pool: where the copies are. What it held before is overwritten.
+        ranks: the trainers, in a group that nothing else uses now.
+        gathering: the trainers, in the group of the thread that sends.
+
+    Raises:
+        HostMemoryError: there is not enough memory for the copies.
+        RemoteRankError: another trainer has not enough.
+
+    Attributes:
+        pool: as given.
+        origin: the device of the model.
+    """
+
+    def __init__(self, published: PublishedModel, pool: HostCopyPool, ranks: Ranks, gathering: Ranks) -> None:
+        super().__init__(published.model, published.buckets, torch.device("cpu"))
+        self.pool, self.origin, self._ranks = pool, published.device, gathering
+        self._parts = _parts(published, ranks)
+        self._own: list[Bucket] = []
+        self._incoming = torch.empty(0, dtype=torch.uint8, device="cpu")
+        own = [[part.shard for part in parts[ranks.rank]] for parts in self._parts]
+        sizes = [Bucket.nbytes_of(shards) for shards in own]
+        ranks.together(lambda: _reserve(pool, sum(sizes)))
+        ranks.together(lambda: self._copy(published, own, sizes))
+
+    @torch.no_grad()
+    def _copy(self, published: PublishedModel, own: Sequence[Sequence[WeightInfo]], sizes: Sequence[int]) -> None:
+        tensors = {info.name: named.tensor for info, named in published.named.items()}
+        for shards, size in zip(own, sizes, strict=True):
+            bucket = Bucket(shards, self.pool.allocate_bytes(size, published.device))
+            for shard, target in bucket:
+                local = local_tensor(tensors[shard.name]).detach()
+                target.copy_(local.to(shard.dtype), non_blocking=True)
+            self._own.append(bucket)
+        self.pool.seal()
+
+    def bucket(self, number: int, buffer: Tensor | None) -> Bucket | None:
+        own = self._own[number]
+        self.pool.wait_for(own.buffer)
+        if buffer is None:
+            if own.infos:
+                dist.send(own.buffer, group=self._ranks.group, group_dst=0)
+            return None
+        parts = self._parts[number]
+        if [part.shard for part in parts[0]] == list(self.buckets[number]):
+            return own
+        bucket = Bucket(self.buckets[number], buffer)
+        tensors = dict(bucket)
+        for trainer, listed in enumerate(parts):
+            if listed:
+                received = own if trainer == 0 else self._receive(trainer, [part.shard for part in listed])
+                for part, (_, shard) in zip(listed, received, strict=True):
+                    tensors[part.info][part.region].copy_(shard)
+        return bucket
+
+    def _receive(self, trainer: int, shards: Sequence[WeightInfo]) -> Bucket:
+        nbytes = Bucket.nbytes_of(shards)
+        if len(self._incoming) < nbytes:
+            self._incoming = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        bucket = Bucket(shards, self._incoming)
+        dist.recv(bucket.buffer, group=self._ranks.group, group_src=trainer)
+        return bucket
+
+
+def _reserve(pool: HostCopyPool, nbytes: int) -> None:
+    pool.reset()
+    pool.reserve(nbytes)
+
+
+def _parts(published: PublishedModel, ranks: Ranks) -> list[list[list[_Part]]]:
+    """By bucket and trainer: its parts. Each shard is the first trainer's that has it."""
+    infos = list(published.named)
+    shards = [shard_of(named.tensor) for named in published.named.values()]
+    own = {
+        (number, tuple(shard.offsets)): tuple(shard.lengths)
+        for number, shard in enumerate(shards)
+        if shard is not None and shard.numel
+    }
+    bucket_of = {info: number for number, bucket in enumerate(published.buckets) for info in bucket}
+    parts: list[list[list[_Part]]] = [[[] for _ in range(ranks.size)] for _ in published.buckets]
+    known: set[tuple[int, tuple[int, ...]]] = set()
+    for trainer, listed in enumerate(ranks.gather(own)):
+        for (number, offsets), lengths in listed.items():
+            if (number, offsets) in known:
+                continue
+            known.add((number, offsets))
+            info = infos[number]
+            region = tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+            part = _Part(info, region, WeightInfo(info.names, lengths, info.dtype))
+            parts[bucket_of[info]][trainer].append(part)
+    return parts

@@ -1,0 +1,154 @@
+"""Sharded weights that threads gather and send while training goes on."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightstep import Strategy, TransformersEngine, WeightTransferError
+from lightstep.checkpoint.huggingface import full_weights
+from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.ranks import Pool
+from tests.unit.test_publishing import Slow
+
+FSDP2: dict[str, Any] = {"kind": "fsdp2"}
+HSDP: dict[str, Any] = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 2}}
+DDP: dict[str, Any] = {"kind": "ddp", "find_unused_parameters": True}
+
+DEFERRED: dict[str, Any] = {"backend": "stream", "update": "next_forward", "ring_mib": 0.01}
+OVERLAP: dict[str, Any] = {"backend": "stream", "update": "overlap", "ring_mib": 0.01}
+RESIDENT: dict[str, Any] = {"backend": "resident"}
+
+
+class Training:
+    """A tiny model on several ranks, each of which is now and then late."""
+
+    def __init__(
+        self, rank: int, sharding: dict[str, Any], state: dict[str, Any], rollout: dict[str, Any] | None = None
+    ) -> None:
+        sent = {"parameters": "bfloat16", "bucket_mib": 0.001, "timeout_s": 20, **(rollout or {})}
+        if "mode" not in sent:
+            del sent["timeout_s"]
+        precision = {"parameters": "float32"} if state is RESIDENT else {}
+        self.strategy = Strategy.load(
+            {"sharding": sharding, "optimizer_state": state, "precision": precision, "roles": {"rollout": sent}}
+        )
+        torch.manual_seed(0)
+        self.model: Any = self.strategy.prepare_model(lambda: TinyTransformer(tied=True), role=self.strategy.role)
+        if self.strategy.role == "trainer":
+            self.optimizer: Any = self.strategy.create_optimizer(self.model, lr=1e-2)
+        self.steps, self._chance = 0, random.Random(rank)
+
+    def step(self) -> None:
+        self.optimizer.backward(loss_of(self.model, self.steps, 0, self.strategy.rank, self.strategy.device))
+        self.optimizer.step()
+        self.steps += 1
+
+    def be_late(self) -> None:
+        time.sleep(self._chance.random() * 0.01)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().bfloat16().clone() for name, tensor in full_weights(self.model).items()}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Tied tensors are sent under one name."""
+    return all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def check_sets(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], folder: str) -> None:
+    training, transport = Training(rank, sharding, state), Slow(seconds=0.003)
+    strategy, expected = training.strategy, {}
+    transport.go.set()
+    for version in range(1, 13):
+        training.step()
+        expected[version] = training.weights()
+        training.be_late()
+        replace = version % 3 > 0
+        assert strategy.publish_weights(training.model, transport, wait=False, replace=replace) == version
+        training.be_late()
+        if version == 5:
+            strategy.save_checkpoint(Path(folder) / "saved", training.model, training.optimizer, asynchronous=True)
+        training.step()  # its collectives run beside those of the threads
+    report = strategy.wait_for_publication()
+    assert report is not None and report.version == 12 and (report.nbytes > 0) == (rank == 0)
+    if rank == 0:
+        assert list(transport.received) == sorted(transport.received) and {3, 6, 9, 12} <= transport.received.keys()
+        wanted = sum(tensor.numel() for tensor in expected[1].values())
+        for version, found in transport.received.items():
+            assert sum(tensor.numel() for tensor in found.values()) < wanted  # tied weights once
+            assert same(found, expected[version]), version
+    else:
+        assert not transport.received
+    strategy.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sharding", "state"),
+    [(3, FSDP2, RESIDENT), (2, FSDP2, OVERLAP), (4, HSDP, DEFERRED), (2, DDP, OVERLAP)],
+    ids=["fsdp2", "fsdp2-overlap", "hsdp-deferred", "ddp-overlap"],
+)
+def test_every_set_is_one_steps(
+    pool: Pool, world_size: int, sharding: dict[str, Any], state: dict[str, Any], tmp_path: Path
+) -> None:
+    pool.run(check_sets, world_size, sharding=sharding, state=state, folder=str(tmp_path))
+
+
+def check_errors(rank: int, world_size: int) -> None:
+    training, transport = Training(rank, FSDP2, RESIDENT), Slow(fails_at="send")
+    strategy = training.strategy
+    transport.go.set()
+    strategy.publish_weights(training.model, transport, wait=False)
+    training.step()
+    time.sleep(0.3 * rank)
+    with pytest.raises(WeightTransferError, match="the server is gone"):
+        strategy.publish_weights(training.model, transport, wait=False, replace=True)
+    transport._fails_at = None
+    expected = training.weights()
+    strategy.publish_weights(training.model, transport, wait=False)
+    training.step()
+    strategy.wait_for_publication()
+    assert rank or same(transport.received[2], expected)
+    strategy.close()
+
+
+def test_every_trainer_gets_the_error_once(pool: Pool) -> None:
+    pool.run(check_errors, 2)
+
+
+def check_workers(rank: int, world_size: int) -> tuple[str, list[Any]]:
+    training = Training(rank, FSDP2, DEFERRED, {"mode": "async", "ranks": [0]})
+    strategy, versions = training.strategy, []
+    if strategy.role == "rollout":
+        engine = TransformersEngine(training.model)
+        while engine.version != 6:
+            training.be_late()
+            strategy.receive_weights(engine)
+            versions.append((engine.version, {n: t.clone() for n, t in training.model.state_dict().items()}))
+    else:
+        for version in range(1, 7):
+            training.step()
+            versions.append((version, training.weights()))
+            training.be_late()
+            strategy.publish_weights(training.model, wait=False, replace=True)
+        strategy.wait_for_publication()
+    role = strategy.role
+    dist.barrier()
+    strategy.close()
+    return role, versions
+
+
+def test_rollout_workers_get_whole_sets(pool: Pool) -> None:
+    outcomes = pool.run(check_workers, 3)
+    published = dict(next(versions for role, versions in outcomes if role == "trainer"))
+    received = next(versions for role, versions in outcomes if role == "rollout")
+    assert received[-1][0] == 6
+    for version, weights in received:
+        assert same(weights, published[version]), version
