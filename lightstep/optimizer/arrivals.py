@@ -14,8 +14,6 @@ from lightstep.state.schema import Managed, Unit
 
 __all__ = ["Arrivals"]
 
-Take = Callable[[Managed], Tensor | None]
-
 
 class Arrivals:
     """Counts gradients as they arrive, layer by layer.
@@ -180,13 +178,3 @@ def _make_hook(listeners: list[Callable[[Tensor], None]]) -> Callable[[Tensor], 
             listeners[0](parameter)
 
     return hook
-
-
-def second_gradient(item: Managed, instead: str) -> RuntimeError:
-    """For a parameter that has been updated in this backward. ``instead``: the update time that would work."""
-    return RuntimeError(
-        f"a second gradient of {item.name} arrived in one backward, after it was updated: reentrant activation "
-        "checkpointing does that to parameters that are used several times (use use_reentrant=False), and a loss of "
-        "sharded weights themselves does it beside that of the model (give each a backward of its own); or set "
-        f"optimizer_state.update: {instead}"
-    )

@@ -18,24 +18,26 @@ class BrokenStep:
     Args:
         managed: all parameters.
         backend: abandons the step after a failure.
+
+    Attributes:
+        stops_others: other ranks need this one to go on.
     """
 
     def __init__(self, managed: Iterable[Managed], backend: StateBackend) -> None:
         self._managed, self._backend = managed, backend
         self._reason: str | None = None
         self._not_loaded: set[Tensor] = set()
-        self._weights_only = False
+        self._weights_only = self.stops_others = False
 
     def __bool__(self) -> bool:
         return self._reason is not None
 
     @contextlib.contextmanager
-    def guard(self, what: str, consequence: str = "") -> Iterator[None]:
+    def guard(self, what: str) -> Iterator[None]:
         """Mark the step as broken if the body fails.
 
         Args:
             what: names the body in the message.
-            consequence: appended to the message.
 
         Raises:
             RuntimeError: what failed, chained to the error itself. Interrupts are raised as they are.
@@ -43,7 +45,9 @@ class BrokenStep:
         try:
             yield
         except Exception as error:
-            message = self.mark(self.mark_failed(what, error) + consequence)
+            message = self.mark_failed(what, error)
+            if self.stops_others:
+                message = self.mark(f"{message}; other ranks wait for this one until its process ends")
             self._backend.abandon()
             raise RuntimeError(message) from error
         except BaseException as interrupt:

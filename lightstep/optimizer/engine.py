@@ -22,13 +22,11 @@ from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.eager import eager_backward, no_grad_no_inference
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import InitialMasters, ManagedParameters, Places
 from lightstep.optimizer.moments import Moments
-from lightstep.optimizer.overlap import Overlap
+from lightstep.optimizer.queue import Factors, Queue, UpdateTime
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.scaling import Scaling
-from lightstep.optimizer.schedule import Schedule
 from lightstep.optimizer.settings import FixedSetting, Setting, check_loss_scale
 from lightstep.optimizer.state_copies import plain
 from lightstep.optimizer.state_edits import Edit, StateEdits
@@ -65,7 +63,8 @@ class Engine:
         edits: what the user has changed in the state, until it is used.
         gradients: accumulates gradients.
         guard: admits one thread at a time.
-        schedule: decides when updates run.
+        update_time: when updates run.
+        queue: runs them.
         update_listeners: called when weights may change before ``step()``.
     """
 
@@ -87,7 +86,7 @@ class Engine:
         backend: StateBackend,
         places: Places | None,
         overflow_everywhere: bool | None,
-        update_time: type[Schedule],
+        update_time: UpdateTime,
         initial_masters: InitialMasters | None = None,
         moments: Moments | None = None,
     ) -> None:
@@ -118,10 +117,10 @@ class Engine:
         )
         self.broken = BrokenStep(self.managed, backend)
         self.updater = UnitUpdater(self.classes, backend, self.broken, self.managed.record)
-        self.schedule = self.update_time(self.updater, backend)
-        self.guard = self.schedule.guard
+        self.queue = Queue(self.updater, backend, self.update_time)
+        self.guard = self.queue.guard
         listeners = self.update_listeners  # not self: that would be a reference cycle
-        self.schedule.on_early_update = lambda: [listener() for listener in listeners]
+        self.queue.on_early_update = lambda: [listener() for listener in listeners]
         self._scaling: Scaling | None = None
         self._measured: Measured | None = None
         self._used: list[Tensor] = []  # the parameters that had a gradient in the last step
@@ -131,7 +130,7 @@ class Engine:
     @property
     def are_under_way(self) -> bool:
         """Whether updates are running, pending or begun."""
-        return self.guard.is_busy or self.schedule.pending or self.schedule.started
+        return self.guard.is_busy or self.queue.pending or self.queue.started
 
     def parameters(self) -> Iterator[Tensor]:
         return (item.param for item in self.managed)
@@ -149,7 +148,7 @@ class Engine:
         end = time.monotonic() + _LONGEST_GAP
         while True:
             with self.guard.reading(what):
-                if not (self.guard.is_foreign and self.schedule.started) or time.monotonic() > end:
+                if not (self.guard.is_foreign and self.queue.started) or time.monotonic() > end:
                     self._settle()
                     yield
                     self._settle()
@@ -164,22 +163,25 @@ class Engine:
                     torch.accelerator.synchronize(device)
 
     def wait_for_update(self, items: Iterable[Managed] | None = None) -> None:
-        """:meth:`Schedule.wait_for_update`, from outside of a step. A fork waits for nothing: see ``forks.py``."""
-        self._wait(self.schedule.wait_for_update, items)
+        """:meth:`Queue.wait_for_update`, from outside of a step. A fork waits for nothing: see ``forks.py``."""
+        if self.may_be_pending:
+            self._wait(self.queue.wait_for_update, items)
 
     def wait_for_step(self) -> None:
-        """:meth:`Schedule.wait_for_step`, likewise."""
-        self._wait(self.schedule.wait_for_step)
+        """:meth:`Queue.wait_for_step`, likewise."""
+        if self.may_be_pending:
+            self._wait(self.queue.wait_for_step)
 
     def wait_on_stream(self, items: Iterable[Managed]) -> None:
-        """:meth:`Schedule.wait_on_stream`, likewise."""
-        self._wait(self.schedule.wait_on_stream, items)
+        """:meth:`Queue.wait_on_stream`, likewise."""
+        if self.may_be_pending:
+            self._wait(self.queue.wait_on_stream, items)
 
     @property
     def may_be_pending(self) -> bool:
         """Whether there are updates to wait for: pending ones, or those of a step that another thread runs."""
-        schedule, guard = self.schedule, self.guard
-        found = schedule.pending or guard.is_busy_elsewhere or (schedule.started and guard.is_foreign)
+        queue, guard = self.queue, self.guard
+        found = queue.pending or guard.is_busy_elsewhere or (queue.started and guard.is_foreign)
         return found and not guard.is_forked
 
     def _wait(self, wait: Callable[..., None], *arguments: Any) -> None:
@@ -188,8 +190,7 @@ class Engine:
                 wait(*arguments)
             self._settle()
 
-        if self.may_be_pending:
-            self.guard.work("a read of weights that are being updated", waiting)
+        self.guard.work("a read of weights that are being updated", waiting)
 
     # -- set-up
 
@@ -232,10 +233,12 @@ class Engine:
         self.gradients.begin_backward()
         accumulates = self.accumulating is True and self._overflow_everywhere is True
         self.unreduced = self.unreduced or accumulates
-        self._allow_dropped_gradients()
+        if self.scaled_backward.unscaled:
+            self._allow_dropped_gradients()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
-        with self._explaining(), self.scaled_backward.running(), self._early_updates(retain_graph), eager_backward():
+        updating = self.queue.updating(self, retain_graph)
+        with self._explaining(), self.scaled_backward.running(), updating, eager_backward():
             loss.backward(retain_graph=retain_graph)
         self.gradients.end_backward()
         if not accumulates:
@@ -249,16 +252,14 @@ class Engine:
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            if isinstance(self.schedule, InBackward):
-                update, other = "in_backward", "at_step"
-            elif isinstance(self.schedule, Overlap):
-                update, other = "overlap", "next_forward"
-            else:
+            other = self.update_time.without_early
+            if other is None:
                 raise
             raise RuntimeError(
-                f"{error} If that is a weight: with optimizer_state.update: {update} a backward updates weights, and "
-                "another part of the graph, or a graph that was made before, needs the old ones. Run all backwards of "
-                f"a step but the last under strategy.accumulate(model, last=False), or set update: {other}"
+                f"{error} If that is a weight: with optimizer_state.update: {self.update_time.name} a backward updates "
+                "weights, and another part of the graph, or a graph that was made before, needs the old ones. Run all "
+                "backwards of a step but the last under strategy.accumulate(model, last=False), or set update: "
+                f"{other.name}"
             ) from error
 
     def expect_reduction(self) -> None:
@@ -268,69 +269,34 @@ class Engine:
     def _keeps_unreduced(self) -> bool | None:
         return self.gradients.keeps_unreduced(p for group in self.param_groups for p in group["params"])
 
-    def _early_updates(self, retain_graph: bool) -> contextlib.AbstractContextManager[None]:
-        """Updates during the last micro-batch's backward. There are no speculative ones if the graph is retained: a
-        second backward would need the old weights."""
-        if self.accumulating is False and isinstance(self.schedule, InBackward):
-            return self._keeping_out(self._updating(self.schedule))
-        if self.accumulating is False and isinstance(self.schedule, Overlap) and not retain_graph:
-            return self._keeping_out(self._speculating(self.schedule))
-        return contextlib.nullcontext()
+    # -- what updates in backward need: see :class:`EarlyStep`
 
-    @contextlib.contextmanager
-    def _keeping_out(self, updates: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-        """Other threads wait until the backward with these updates ends."""
-        with self.guard.backward, updates:
-            yield
-
-    @contextlib.contextmanager
-    def _updating(self, schedule: InBackward) -> Iterator[None]:
-        """Update layers as the body's backward completes them."""
-        if schedule.started:
-            raise RuntimeError(
-                "a second backward() before step(): the first one has updated the weights already "
-                "(optimizer_state.update: in_backward). Run all backwards of a step but the last under "
-                "strategy.accumulate(model, last=False)"
-            )
-        self._check_in_backward_settings()  # settings may have been changed
-        self.refuse_unusable("Load a checkpoint before the next backward")
-        with torch.no_grad():
-            scaling = self.guard.work("backward()", self._prepare)
-        if scaling is None:
-            yield
-            return
-        scaling.reset_norms()
-        self._used = []
-        self.edits.outdate()
-        with schedule.updating(scaling.layers, self.param_groups, self._take, self._make_layer_update):
-            yield
-
-    @contextlib.contextmanager
-    def _speculating(self, schedule: Overlap) -> Iterator[None]:
-        """Update units speculatively as the body's backward completes them.
-
-        Weights that somebody else has written to since the last step are left to ``step()``: they may be written back
-        before it (SAM), and masters are rebuilt of those that are there then.
-        """
-        if not self.is_set_up or self.clip_layers or self.broken:
-            yield
-            return
+    def prepare_backward(self, final: bool) -> Sequence[Sequence[Managed]] | None:
+        if final:
+            self._check_in_backward_settings()  # settings may have been changed
+            self.refuse_unusable("Load a checkpoint before the next backward")
         with no_grad_no_inference():
-            scaling = self.guard.work("backward()", self._prepare, adopt=False)
-            written = self.managed.find_written(self.managed)
-            if not self.managed.are_unmoved(written):  # they will get other records
-                written = list(self.managed)
+            scaling = self.guard.work("backward()", self._prepare, adopt=final)
         if scaling is None:
-            yield
-            return
+            return None
+        if final:
+            scaling.reset_norms()
+            self._used = []
         self.edits.outdate()
-        assumed = scaling.unclipped_factors(self.loss_scale, next(iter(self.managed)).local.device)
+        return scaling.layers
 
-        peek, find_written = self.gradients.peek, self.managed.find_written
-        with schedule.speculating(scaling.layers, self.param_groups, peek, assumed, find_written, written):
-            yield
+    @property
+    def may_speculate(self) -> bool:
+        return self.is_set_up and not self.clip_layers and not self.broken
 
-    def _take(self, item: Managed) -> Tensor | None:
+    def unclipped_factors(self) -> Factors:
+        assert self._scaling is not None
+        return self._scaling.unclipped_factors(self.loss_scale, next(iter(self.managed)).local.device)
+
+    def peek(self, item: Managed) -> Tensor | None:
+        return self.gradients.peek(item.param)
+
+    def take(self, item: Managed) -> Tensor | None:
         gradient = self.gradients.take(item.param)
         if gradient is not None:
             self._used.append(item.param)
@@ -338,12 +304,14 @@ class Engine:
             self._scaling.add_norm(item, gradient, self.loss_scale)
         return gradient
 
-    def _make_layer_update(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
-        """The update of one layer in backward; ``None`` if its norm is not finite."""
+    def make_layer_update(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
+        """A layer is skipped if its norm is not finite."""
         assert self._scaling is not None
         scaling = self._scaling.layer_factors(layer, gradients, self.loss_scale, self.max_norm)
         update = Update(gradients, *scaling, values)
         return None if self._skips([update]) else update
+
+    # -- gradients
 
     def watch_gradients(self) -> None:
         """Watch all parameters: frozen ones may be unfrozen before the next backward."""
@@ -353,9 +321,8 @@ class Engine:
 
     def _allow_dropped_gradients(self) -> None:
         """Gradients of an unscaled loss do no harm once ``model.zero_grad()`` has dropped them."""
-        if self.scaled_backward.unscaled:
-            left = any(p.grad is not None for group in self.param_groups for p in group["params"])
-            self.scaled_backward.unscaled = left
+        left = any(p.grad is not None for group in self.param_groups for p in group["params"])
+        self.scaled_backward.unscaled = left
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """Drop all gradients, the fp32 sums too.
@@ -378,34 +345,32 @@ class Engine:
         self.gradients.clear()
         self._measured, self.unreduced = None, False
         self.scaled_backward.clear()
-        self.schedule.drop_gradients()
+        self.queue.drop_gradients()
 
     # -- step
 
     def step(self, closure: Callable[[], Any] | None, init_state: bool = False) -> StepResult:
         self.guard.check("step()")
-        loss = self._run_closure(closure)
-        self.refuse_unscaled()
-        self._refuse_unreduced()
+        self.refuse_unusable("Load a checkpoint before the next step")
+        loss = None if closure is None else self._run_closure(closure)
+        self.refuse_wrong_gradients()
         self.guard.trainer = threading.get_ident()
         return self.guard.work("step()", self._step, loss, init_state)
 
     def _step(self, loss: Any, init_state: bool) -> StepResult:
         with no_grad_no_inference():
-            if isinstance(self.schedule, InBackward) and self.schedule.started:
-                self._refuse_late_edits()
-                moved = self.managed.in_other_groups(self.param_groups)
-                self.schedule.refuse_changed_settings(self.param_groups, moved)
-                self.schedule.wait_for_update()
-                self.schedule.refuse_written(self.managed.find_written(self.managed))
-                return self._complete(self.schedule, loss)
-            self.apply_edits()
+            if self.queue.started:
+                return self._complete(loss)
+            if self.edits:
+                self.apply_edits()
             gradients, norm, overflow = self._measure()
             self.updater.reserve_stage_for(gradients)  # if that fails, step() may be called again
             self._used = [item.param for item in gradients]
-            self._consume()
+            self._measured = None  # from here on the step owns the gradients
+            self.gradients.consume()
+            self.scaled_backward.clear()
             scale = self.loss_scale.tensor(norm.device).clone()
-            result = StepResult(norm, overflow, scale, loss, self.schedule.redone, self.schedule.rolled_back)
+            result = StepResult(norm, overflow, scale, loss, self.queue.redone, self.queue.rolled_back)
             if init_state and not any(item.updated for item in self.managed):
                 self._init_state(gradients, overflow)
                 return result
@@ -420,16 +385,13 @@ class Engine:
     def _start(self, updates: list[Update]) -> None:
         self.edits.outdate()
         if self._skips(updates):
-            self.schedule.skip()
+            self.queue.skip()
         else:
             for listener in self.update_listeners:  # reads in other threads wait from now on
                 listener()
-            self.schedule.start(updates)
+            self.queue.start(updates)
 
-    def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
-        self.refuse_unusable("Load a checkpoint before the next step")
-        if closure is None:
-            return None
+    def _run_closure(self, closure: Callable[[], Any]) -> Any:
         if not self.loss_scale.is_identity:
             raise ValueError(
                 f"step(closure) with {self.loss_scale!r}: the closure's own backward would not be scaled; call "
@@ -438,10 +400,11 @@ class Engine:
         with torch.enable_grad():
             return closure()
 
-    def _complete(self, schedule: InBackward, loss: Any) -> StepResult:
+    def _complete(self, loss: Any) -> StepResult:
         """Complete a step whose updates began in backward."""
         assert self._scaling is not None
-        schedule.complete(list(self.managed), self._take, self._make_layer_update)
+        self._refuse_late_edits()
+        self.queue.complete(self)
         if not self._scaling.has_norms:
             _warn_no_gradients(self.managed)
         norm, overflow = self._scaling.total_norm(self.loss_scale)
@@ -450,8 +413,7 @@ class Engine:
 
     def grad_norm(self) -> Tensor:
         self.refuse_unusable("Load a checkpoint before the next step")
-        self.refuse_unscaled()
-        self._refuse_unreduced()
+        self.refuse_wrong_gradients()
         if self.update_time.in_backward:
             raise RuntimeError(
                 "grad_norm() before step(): optimizer_state.update is in_backward, and the layers' gradients have been "
@@ -467,13 +429,13 @@ class Engine:
             return self._measured.norm.clone()
 
     def _measure(self) -> Measured:
-        """The gradients stay where they are until :meth:`_consume`: after an error here, nothing is lost."""
+        """The gradients stay where they are until ``step()`` owns them: after an error here, nothing is lost."""
         if self._measured is not None:
             return self._check_measured(self._measured)
-        gradients = self._collect_gradients() if self._may_use_speculation() else {}
-        if self._can_use_speculation(gradients):
-            scaling = self._scaling
-        else:
+        scaling, gradients = self._scaling, None
+        if self.queue.has_open_speculation:
+            gradients = self._gradients_of_speculation()
+        if gradients is None:
             scaling, gradients = self._prepare(), self._collect_gradients()
         if not gradients:
             _warn_no_gradients(self.managed)
@@ -486,13 +448,15 @@ class Engine:
         found = zip(items, self.gradients.collect([item.param for item in items]), strict=True)
         return unshared({item: gradient for item, gradient in found if gradient is not None})
 
-    def _may_use_speculation(self) -> bool:
-        """Whether there are speculative updates, of all parameters that are trained now."""
-        return self.schedule.has_open_speculation and self.managed.covers(self.param_groups)
+    def _gradients_of_speculation(self) -> Gradients | None:
+        """All gradients, if the speculative updates may count."""
+        gradients = self._collect_gradients() if self.managed.covers(self.param_groups) else {}
+        return gradients if self._can_use_speculation(gradients) else None
 
     def _can_use_speculation(self, gradients: Gradients) -> bool:
-        """Whether the speculative updates may count; if not, they are rolled back or :meth:`_prepare` does so."""
-        return bool(gradients) and self.schedule.validate_speculation(
+        """Whether the speculative updates of all parameters that are trained now may count; if not, they are rolled
+        back or :meth:`_prepare` does so."""
+        return bool(gradients) and self.queue.validate_speculation(
             gradients, self.param_groups, self.managed.adopt_writes
         )
 
@@ -503,18 +467,13 @@ class Engine:
                 "gradients arrived between grad_norm() and step(), and are not in the norm: call step() or zero_grad() "
                 "before the next backward"
             )
-        if self._may_use_speculation() and self._can_use_speculation(measured.gradients):
+        fits = self.queue.has_open_speculation and self.managed.covers(self.param_groups)
+        if fits and self._can_use_speculation(measured.gradients):
             return measured
         self._prepare()
         items = ((self.managed.get(item.param), gradient) for item, gradient in measured.gradients.items())
         moved = {item: gradient.to(item.local.device) for item, gradient in items if item is not None}
         return measured._replace(gradients=moved)
-
-    def _consume(self) -> None:
-        """From here on the step owns the gradients."""
-        self._measured = None
-        self.gradients.consume()
-        self.scaled_backward.clear()
 
     def _skips(self, updates: Sequence[Update]) -> bool:
         """Whether to skip the step; the host reads the flag only if the base optimizer cannot skip on the device.
@@ -524,7 +483,7 @@ class Engine:
         devices = {item.local.device for update in updates for item in update.gradients}
         on_device = all(self.classes.skips_on_device(device, self.param_groups) for device in devices)
         on_host = not on_device or any(update.without_state for update in updates)
-        return on_host and self.schedule.overflows(updates)
+        return on_host and self.queue.overflows(updates)
 
     def _init_state(self, gradients: Gradients, overflow: Tensor) -> None:
         """Make state for a checkpoint to fill; without one, the first update starts from scratch."""
@@ -557,8 +516,9 @@ class Engine:
         """Manage the trainable parameters of the groups, and the frozen ones in ``also``."""
         self.refuse_if_closed()
         with no_grad_no_inference():
-            self.apply_edits()
-            self.schedule.wait_for_update()
+            if self.edits:
+                self.apply_edits()
+            self.queue.wait_for_update()
             if self.managed.set_up(self.param_groups, also):
                 self.on_parameters_changed()
 
@@ -640,7 +600,7 @@ class Engine:
         with no_grad_no_inference():
             if item is None:
                 return self.managed.initial_state(parameter)
-            self.schedule.wait_for_update()
+            self.queue.wait_for_update()
             self.backend.synchronize()
             return self.managed.state_of(item, kept_only)
 
@@ -674,12 +634,19 @@ class Engine:
         if not isinstance(self.loss_scale, ConstantLossScale):
             raise ValueError("updates in backward cannot skip a whole step: a constant loss scale is needed")
 
+    def refuse_wrong_gradients(self) -> None:
+        """Refuse those of unscaled losses, and those that have not been reduced over the ranks."""
+        if self.scaled_backward.unscaled:
+            self.refuse_unscaled()
+        if self.unreduced:
+            self._refuse_unreduced()
+
     def refuse_unscaled(self) -> None:
         self._allow_dropped_gradients()
         self.scaled_backward.refuse_unscaled()
 
     def _refuse_unreduced(self) -> None:
-        if self.unreduced and self._keeps_unreduced() is False:  # reduced by loss.backward()
+        if self._keeps_unreduced() is False:  # reduced by loss.backward()
             self.unreduced = False
         if self.unreduced:
             raise RuntimeError(
@@ -697,7 +664,7 @@ class Engine:
             raise RuntimeError("this MixedPrecisionOptimizer is closed: its state is gone; make a new optimizer")
 
     def refuse_unfinished(self) -> None:
-        if self.schedule.started:
+        if self.queue.started:
             raise RuntimeError(
                 "backward() has begun to update the weights (optimizer_state.update: in_backward), and what would be "
                 "saved now belongs to no step. Call step() first"
@@ -719,7 +686,7 @@ class Engine:
     def remove_hooks(self) -> None:
         self.gradients.close()
         self.scaled_backward.close()
-        self.schedule.close()
+        self.queue.close()
 
     def close(self) -> None:
         """Complete pending updates, remove the hooks from the parameters, and free all memory."""
@@ -736,7 +703,7 @@ class Engine:
     def _finish_here(self) -> None:
         with no_grad_no_inference():
             try:
-                self.schedule.wait_for_update()
+                self.queue.wait_for_update()
             finally:
                 self.closed = True
                 self.remove_hooks()

@@ -18,8 +18,8 @@ from lightstep.optimizer.engine import Engine
 from lightstep.optimizer.managed_parameters import InitialMasters, Places
 from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place, plain_numbers
+from lightstep.optimizer.queue import AT_STEP, UpdateTime
 from lightstep.optimizer.result import StepResult
-from lightstep.optimizer.schedule import AtStep, Schedule
 from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
 from lightstep.optimizer.settings import EngineAttribute
 from lightstep.optimizer.state_view import StateView
@@ -52,7 +52,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         places: called at set-up for the name and layer of each parameter.
         overflow_everywhere: whether all ranks of the process group skip a step together; ``None``: if any parameter is
             a DTensor.
-        update_time: the schedule: when updates run.
+        update_time: when updates run.
         initial_masters: called at set-up with each 16-bit parameter; returns the fp32 values that its local shard was
             rounded from, or ``None``. The master starts from them, unless the weight has changed since. With
             ``keep=True`` (state is saved before the set-up) it must return them again later.
@@ -91,7 +91,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         backend: StateBackend | None = None,
         places: Places | None = None,
         overflow_everywhere: bool | None = None,
-        update_time: type[Schedule] = AtStep,
+        update_time: UpdateTime = AT_STEP,
         initial_masters: InitialMasters | None = None,
         moments: Moments | None = None,
     ) -> None:
@@ -485,7 +485,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         for optimizer_class, hyperparameters in named:
             classes.add_class(optimizer_class, hyperparameters)
         # A copy updates in step(): no strategy makes forwards wait for it.
-        self.engine = Engine(classes, **state.pop("engine"), places=lambda: known, update_time=AtStep)
+        self.engine = Engine(classes, **state.pop("engine"), places=lambda: known, update_time=AT_STEP)
         self.param_groups = state.pop("param_groups")
         super().__setstate__(state)
         self.engine.watch_gradients()

@@ -35,24 +35,31 @@ from typing import Any
 
 from torch import Tensor
 
-from lightstep.optimizer.arrivals import Arrivals, second_gradient
+from lightstep.optimizer.eager import no_grad_no_inference
+from lightstep.optimizer.early import EarlyUpdates
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.link_share import LinkShare, evenly_spaced
-from lightstep.optimizer.schedule import AdoptWrites, FindWritten, Job, NextForward, refuse_older_graphs
+from lightstep.optimizer.queue import (
+    NEXT_FORWARD,
+    AdoptWrites,
+    EarlyStep,
+    Factors,
+    Job,
+    Queue,
+    UpdateTime,
+    refuse_older_graphs,
+)
 from lightstep.optimizer.speculation import Checksums, Commit, Speculation
-from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
+from lightstep.optimizer.unit_updater import Gradients, Update
 from lightstep.optimizer.verdict import Verdict
-from lightstep.state.backend import StateBackend
 from lightstep.state.schema import Managed, Unit
 
-__all__ = ["Overlap"]
+__all__ = ["OVERLAP", "SpeculativeUpdates"]
 
 logger = logging.getLogger(__name__)
 
-Peek = Callable[[Tensor], Tensor | None]
-"""Returns the gradient of a parameter if it is complete, and leaves it where it is."""
-Factors = tuple[Tensor | None, Tensor | None]
-"""``(divisor, factor)``, as in :class:`Update`."""
+FindWritten = Callable[[Iterable[Managed]], Sequence[Managed]]
+"""Returns those of some parameters that somebody else has written to."""
 
 _LONGEST_PAUSE = 16
 """Steps without speculation after several whose speculative updates had to be rolled back."""
@@ -61,19 +68,18 @@ _A_HABIT = 3
 """The number of rollbacks before ``step()`` that is worth a warning: something undoes updates in every step."""
 
 
-class Overlap(NextForward):
-    """Updates units speculatively in backward; all other updates run as in :class:`NextForward`.
+class SpeculativeUpdates(EarlyUpdates):
+    """Updates units speculatively in backward; all other updates are deferred by the queue.
 
     After a step that was rolled back, speculation pauses for a number of steps that would have been committed: one,
     two, four and so on, up to 16. The norm is that of all ranks, so all of them pause alike.
     """
 
-    def __init__(self, updater: UnitUpdater, backend: StateBackend) -> None:
-        super().__init__(updater, backend)
-        self._arrivals = Arrivals()
+    def __init__(self, queue: Queue) -> None:
+        super().__init__(queue)
         self._speculation: Speculation | None = None
         self._has_shared = False  # in this step all ranks update shared units speculatively
-        self._verdict, self._link_share = Verdict(), LinkShare(backend)
+        self._verdict, self._link_share = Verdict(), LinkShare(self._backend)
         self._checksums: Checksums | None = None
         self._pause, self._next_pause = 0, 1
         self._verdict_unread = False
@@ -82,36 +88,32 @@ class Overlap(NextForward):
         self._said_written: frozenset[str] = frozenset()  # labels of units, in the log
 
     @property
-    def pending(self) -> bool:
-        return self._speculation is not None or super().pending
+    def is_speculating(self) -> bool:
+        return self._speculation is not None
 
     @property
-    def _is_half_done(self) -> bool:
-        return self._speculation is not None or super()._is_half_done
+    def is_half_done(self) -> bool:
+        return self._speculation is not None
 
     # -- backward
 
     @contextlib.contextmanager
-    def speculating(
-        self,
-        layers: Sequence[Sequence[Managed]],
-        groups: Sequence[dict[str, Any]],
-        peek: Peek,
-        assumed: Factors,
-        find_written: FindWritten,
-        written: Collection[Managed],
-    ) -> Iterator[None]:
+    def _updating(self, step: EarlyStep) -> Iterator[None]:
         """The last backward of a step runs in the body; units are updated as it completes their gradients.
 
-        Args:
-            layers: the parameters of each layer, in the order of the model.
-            groups: their hyper-parameters.
-            peek: called with parameters whose gradients may be complete.
-            assumed: the scaling of gradients that are not clipped.
-            find_written: called before weights are rolled back.
-            written: parameters that are not updated in this backward, because somebody else has written to them.
+        Weights that somebody else has written to since the last step are left to ``step()``: they may be written back
+        before it (SAM), and masters are rebuilt of those that are there then.
         """
-        self._find_written = find_written
+        layers = step.prepare_backward(final=False) if step.may_speculate else None
+        if layers is None:
+            yield
+            return
+        managed, groups = step.managed, step.param_groups
+        with no_grad_no_inference():
+            written = managed.find_written(managed)
+            if not managed.are_unmoved(written):  # they will get other records
+                written = list(managed)
+        self._find_written, assumed = managed.find_written, step.unclipped_factors()
         self._update_pause()
         self._link_share.adapt()
         self._assumed = assumed
@@ -121,25 +123,25 @@ class Overlap(NextForward):
         if not (local or shared):
             yield
             return
-        with self._aborting("the backward with speculative updates"):
+        with self._queue.aborting("the backward with speculative updates"):
             checksums = self._reset_checksums({*local, *shared})
             speculation = self._start_speculation(
                 Speculation(local, shared, after_backward, GroupValues(groups), *assumed, checksums)
             )
         try:
-            with self._arrivals.listening(partial(self._on_gradient, peek)):
+            with self._arrivals.listening(partial(self._on_gradient, step)):
                 yield
                 self._speculate_shared(speculation, flush=True)
         except BaseException:
             speculation.shared_queue.clear()
             if self._updater.broken:
-                self.reset()
-            self.guard.work("backward()", self._roll_back, "an error in backward")
+                self._queue.reset()
+            self._queue.guard.work("backward()", self._roll_back, "an error in backward")
             raise
         if speculation.invalid:
-            self.guard.work("backward()", self.roll_back, "it continued in backward")
+            self._queue.guard.work("backward()", self.roll_back, "it continued in backward")
         elif self._speculation is speculation:
-            self.on_early_update()
+            self._queue.on_early_update()
 
     def _plan(
         self, groups: Sequence[dict[str, Any]], written: Collection[Managed]
@@ -195,10 +197,8 @@ class Overlap(NextForward):
     def _start_speculation(self, speculation: Speculation) -> Speculation:
         self._updater.reserve_stage()
         self._speculation, speculation.done = speculation, self._backend.lanes.event()
-        speculation.values.copy_mutable()
-        everything = [item for layer in self._arrivals.layers for item in layer]
+        everything = self._begin(speculation.values, True, self._backward_order(speculation))
         self._arrivals.start_backward(without_gradient=frozenset(item for item in everything if not item.updated))
-        self._begin(everything, speculation.values, True, self._backward_order(speculation), ahead=False)
         self._link_share.record_begin()
         return speculation
 
@@ -211,7 +211,7 @@ class Overlap(NextForward):
             *speculation.after_backward,
         ]
 
-    def _on_gradient(self, peek: Peek, item: Managed) -> None:
+    def _on_gradient(self, step: EarlyStep, item: Managed) -> None:
         """A gradient is complete: with the last one of its batch, the units of the batch are updated.
 
         Raises:
@@ -220,15 +220,11 @@ class Overlap(NextForward):
         speculation = self._speculation
         if speculation is None or not item.updated:
             return
-        gradient = peek(item.param)
+        gradient = step.peek(item)
         if gradient is None:
             return
-        if item in speculation.used:
-            raise second_gradient(item, instead="next_forward")
-        seen = item in speculation.gradients
-        speculation.gradients[item] = gradient
-        layer = self._arrivals.layer_of[item]
-        if seen or not self._arrivals.count_gradient(layer):
+        layer = self._count(item, gradient, speculation.gradients, used=speculation.used)
+        if layer is None:
             return
         self._speculate_shared(speculation)
         if self._arrivals.count_layer(layer):
@@ -245,7 +241,7 @@ class Overlap(NextForward):
             flush: backward is over: units without gradients have none on any rank, and are skipped.
         """
         if speculation.shared_queue and self._speculation is speculation:
-            self._wait_for_caller()
+            self._queue.wait_for_caller()
         while speculation.shared_queue and self._speculation is speculation:
             layers = {self._arrivals.layer_of[owner] for owner in speculation.shared_queue[0].owners}
             complete = all(map(self._arrivals.is_complete, layers))
@@ -256,7 +252,7 @@ class Overlap(NextForward):
 
     def _speculate(self, speculation: Speculation, units: Sequence[Unit]) -> None:
         """Submit the speculative updates of units whose gradients are complete."""
-        self.guard.work("backward()", self._submit_speculative, speculation, units)
+        self._queue.guard.work("backward()", self._submit_speculative, speculation, units)
 
     def _submit_speculative(self, speculation: Speculation, units: Sequence[Unit]) -> None:
         if self._speculation is not speculation:  # a hook has read a weight meanwhile
@@ -268,7 +264,7 @@ class Overlap(NextForward):
         refuse_older_graphs(speculation.used.add(gradients))
         update = speculation.assumed_update(gradients)
         compute = self._backend.lanes.compute
-        self._wait_for_caller()
+        self._queue.wait_for_caller()
         self._link_share.record_ready()
         for unit in units:
             versions = {owner: owner.local._version for owner in unit.owners}
@@ -276,7 +272,7 @@ class Overlap(NextForward):
             speculation.submitted.append(unit)
         compute.record(speculation.done)
         self._link_share.record_done()
-        self.on_early_update()
+        self._queue.on_early_update()
 
     def roll_back(self, reason: str) -> None:
         """Undo all speculative updates: what the caller does next sees the weights from before backward.
@@ -302,10 +298,10 @@ class Overlap(NextForward):
         if speculation is None:
             return ()
         if speculation.submitted and not speculation.invalid:
-            self.rolled_back += 1
-            level = logging.WARNING if self.rolled_back == _A_HABIT else logging.INFO
+            self._queue.rolled_back += 1
+            level = logging.WARNING if self._queue.rolled_back == _A_HABIT else logging.INFO
             said = "updates in backward: rolled back before step() (%d so far): %s"
-            logger.log(level, said, self.rolled_back, reason)
+            logger.log(level, said, self._queue.rolled_back, reason)
         written = self._written_after_update(speculation)
         speculation.invalid = bool(speculation.shared_queue)
         if not speculation.invalid:
@@ -316,7 +312,7 @@ class Overlap(NextForward):
     def _written_after_update(self, speculation: Speculation) -> Sequence[Managed]:
         if not speculation.submitted or self._updater.broken:
             return ()
-        with self._aborting("the update under way", on_interrupt=False):
+        with self._queue.aborting("the update under way", on_interrupt=False):
             self._backend.lanes.caller().wait(speculation.done)  # on the CPU they have written only then
         updated = (unit for unit in speculation.submitted if self._backend.is_speculative(unit))
         owners = dict.fromkeys(owner for unit in updated for owner in unit.owners)
@@ -325,7 +321,7 @@ class Overlap(NextForward):
     def _roll_back_units(self, speculation: Speculation) -> None:
         if speculation.submitted:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
-        with self._aborting("rolling back speculative updates"):
+        with self._queue.aborting("rolling back speculative updates"):
             compute, caller = self._backend.lanes.compute, self._backend.lanes.caller()
             for unit in reversed(speculation.submitted):
                 compute.run(partial(self._updater.roll_back, unit))
@@ -334,17 +330,15 @@ class Overlap(NextForward):
         speculation.submitted.clear()
         speculation.used.clear()
         if self._speculation is None:
-            self._values = None
+            self._queue.values = None
 
     # -- step
 
     @property
-    def has_open_speculation(self) -> bool:
+    def awaits_step(self) -> bool:
         return self._speculation is not None and self._speculation.update is None
 
-    def validate_speculation(
-        self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites
-    ) -> bool:
+    def validate(self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites) -> bool:
         speculation = self._speculation
         if speculation is None:
             return False
@@ -359,33 +353,33 @@ class Overlap(NextForward):
     def _weights_were_written(self, speculation: Speculation) -> bool:
         """Whether somebody has written to a weight before its update."""
         if self._backend.lanes.device.type == "cpu":  # it is known when the updates are done
-            with self._aborting("the update under way", on_interrupt=False):
+            with self._queue.aborting("the update under way", on_interrupt=False):
                 self._backend.lanes.caller().wait(speculation.done)
         return speculation.weights_changed
 
-    def start(self, updates: Sequence[Update]) -> None:
+    def start(self, updates: Sequence[Update]) -> bool:
         speculation = self._speculation
         self._request_verdict(updates)
         self._agree_on_verdict()
         if speculation is None:
-            super().start(updates)
-            return
+            return False
         (update,) = updates
         update.values, speculation.update = speculation.values, update
         update.drop_gradients(update.elsewhere)
         refuse_older_graphs(item for item in update.gradients if item not in speculation.used)
         update.note_versions()
-        with self._aborting("the update under way"):
-            self._wait_for_caller()
+        with self._queue.aborting("the update under way"):
+            self._queue.wait_for_caller()
             for unit in speculation.after_backward:
                 self._backend.lanes.compute.run(partial(Job(unit, updates).run, self._updater))
             self._backend.lanes.compute.record(speculation.done)
         if self._backend.peers_wait:
-            self._resolve(None)
+            self.resolve(None)
+        return True
 
-    def overflows(self, updates: Sequence[Update]) -> bool:
+    def overflows(self, updates: Sequence[Update]) -> bool | None:
         """The verdict tells it, if there is one: the host waits once."""
-        return self._verdict.read() == "drop" if self._request_verdict(updates) else super().overflows(updates)
+        return self._verdict.read() == "drop" if self._request_verdict(updates) else None
 
     def skip(self) -> None:
         """The verdict is ``drop``, and it has been read."""
@@ -394,7 +388,6 @@ class Overlap(NextForward):
             self._log_verdict("drop")
             self._speculation = None
             self._roll_back_units(speculation)
-        super().skip()
 
     def _request_verdict(self, updates: Sequence[Update]) -> bool:
         """Have the device compare this update with the assumed one, once per step; ``False``: nothing was assumed."""
@@ -429,21 +422,7 @@ class Overlap(NextForward):
 
     # -- waiting
 
-    def wait_for_update(self, items: Iterable[Managed] | None = None) -> None:
-        if self._resolve(items):
-            super().wait_for_update(items)
-
-    def wait_for_step(self) -> None:
-        """Speculative updates for a step that has not been called yet stay as they are."""
-        if not self.has_open_speculation:
-            self.wait_for_update()
-
-    def wait_on_stream(self, items: Iterable[Managed]) -> None:
-        items = list(items)
-        if self._resolve(items):
-            super().wait_on_stream(items)
-
-    def _resolve(self, items: Iterable[Managed] | None) -> bool:
+    def resolve(self, items: Iterable[Managed] | None) -> bool:
         """Commit or roll back before these parameters are read; returns whether there may be jobs to wait for.
 
         Before ``step()`` speculative updates are rolled back if they concern these parameters. After it the verdict
@@ -465,7 +444,7 @@ class Overlap(NextForward):
     def _apply_verdict(self, speculation: Speculation, update: Update) -> None:
         """Read the verdict, roll back unless it is to commit, and schedule the remaining updates."""
         verdict = self._verdict.read()
-        with self._aborting("the update under way"):
+        with self._queue.aborting("the update under way"):
             self._backend.lanes.caller().wait(speculation.done)
             speculation.note_own_writes(update)
             self._updater.refuse_written(update)
@@ -473,7 +452,7 @@ class Overlap(NextForward):
         if verdict == "commit":
             self._next_pause = max(self._next_pause // 2, 1)
         else:
-            self.redone += verdict == "redo"
+            self._queue.redone += verdict == "redo"
             self._log_verdict(verdict)
             self._roll_back_units(speculation)
             update.note_own_writes(update.gradients)
@@ -482,7 +461,7 @@ class Overlap(NextForward):
 
     def _log_verdict(self, verdict: str) -> None:
         reason = self._verdict.reason()
-        logger.info("updates in backward: %s (%d steps redone so far): %s", verdict, self.redone, reason)
+        logger.info("updates in backward: %s (%d steps redone so far): %s", verdict, self._queue.redone, reason)
 
     def _schedule_rest(self, speculation: Speculation, update: Update, verdict: str) -> None:
         """Schedule the commit of what has been updated, and the updates of all other units."""
@@ -491,21 +470,14 @@ class Overlap(NextForward):
         speculative = (unit for unit in speculation.submitted if self._backend.is_speculative(unit))
         done = dict.fromkeys([*speculative, *speculation.after_backward])
         left = [unit for unit in self._backend.units() if unit not in done]
-        with self._aborting("the update under way"):
+        with self._queue.aborting("the update under way"):
+            self._queue.begin(update.gradients.keys(), update.values, True, left)
             jobs = [Commit(list(done), update), *(Job(unit, [update]) for unit in left)]
-            self._begin(update.gradients.keys(), update.values, True, left)
-            self._units = ()
-            self._completing_job = {item: number for number, job in enumerate(jobs) for item in job.owners}
-            self._arrival_job = self._backend.arrival_jobs(self._completing_job, len(jobs))
-            self._schedule([*jobs, Job(None, [update], update.elsewhere, next_order)])
-            self._submit_in_step()
+            self._queue.schedule_step([*jobs, Job(None, [update], update.elsewhere, next_order)])
 
     def reset(self) -> None:
         self._speculation = None
-        super().reset()
-        for unit in filter(self._backend.is_speculative, self._backend.units()):
-            self._backend.drop_speculation(unit)
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._arrivals.close()
+
+OVERLAP = UpdateTime("overlap", deferred=True, early=SpeculativeUpdates, without_early=NEXT_FORWARD)
+"""Units are updated in backward as if nothing were clipped, the rest while the caller runs the next forward."""

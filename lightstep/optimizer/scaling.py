@@ -66,8 +66,10 @@ class Scaling:
 
     def norm(self, gradients: Gradients, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
         """The global norm of the gradients divided by the loss scale, and the overflow flag: 0-dim fp32."""
-        norms = self._tensor_norms([gradients.get(item) for item in self._managed], loss_scale)
-        return self._combine(self._global_norm, norms, loss_scale)
+        ordered = [gradients.get(item) for item in self._managed]
+        if loss_scale.is_identity:
+            return self._global_norm(ordered)
+        return self._combine(self._global_norm, self._tensor_norms(ordered, loss_scale), loss_scale)
 
     def _tensor_norms(self, gradients: Sequence[Tensor | None], loss_scale: LossScale) -> Sequence[Tensor | None]:
         """Each gradient's own norm, for :meth:`_combine`."""

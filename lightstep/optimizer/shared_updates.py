@@ -49,13 +49,14 @@ class SharedUpdates:
 
     Attributes:
         units: the units of this step that ranks update together, in update order.
+        positions: their positions in it.
     """
 
     def __init__(self, classes: GroupClasses, backend: StateBackend) -> None:
         self._classes, self._exchanges, self._backend = classes, classes.exchanges, backend
         self._gathered, self._orthogonalizer = GatheredUpdates(classes.exchanges), Orthogonalizer()
         self.units: list[Unit] = []
-        self._positions: dict[Unit, int] = {}  # in `units`
+        self.positions: dict[Unit, int] = {}
         self._ahead = self._num_started = self._num_orthogonalized = 0
         self._started: dict[int, list[_Started]] = {}  # by position
 
@@ -64,7 +65,7 @@ class SharedUpdates:
         wanted = frozenset(item for item in managed if item.rows is not None and not item.is_remote)
         units = (self._backend.units() if order is None else order) if wanted else ()
         self.units = [unit for unit in units if any(owner in wanted for owner in unit.owners)]
-        self._positions = {unit: position for position, unit in enumerate(self.units)}
+        self.positions = {unit: position for position, unit in enumerate(self.units)}
         has_state = bool(self.units) and all(item.updated for item in managed)
         with_momentum = [item for item in wanted if self._classes.arithmetic_for(item.group).sends_directions]
         self._ahead = self._backend.ahead(with_momentum, MOMENTUM) if ahead and has_state and with_momentum else 0
@@ -72,9 +73,6 @@ class SharedUpdates:
         for exchange in self._exchanges.values():
             exchange.reset()
         self._orthogonalizer.retain({exchange.address for exchange in self._exchanges.values()})
-
-    def __contains__(self, unit: Unit) -> bool:
-        return unit in self._positions
 
     def partition(self, units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
         """The units that this rank updates alone, and the shared ones that can be updated speculatively.
@@ -110,20 +108,20 @@ class SharedUpdates:
         """
         if not self._ahead:
             return
-        stop = min(self._positions[unit] + self._ahead, len(self.units) - 1) + 1
+        stop = min(self.positions[unit] + self._ahead, len(self.units) - 1) + 1
         for position in range(self._num_started, stop):
             found = self._backend.look_ahead(self.units[position], active)
             found = [(segment, entries) for segment, entries in found if self._is_muon(segment)]
             segments, momenta = [segment for segment, _ in found], [entries[MOMENTUM] for _, entries in found]
             self._start(position, segments, momenta, scaled(segments), values)
             self._orthogonalize(position)
-        self._orthogonalize(self._positions[unit] + self._ahead)
+        self._orthogonalize(self.positions[unit] + self._ahead)
 
     def apply(
         self, unit: Unit, acquired: Sequence[Segment], scaled: Scaled, overflow: Tensor, values: GroupValues
     ) -> None:
         """Update the unit's acquired segments."""
-        position, segments = self._positions[unit], [segment for segment in acquired if self._is_muon(segment)]
+        position, segments = self.positions[unit], [segment for segment in acquired if self._is_muon(segment)]
         if not self._ahead:
             for segment in segments:
                 if MOMENTUM not in segment.state:

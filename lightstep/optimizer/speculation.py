@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.optimizer.schedule import Job
+from lightstep.optimizer.queue import Job
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.split import Splitter
 from lightstep.state.checksummed_weights import ChecksummedWeights

@@ -57,7 +57,7 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
 
     def _shared(self) -> dict[str, Any]:
         """A copy of the entries under keys that are no parameters (``state["k"]``), which are kept in a group."""
-        self._engine.schedule.wait_for_update()
+        self._engine.queue.wait_for_update()
         classes = (each for group in self._engine.param_groups for each in group.get(KEPT, {}).values())
         return copied({key: value for each in classes for key, value in each["state"].items()})
 

@@ -63,7 +63,7 @@ class StepGuard:
     @property
     def is_busy_elsewhere(self) -> bool:
         """Whether another thread works."""
-        return self.is_busy and not self.is_busy_here
+        return self._work is not None and not self.is_busy_here
 
     @property
     def is_busy_here(self) -> bool:
@@ -74,7 +74,7 @@ class StepGuard:
     @property
     def is_foreign(self) -> bool:
         """Whether this thread is not the one that trains, which may use other streams."""
-        return self.trainer not in (None, threading.get_ident()) and not _in_autograd()
+        return self.trainer not in (None, threading.get_ident()) and torch._C._current_graph_task_id() == -1
 
     def check(self, what: str) -> None:
         """Raise ``RuntimeError`` in a forked child, and from within work."""
@@ -127,9 +127,5 @@ class StepGuard:
             yield
 
     def _first_lock(self) -> threading.RLock:
-        return self._lock if _in_autograd() else self.backward
-
-
-def _in_autograd() -> bool:
-    """Whether this thread is running a backward."""
-    return torch._C._current_graph_task_id() != -1
+        in_autograd = torch._C._current_graph_task_id() != -1
+        return self._lock if in_autograd else self.backward

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -160,9 +159,11 @@ class UnitUpdater:
             order: the order in which units are expected; ``None``: that of the backend.
             ahead: the gradients of later units are complete when an earlier one is updated.
         """
-        with self._guard("the beginning of the update"):
+        with self.broken.guard("the beginning of the update"):
             self._backend.begin(managed, order)
-            self.shared.begin(managed, order, ahead)
+            if self._classes.exchanges or self.shared.units:
+                self.shared.begin(managed, order, ahead)
+                self.broken.stops_others = bool(self.shared.units)
 
     def update(self, unit: Unit, updates: Sequence[Update]) -> None:
         """Update one unit: of one layer, or of several with an update each.
@@ -172,21 +173,25 @@ class UnitUpdater:
                 have the same overflow.
         """
         gradients = updates[0].gradients if len(updates) == 1 else _joined(updates)
-        with self._guard(f"the update of {unit.label}"):
-            for update in updates:
+        with self.broken.guard(f"the update of {unit.label}"):
+            deferred = [update for update in updates if update.versions]
+            for update in deferred:
                 update.refuse_written(unit.owners)
-            if unit in self.shared:
+            if unit in self.shared.positions:
                 segments = self._apply_shared(unit, gradients, updates)
             else:
                 segments = self._backend.acquire(unit, gradients)
                 for update, own in _divided(segments, updates):
                     self._apply(own, update)
             self._backend.release(unit, segments)
-            for update in updates:
+            for update in deferred:
                 update.note_own_writes(unit.owners)
-        self._mark_updated(segments)
+        owners = [part.owner for segment in segments for part in segment.parts]
+        for owner in owners:
+            owner.updated = True
+        self._record(owners)
 
-    def _apply_shared(self, unit: Unit, gradients: Gradients, updates: Sequence[Update]) -> list[Segment]:
+    def _apply_shared(self, unit: Unit, active: Gradients, updates: Sequence[Update]) -> list[Segment]:
         """Update a unit together with other ranks; the communication of later units is started first."""
         values, device = updates[0].values, unit.owners[0].local.device
         scaling = {update: update.scaling_on(device) for update in updates}
@@ -194,11 +199,12 @@ class UnitUpdater:
         def scaled(segments: Sequence[Segment]) -> list[Tensor]:
             rows: dict[Segment, Tensor] = {}
             for update, own in _divided(segments, updates):
-                rows |= zip(own, self._scaled(own, _gradients_of(own, update), update, scaling[update]), strict=True)
+                gradients = [[part.slice(update.gradients[part.owner]) for part in segment.parts] for segment in own]
+                rows |= zip(own, self._scaled(own, gradients, update, scaling[update]), strict=True)
             return [rows[segment] for segment in segments]
 
-        self.shared.start_ahead(unit, gradients, scaled, values)
-        segments = self._backend.acquire(unit, gradients)
+        self.shared.start_ahead(unit, active, scaled, values)
+        segments = self._backend.acquire(unit, active)
         self.shared.apply(unit, segments, scaled, scaling[updates[0]].overflow, values)
         return segments
 
@@ -209,7 +215,7 @@ class UnitUpdater:
             elsewhere: parameters whose weights other replicas have sent.
             next_order: the order in which the next step is expected to update units; ``None``: that of this step.
         """
-        with self._guard("the end of the update"):
+        with self.broken.guard("the end of the update"):
             self._backend.finish(next_order)
         for item in elsewhere:
             item.updated = True
@@ -217,7 +223,7 @@ class UnitUpdater:
 
     def write_back(self, values: GroupValues) -> None:
         """See :meth:`GroupClasses.write_back`."""
-        with self._guard("the end of the update"):
+        with self.broken.guard("the end of the update"):
             self._classes.write_back(values)
 
     # -- speculative updates
@@ -230,21 +236,21 @@ class UnitUpdater:
 
     def refuse_written(self, update: Update) -> None:
         """Mark the step as broken, and raise ``RuntimeError``, if somebody has written to a gradient or a weight."""
-        with self._guard("the update"):
+        with self.broken.guard("the update"):
             update.refuse_written(update.gradients)
 
     def complete(self, updates: Sequence[Update], items: list[Managed]) -> None:
         """The updates of these parameters are done: check and drop their gradients."""
-        with self._guard("the update"):
-            for update in updates:
-                update.refuse_written(items)
         for update in updates:
+            if update.versions:
+                with self.broken.guard("the update"):
+                    update.refuse_written(items)
             update.drop_gradients(items)
 
     def roll_back(self, unit: Unit) -> None:
         """Undo :meth:`speculate`."""
         if self._backend.is_speculative(unit):
-            with self._guard(f"rolling back the update of {unit.label}"):
+            with self.broken.guard(f"rolling back the update of {unit.label}"):
                 self._backend.roll_back(unit)
             self._record(unit.owners)
 
@@ -256,12 +262,10 @@ class UnitUpdater:
 
     # -- the arithmetic
 
-    def _guard(self, what: str) -> AbstractContextManager[None]:
-        consequence = "; other ranks wait for this one until its process ends" if self.shared.units else ""
-        return self.broken.guard(what, consequence)
-
     def _apply(self, segments: Sequence[Segment], update: Update) -> None:
-        gradients = dict(zip(segments, _gradients_of(segments, update), strict=True))
+        gradients = {
+            segment: [part.slice(update.gradients[part.owner]) for part in segment.parts] for segment in segments
+        }
         scaling = update.scaling_on(segments[0].device)
         left = self._one_pass.update(segments, [*gradients.values()], scaling, update.values)
         if left:
@@ -276,12 +280,6 @@ class UnitUpdater:
         dtypes = [segment.locals[0].dtype if segment.coding == "own" else torch.float32 for segment in segments]
         return [row.view(segment.shape).to(d) for segment, row, d in zip(segments, rows, dtypes, strict=True)]
 
-    def _mark_updated(self, segments: list[Segment]) -> None:
-        owners = [part.owner for segment in segments for part in segment.parts]
-        for owner in owners:
-            owner.updated = True
-        self._record(owners)
-
 
 def _joined(updates: Sequence[Update]) -> Gradients:
     """The gradients of all of the updates."""
@@ -294,8 +292,3 @@ def _divided(segments: Sequence[Segment], updates: Sequence[Update]) -> list[tup
         return [(updates[0], segments)] if segments else []
     pairs = ((update, [s for s in segments if s.parts[0].owner in update.gradients]) for update in updates)
     return [(update, own) for update, own in pairs if own]
-
-
-def _gradients_of(segments: Sequence[Segment], update: Update) -> list[list[Tensor]]:
-    """The gradient of each part of each segment."""
-    return [[part.slice(update.gradients[part.owner]) for part in segment.parts] for segment in segments]

@@ -99,7 +99,7 @@ class DeferredUpdates:
     @property
     def pending(self) -> bool:
         """Whether updates of the last step may still be pending."""
-        orphaned = any(engine.schedule.pending for _, engine in self._orphaned())
+        orphaned = any(engine.queue.pending for _, engine in self._orphaned())
         return orphaned or any(optimizer.has_deferred_updates for optimizer in self.optimizers)
 
     def wait(self, parameters: Collection[Tensor] | None = None) -> None:

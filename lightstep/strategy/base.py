@@ -28,8 +28,8 @@ from lightstep.distributed import initialized, let_gloo_finish_at_exit
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
+from lightstep.optimizer.queue import AT_STEP, UpdateTime
 from lightstep.optimizer.rules import Rule, groups_by_rules, own_class, warn_of_muon_on_vocabularies
-from lightstep.optimizer.schedule import AtStep, Schedule
 from lightstep.precision.gradients import ReducedGradients
 from lightstep.presets import available_strategies, read_source
 from lightstep.rollout.engine import RolloutEngine
@@ -51,7 +51,7 @@ from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
 from lightstep.state.backend import StateBackend
 from lightstep.strategy.checkpoints import Checkpoints
-from lightstep.strategy.from_config import backend_of, schedule_of, settings_of
+from lightstep.strategy.from_config import backend_of, settings_of, update_time_of
 from lightstep.strategy.launch import start_process_group
 
 if TYPE_CHECKING:
@@ -358,7 +358,7 @@ class Strategy(ABC):
             backend=self._make_backend(model),
             places=lambda: self._places(model),
             overflow_everywhere=self._overflow_everywhere,
-            update_time=self._schedule_class,
+            update_time=self._update_time,
             initial_masters=PreparedModel.of(model).initial_master,
             **settings_of(self.config),
         )
@@ -373,8 +373,8 @@ class Strategy(ABC):
         optimizer.accumulating = False
 
     @property
-    def _schedule_class(self) -> type[Schedule]:
-        return schedule_of(self.config.optimizer_state)
+    def _update_time(self) -> UpdateTime:
+        return update_time_of(self.config.optimizer_state)
 
     def _with_wrapper(self, model: nn.Module) -> nn.Module:
         """The wrapper that :meth:`prepare_model` returned, if ``model`` is the module inside it."""
@@ -392,14 +392,14 @@ class Strategy(ABC):
         gradients = self._reduced_gradients(model)
         if gradients is not None and isinstance(optimizer, MixedPrecisionOptimizer):
             optimizer.gradients.set_reduction(gradients)
-        if self._schedule_class is not AtStep:
+        if self._update_time is not AT_STEP:
             inner = unwrap_model(model)
             self._refuse_scripted(inner)
-            PreparedModel.of(inner).gates.guard(inner, optimizer, self._schedule_class.in_backward)
+            PreparedModel.of(inner).gates.guard(inner, optimizer, self._update_time.in_backward)
 
     def _refuse_scripted(self, model: nn.Module) -> None:
         """Raise ``ConfigError`` if scripted or traced modules are trained, and updates are deferred."""
-        found = {} if self._schedule_class is AtStep else scripted_modules(model)
+        found = {} if self._update_time is AT_STEP else scripted_modules(model)
         if found:
             names = ", ".join(f"{name or 'the model'} ({type(module).__name__})" for name, module in found.items())
             raise ConfigError(

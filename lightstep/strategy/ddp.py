@@ -13,9 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.config import ConfigError, DDPSharding
 from lightstep.distributed import Replicas, is_sharded, role_group
-from lightstep.optimizer.in_backward import InBackward
-from lightstep.optimizer.overlap import Overlap
-from lightstep.optimizer.schedule import AtStep, NextForward, Schedule
+from lightstep.optimizer.queue import UpdateTime
 from lightstep.precision.gradients import ReducedGradients
 from lightstep.sharding.direct_calls import DirectCalls
 from lightstep.sharding.model_names import unwrap_model
@@ -137,10 +135,10 @@ class DDPStrategy(ProcessGroupStrategy):
         return contextlib.nullcontext() if last or replica is None else replica.no_sync()
 
     @property
-    def _schedule_class(self) -> type[Schedule]:
+    def _update_time(self) -> UpdateTime:
         """Nothing is updated in backward: DDP's buckets keep all gradients until it ends."""
-        configured = super()._schedule_class
-        return {InBackward: AtStep, Overlap: NextForward}.get(configured, configured)
+        configured = super()._update_time
+        return configured.without_early or configured
 
     def _replicas(self, model: nn.Module) -> Replicas | None:
         replica = _find_replica(model)

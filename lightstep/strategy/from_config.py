@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from lightstep.config import ConstantScale, DynamicScale, LossScaleConfig, OptimizerState, StrategyConfig
-from lightstep.optimizer.in_backward import InBackward
+from lightstep.optimizer.in_backward import IN_BACKWARD
 from lightstep.optimizer.moments import Moments
-from lightstep.optimizer.overlap import Overlap
-from lightstep.optimizer.schedule import AtStep, NextForward, Schedule
+from lightstep.optimizer.overlap import OVERLAP
+from lightstep.optimizer.queue import AT_STEP, NEXT_FORWARD, UpdateTime
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from lightstep.precision.split import Splitter
 from lightstep.state.backend import StateBackend
@@ -17,18 +17,13 @@ from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
 
-__all__ = ["backend_of", "schedule_of", "settings_of"]
+__all__ = ["backend_of", "settings_of", "update_time_of"]
 
-_SCHEDULES: dict[str, type[Schedule]] = {
-    "at_step": AtStep,
-    "next_forward": NextForward,
-    "in_backward": InBackward,
-    "overlap": Overlap,
-}
+_UPDATE_TIMES = {time.name: time for time in (AT_STEP, NEXT_FORWARD, IN_BACKWARD, OVERLAP)}
 
 
 def settings_of(config: StrategyConfig) -> dict[str, Any]:
-    """Keyword arguments for one optimizer, with a loss scale of its own; the schedule is the strategy's choice."""
+    """Keyword arguments for one optimizer, with a loss scale of its own; the update time is the strategy's choice."""
     precision, clipping, state = config.precision, config.clipping, config.optimizer_state
     max_norm = clipping.max_norm
     return {
@@ -42,9 +37,9 @@ def settings_of(config: StrategyConfig) -> dict[str, Any]:
     }
 
 
-def schedule_of(config: OptimizerState) -> type[Schedule]:
-    """The schedule of ``optimizer_state.update``."""
-    return _SCHEDULES[config.update]
+def update_time_of(config: OptimizerState) -> UpdateTime:
+    """That of ``optimizer_state.update``."""
+    return _UPDATE_TIMES[config.update]
 
 
 def backend_of(config: OptimizerState) -> StateBackend:

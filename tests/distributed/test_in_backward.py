@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.in_backward import InBackward
+from lightstep.optimizer.in_backward import FinalUpdates
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Skipping, Training, check_same_bits
@@ -53,15 +53,15 @@ def check_memory(rank: int, world_size: int, state: dict[str, Any]) -> None:
     """Whenever a unit's gradients arrive, those of the unit before the last one are gone."""
     alive: list[tuple[str, weakref.ref[Tensor]]] = []
     layers: list[int] = []
-    add_gradient = InBackward.add_gradient
+    add_gradient = FinalUpdates.add_gradient
 
-    def counting(self: InBackward, item: Any, gradient: Tensor) -> None:
+    def counting(self: FinalUpdates, item: Any, gradient: Tensor) -> None:
         alive.append((str(item.layer), weakref.ref(gradient)))
         add_gradient(self, item, gradient)
         del gradient
         layers.append(len({layer for layer, reference in alive if reference() is not None and "blocks" in layer}))
 
-    InBackward.add_gradient = counting  # type: ignore[method-assign]
+    FinalUpdates.add_gradient = counting  # type: ignore[method-assign]
     try:
         values = {"sharding": LAYOUTS["fsdp2"][1], "clipping": {"max_norm": None}, "optimizer_state": state}
         training = Training(rank, world_size, values, TinyTransformer)
@@ -70,7 +70,7 @@ def check_memory(rank: int, world_size: int, state: dict[str, Any]) -> None:
             gc.collect()
             alive.clear()
     finally:
-        InBackward.add_gradient = add_gradient  # type: ignore[method-assign]
+        FinalUpdates.add_gradient = add_gradient  # type: ignore[method-assign]
     assert layers and max(layers) <= 2
     assert torch.distributed.is_initialized()
 

@@ -12,22 +12,23 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightstep.optimizer.overlap import Overlap
+from lightstep.optimizer import queue
+from lightstep.optimizer.overlap import SpeculativeUpdates
 from tests.distributed.models import loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.test_sharded_muon import STATES, assert_same, beside_a_loop, round_moments, slow_lanes
 from tests.python import python
 
-Act = Callable[[int, Overlap], contextlib.AbstractContextManager[Any]]
+Act = Callable[[int, SpeculativeUpdates], contextlib.AbstractContextManager[Any]]
 
 
 @contextlib.contextmanager
-def nothing(rank: int, overlap: Overlap) -> Iterator[None]:
+def nothing(rank: int, overlap: SpeculativeUpdates) -> Iterator[None]:
     yield
 
 
 @contextlib.contextmanager
-def other_order(rank: int, overlap: Overlap) -> Iterator[None]:
+def other_order(rank: int, overlap: SpeculativeUpdates) -> Iterator[None]:
     """One rank sees its gradients last to first, when backward is over.
 
     On the CPU: NCCL wants the operations of all communicators in one order on all ranks. FSDP2's own reductions, which
@@ -50,14 +51,14 @@ def other_order(rank: int, overlap: Overlap) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def read_in_backward(rank: int, overlap: Overlap) -> Iterator[None]:
+def read_in_backward(rank: int, overlap: SpeculativeUpdates) -> Iterator[None]:
     """One rank reads what was tried, while all of them go on with more."""
     speculate, reads = overlap._speculate, []
 
     def speculated(speculation: Any, units: Any) -> None:
         speculate(speculation, units)
         if speculation.shared_queue and speculation.submitted:
-            overlap.wait_for_update(list(speculation.used))
+            overlap._queue.wait_for_update(list(speculation.used))
             reads.append(units)
 
     if rank == 1:
@@ -69,14 +70,14 @@ def read_in_backward(rank: int, overlap: Overlap) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_room(rank: int, overlap: Overlap) -> Iterator[None]:
+def no_room(rank: int, overlap: SpeculativeUpdates) -> Iterator[None]:
     able: Any = overlap._backend.reserve_speculation
     with mock.patch.object(overlap._backend, "reserve_speculation", (lambda units: ()) if rank == 1 else able):
         yield
 
 
 @contextlib.contextmanager
-def some_room(rank: int, overlap: Overlap) -> Iterator[None]:
+def some_room(rank: int, overlap: SpeculativeUpdates) -> Iterator[None]:
     """Others on every rank: weights are cut, and what is tried of one may be its end."""
     able: Any = overlap._backend.reserve_speculation
     with mock.patch.object(overlap._backend, "reserve_speculation", lambda units: able(units)[rank % 3 :: 2]):
@@ -108,7 +109,7 @@ def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
     state = {**STATES["stream, overlap"], "moments": moments}
     sharding = {"mesh": {"replicate": copies, "shard": world_size // copies}}
     strategy, model, optimizer, loop = beside_a_loop(rank, world_size, sharding, state)
-    overlap: Overlap = optimizer.engine.schedule
+    overlap: SpeculativeUpdates = optimizer.engine.queue.early
     became: list[str] = []
     apply_verdict, roll_back, skip = overlap._apply_verdict, overlap._roll_back, overlap.skip
 
@@ -130,13 +131,12 @@ def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
 
     patches: dict[str, Any] = {
         "skip": skipped,
-        "submit_in_step": 1,
-        "submit_ahead": 0,
         "_apply_verdict": applied,
         "_roll_back": rolled_back,
         "_update_pause": lambda: setattr(overlap, "_pause", 0),
     }
-    with mock.patch.multiple(overlap, **patches), mock.patch.object(overlap._link_share, "adapt"):
+    one_by_one = mock.patch.multiple(queue, SUBMIT_IN_STEP=1, SUBMIT_AHEAD=0)
+    with one_by_one, mock.patch.multiple(overlap, **patches), mock.patch.object(overlap._link_share, "adapt"):
         for step, (in_backward, before_step, max_norm, expected) in enumerate(STEPS):
             overflow = max_norm != max_norm
             optimizer.max_norm = loop.max_norm = 1.0 if overflow else max_norm

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 import lightstep
 from lightstep.distributed import local_tensor
-from lightstep.optimizer.schedule import NextForward
+from lightstep.optimizer import queue
 from tests.distributed.models import Block, TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.test_exactness import CASES, OWN_BUCKETS, check_exact
@@ -151,14 +151,14 @@ def check_same_bits(
         if prefetch:
             prefetch_forward(tested.inner)
         losses = [tested.step()]
-        tested.optimizer.engine.schedule.submit_in_step = (1, 48)[seed % 2]
         if state["backend"] == "stream":
             tested.delay(seed * world_size + rank, 2e-2 if broken else 2e-3)
         if broken:
             waiting = {"wait_on_stream": tested.optimizer, "receive": tested.optimizer._backend}[broken]
             setattr(waiting, broken, lambda parameters: None)
-        losses += [tested.step() for _ in range(2)]
-        found = [losses, tested.evaluate(), tested.step(), tested.snapshot()]
+        with mock.patch.object(queue, "SUBMIT_IN_STEP", (1, 48)[seed % 2]):
+            losses += [tested.step() for _ in range(2)]
+            found = [losses, tested.evaluate(), tested.step(), tested.snapshot()]
         if broken:
             differing += found[:2] != expected[:2]
             tested.optimizer.close()
@@ -365,10 +365,10 @@ class Deep(TinyTransformer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(7) for _ in range(NextForward.submit_in_step + 4))
+        self.blocks = nn.ModuleList(Block(7) for _ in range(queue.SUBMIT_IN_STEP + 4))
 
 
-@mock.patch.multiple(NextForward, submit_in_step=2, submit_ahead=1)
+@mock.patch.multiple(queue, SUBMIT_IN_STEP=2, SUBMIT_AHEAD=1)
 def check_one_alone(rank: int, world_size: int, sharding: dict[str, Any], does: str) -> None:
     """What one rank does by itself waits for no work of others that nobody has begun."""
     runs = [Training(rank, world_size, {"sharding": sharding, "optimizer_state": s}, Deep) for s in ({}, DEFERRED)]

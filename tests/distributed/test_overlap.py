@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightstep.distributed import local_tensor
-from lightstep.optimizer.overlap import Overlap
+from lightstep.optimizer.overlap import SpeculativeUpdates
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, HSDP
@@ -26,25 +26,22 @@ STATE: dict[str, Any] = {"backend": "stream", "update": "overlap", "ring_mib": 0
 def check_verdicts(rank: int, world_size: int, expected: list[str], **settings: Any) -> None:
     """The bits of updates in ``step()``, and what became of what was tried."""
     found: Counter[str] = Counter()
-    originals = Overlap._apply_verdict, Overlap._roll_back, Overlap._update_pause
-    apply_verdict, roll_back, _ = originals
+    apply_verdict, roll_back = SpeculativeUpdates._apply_verdict, SpeculativeUpdates._roll_back
 
-    def applied(self: Overlap, speculation: Any, update: Any) -> None:
+    def applied(self: SpeculativeUpdates, speculation: Any, update: Any) -> None:
         found[self._verdict.read()] += bool(speculation.submitted)
         apply_verdict(self, speculation, update)
 
-    def rolled_back(self: Overlap, reason: str) -> Any:
+    def rolled_back(self: SpeculativeUpdates, reason: str) -> Any:
         found["rolled back"] += bool(self._speculation is not None and self._speculation.submitted)
         return roll_back(self, reason)
 
-    def never_pauses(self: Overlap) -> None:
+    def never_pauses(self: SpeculativeUpdates) -> None:
         self._pause = 0
 
-    Overlap._apply_verdict, Overlap._roll_back, Overlap._update_pause = applied, rolled_back, never_pauses  # type: ignore[method-assign]
-    try:
+    patches: Any = {"_apply_verdict": applied, "_roll_back": rolled_back, "_update_pause": never_pauses}
+    with mock.patch.multiple(SpeculativeUpdates, **patches):
         check_same_bits(rank, world_size, **settings, state=STATE, compute="parameters", seeds=[1])
-    finally:
-        Overlap._apply_verdict, Overlap._roll_back, Overlap._update_pause = originals  # type: ignore[method-assign]
     assert [verdict for verdict, number in sorted(found.items()) if number] == expected, found
 
 
@@ -109,8 +106,8 @@ def check_parts(rank: int, world_size: int) -> None:
             tested.train(1)
         left = {owner for unit in units if unit not in chosen for owner, _, _ in unit.parts}
         partly += any(owner in left for unit in chosen for owner, _, _ in unit.parts)
-    assert partly and tested.optimizer.engine.schedule.redone == 0
-    last = tested.optimizer.engine.schedule._arrivals.last_in_backward()
+    assert partly and tested.optimizer.engine.queue.redone == 0
+    last = tested.optimizer.engine.queue.early._arrivals.last_in_backward()
     assert [record.unit for record in tested.backend.inner._preferred_resident] == last != []
     expected.train(5)
     same_runs(f"rank {rank}", tested, expected)
@@ -162,11 +159,11 @@ def check_resumed(rank: int, world_size: int, sharding: dict[str, Any], folder: 
     tested, expected = new({**STATE, **where}), new({"backend": "resident"})
     resumes_at = choose.randrange(6, 10)
     forced = {3: (1e6, 1.0), 4: (0.05, 1.0), 5: (1e6, float("inf")), 13: (0.05, 1.0)}
-    with mock.patch.object(Overlap, "_update_pause", lambda self: setattr(self, "_pause", 0)):
+    with mock.patch.object(SpeculativeUpdates, "_update_pause", lambda self: setattr(self, "_pause", 0)):
         for step in range(15):
             if step == resumes_at:
                 tested.strategy.save_checkpoint(folder, tested.model, tested.optimizer)
-                redone = tested.optimizer.engine.schedule.redone
+                redone = tested.optimizer.engine.queue.redone
                 tested.optimizer.close()
                 tested = new({**STATE, **where})
                 tested.strategy.load_checkpoint(folder, tested.model, tested.optimizer)
@@ -183,7 +180,7 @@ def check_resumed(rank: int, world_size: int, sharding: dict[str, Any], folder: 
     found, wanted = tested.snapshot(), expected.snapshot()
     assert found.keys() == wanted.keys()
     assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
-    assert redone and tested.optimizer.engine.schedule.redone, "some steps before the resume, and some after it"
+    assert redone and tested.optimizer.engine.queue.redone, "some steps before the resume, and some after it"
     tested.optimizer.close()
 
 

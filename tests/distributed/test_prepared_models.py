@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import lightstep
 from lightstep import ConfigError
 from lightstep.distributed import local_tensor
-from lightstep.optimizer.schedule import NextForward
+from lightstep.optimizer import queue
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
@@ -51,8 +51,8 @@ def evaluated(model: nn.Module) -> dict[str, Tensor]:
 
 def check_reads(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Units are updated only when somebody waits for them: who does not wait reads old weights."""
-    at_once, ahead = NextForward.submit_in_step, NextForward.submit_ahead
-    NextForward.submit_in_step = NextForward.submit_ahead = 0
+    at_once, ahead = queue.SUBMIT_IN_STEP, queue.SUBMIT_AHEAD
+    queue.SUBMIT_IN_STEP = queue.SUBMIT_AHEAD = 0
     readers: list[Callable[[nn.Module], dict[str, Tensor]]] = [
         local,
         evaluated,
@@ -79,7 +79,7 @@ def check_reads(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
         for expected, tested in zip(*found, strict=True):
             same_weights(tested, expected)
     finally:
-        NextForward.submit_in_step, NextForward.submit_ahead = at_once, ahead
+        queue.SUBMIT_IN_STEP, queue.SUBMIT_AHEAD = at_once, ahead
 
 
 @KINDS

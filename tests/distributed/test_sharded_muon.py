@@ -294,7 +294,7 @@ def check_tensor_parallel(rank: int, world_size: int, state: dict[str, Any]) -> 
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
         optimizer.accumulating = False  # the last backward of the step: units are tried in it
         optimizer.backward(model(inputs).float().square().mean())
-        assert bool(optimizer.engine.schedule._has_shared) == (step > 0)
+        assert bool(optimizer.engine.queue.early._has_shared) == (step > 0)
         for whole_one, parameter in zip(expected, matrices, strict=True):
             whole_one.grad = parameter.grad.full_tensor().float()
         assert optimizer.step()

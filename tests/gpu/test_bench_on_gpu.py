@@ -12,7 +12,7 @@ import torch
 
 from lightstep.bench.command import measure, plan
 from lightstep.bench.machine import FORWARD, STEP, StepProfile, hidden_copies, pinned_bytes, profile_step
-from lightstep.optimizer.schedule import NextForward
+from lightstep.optimizer import queue
 from lightstep.plan.measure import measure_link
 
 pytestmark = pytest.mark.gpu
@@ -130,8 +130,8 @@ def test_whole_iterations_are_measured(device: torch.device, tmp_path: Path) -> 
 def test_a_timeline_shows_copies_beside_the_computation(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in ("submit_in_step", "submit_ahead"):  # else all of a small model is updated before its forward begins
-        monkeypatch.setattr(NextForward, number, 2)
+    for number in ("SUBMIT_IN_STEP", "SUBMIT_AHEAD"):  # else all of a small model is updated before its forward begins
+        monkeypatch.setattr(queue, number, 2)
     ours = "stream-overlap:optimizer_state.ring_mib=32:optimizer_state.resident_gib=0"
     asked = {**SMALL, "tokens": "8192", "strategies": ours, "device": str(device)}
     measure(plan("timeline", asked, tmp_path), tmp_path)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.optimizer.schedule import NextForward
+from lightstep.optimizer import queue
 from tests.distributed.models import CLASSES, VOCABULARY
 from tests.unit import test_next_forward as on_cpu
 from tests.unit.test_next_forward import BETWEEN, OVERLAP, Skipping, assert_same
@@ -39,8 +39,8 @@ def test_sleep_kernels_in_every_lane(parameters: str, monkeypatch: pytest.Monkey
     expected = Training({"backend": "resident"}, parameters)
     losses, wanted = expected.train(6), expected.snapshot()
     for seed in range(67):
-        monkeypatch.setattr(NextForward, "submit_in_step", (0, 1, 3, 48)[seed % 4])
-        monkeypatch.setattr(NextForward, "submit_ahead", seed % 3)
+        monkeypatch.setattr(queue, "SUBMIT_IN_STEP", (0, 1, 3, 48)[seed % 4])
+        monkeypatch.setattr(queue, "SUBMIT_AHEAD", seed % 3)
         tested = Training(OVERLAP, parameters)
         found = tested.train(1)
         tested.delays(seed)

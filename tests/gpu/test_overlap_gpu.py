@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightstep.optimizer import overlap
-from lightstep.optimizer.overlap import Overlap
-from lightstep.optimizer.schedule import NextForward
+from lightstep.optimizer import overlap, queue
+from lightstep.optimizer.overlap import SpeculativeUpdates
 from tests.distributed.ranks import Pool
 from tests.distributed.test_overlap import check_redone_twice
 from tests.gpu.test_next_forward_gpu import Training
@@ -37,7 +36,7 @@ verdicts = pytest.fixture(name="verdicts")(counted_verdicts.__wrapped__)  # type
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "_LONGEST_PAUSE", 0)
-    monkeypatch.setattr(Overlap, "_update_pause", lambda self: setattr(self, "_pause", 0))
+    monkeypatch.setattr(SpeculativeUpdates, "_update_pause", lambda self: setattr(self, "_pause", 0))
 
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
@@ -60,10 +59,10 @@ def test_sleep_kernels_in_every_lane(
     expected = Training(RESIDENT, parameters, clipping=clipping, loss_scale=scale)
     losses, wanted = expected.train(8), expected.snapshot()
     for seed in range(12):
-        monkeypatch.setattr(NextForward, "submit_in_step", (0, 1, 3, 48)[seed % 4])
-        monkeypatch.setattr(NextForward, "submit_ahead", seed % 3)
+        monkeypatch.setattr(queue, "SUBMIT_IN_STEP", (0, 1, 3, 48)[seed % 4])
+        monkeypatch.setattr(queue, "SUBMIT_AHEAD", seed % 3)
         tested = Training(OVERLAP, parameters, clipping=clipping, loss_scale=scale)
-        tested.optimizer.engine.schedule._link_share.fraction = (1.0, 0.6, 0.3)[seed % 3]
+        tested.optimizer.engine.queue.early._link_share.fraction = (1.0, 0.6, 0.3)[seed % 3]
         found = tested.train(1)
         tested.delays(seed)
         assert found + tested.train(7) == losses, seed

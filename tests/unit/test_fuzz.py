@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import lightstep
 from lightstep.checkpoint.background import finish_pending
-from lightstep.optimizer.schedule import NextForward
+from lightstep.optimizer import queue
 from lightstep.state import units as units_module
 from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.snapshot import Snapshot
@@ -96,8 +96,8 @@ def small(at_once: int, one_pass: bool) -> Iterator[None]:
         for kind in (Snapshot, DeviceSnapshot):
             patch.setattr(kind, "take", _slowly(kind.take))
         patch.setattr(units_module, "CUT_ELEMENTS", 16)
-        patch.setattr(NextForward, "submit_in_step", at_once)
-        patch.setattr(NextForward, "submit_ahead", min(at_once, 1))
+        patch.setattr(queue, "SUBMIT_IN_STEP", at_once)
+        patch.setattr(queue, "SUBMIT_AHEAD", min(at_once, 1))
         yield
 
 

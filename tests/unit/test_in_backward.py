@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightstep.config import ConfigError
-from lightstep.optimizer.in_backward import InBackward
+from lightstep.optimizer.in_backward import IN_BACKWARD, FinalUpdates
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision.loss_scale import DynamicLossScale
 from lightstep.state import units as units_module
@@ -297,15 +297,15 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many gradients there are whenever one arrives."""
     gradients: list[weakref.ref[Tensor]] = []
     counts: list[int] = []
-    add_gradient = InBackward.add_gradient
+    add_gradient = FinalUpdates.add_gradient
 
-    def counting(self: InBackward, item: Any, gradient: Tensor) -> None:
+    def counting(self: FinalUpdates, item: Any, gradient: Tensor) -> None:
         gradients.append(weakref.ref(gradient))
         add_gradient(self, item, gradient)
         del gradient
         counts.append(sum(reference() is not None for reference in gradients))
 
-    monkeypatch.setattr(InBackward, "add_gradient", counting)
+    monkeypatch.setattr(FinalUpdates, "add_gradient", counting)
     yield counts
     gc.collect()
 
@@ -524,9 +524,9 @@ def test_strategies_that_need_all_gradients_are_refused() -> None:
         Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": {"backend": "bulk", "update": "in_backward"}})
     parameters = [nn.Parameter(torch.ones(2))]
     with pytest.raises(ValueError, match="no global norm"):
-        MixedPrecisionOptimizer(parameters, max_norm=1.0, update_time=InBackward)
+        MixedPrecisionOptimizer(parameters, max_norm=1.0, update_time=IN_BACKWARD)
     with pytest.raises(ValueError, match="constant loss scale"):
-        MixedPrecisionOptimizer(parameters, loss_scale=DynamicLossScale(), update_time=InBackward)
+        MixedPrecisionOptimizer(parameters, loss_scale=DynamicLossScale(), update_time=IN_BACKWARD)
 
 
 def test_settings_that_need_all_gradients_are_refused_later_too() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.optimizer.schedule import NextForward
+from lightstep.optimizer import queue
 from tests.python import python
 from tests.reference.pair import EVERY_TIME, IN_BACKWARD
 from tests.unit.test_edits import Setup
@@ -96,7 +96,7 @@ def trained(state: dict[str, Any], phases: int, seed: int | None = None) -> dict
 
 @pytest.mark.parametrize("phases", [1, 2])
 def test_the_last_update_is_in_the_weights(phases: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NextForward, "submit_in_step", 10)
+    monkeypatch.setattr(queue, "SUBMIT_IN_STEP", 10)
     expected = trained({"backend": "stream", "ring_mib": 0.01}, phases)
     for seed in range(2):
         found = trained({"backend": "stream", "ring_mib": 0.01, "update": "next_forward"}, phases, seed)
@@ -163,8 +163,8 @@ also_slow = weakref.ref(optimizer.engine.slow[1], slow)
 train(delay=interrupt)
 """
 IN_SUBMISSION = """
-from lightstep.optimizer.schedule import NextForward
-NextForward.submit_in_step = 0
+from lightstep.optimizer import queue
+queue.SUBMIT_IN_STEP = 0
 weight = model.weight
 train()
 old, compute = weight.detach().clone(), optimizer._backend.lanes.compute

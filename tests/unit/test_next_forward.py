@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.optimizer.schedule import NextForward
+from lightstep.optimizer import queue
 from lightstep.state import units as units_module
 from lightstep.state.lanes import CallerLane, LaneError, Lanes
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
@@ -131,8 +131,8 @@ def test_random_delays_in_every_lane(parameters: str, monkeypatch: pytest.Monkey
     expected = Training({"backend": "resident"}, parameters)
     losses, wanted = expected.train(6), expected.snapshot()
     for seed in range(6):
-        monkeypatch.setattr(NextForward, "submit_in_step", (0, 1, 3, 48)[seed % 4])
-        monkeypatch.setattr(NextForward, "submit_ahead", seed % 3)
+        monkeypatch.setattr(queue, "SUBMIT_IN_STEP", (0, 1, 3, 48)[seed % 4])
+        monkeypatch.setattr(queue, "SUBMIT_AHEAD", seed % 3)
         tested = Training(OVERLAP, parameters)
         found = tested.train(1)
         tested.delays(seed)
@@ -253,8 +253,8 @@ def test_the_stream_of_backward_waits_before_its_gradients_are_freed(monkeypatch
 
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_units_are_submitted_a_fixed_way_ahead(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NextForward, "submit_in_step", ahead)
-    monkeypatch.setattr(NextForward, "submit_ahead", ahead)
+    monkeypatch.setattr(queue, "SUBMIT_IN_STEP", ahead)
+    monkeypatch.setattr(queue, "SUBMIT_AHEAD", ahead)
     training = Training(OVERLAP)
     training.train(2)
     training.optimizer.synchronize()
@@ -434,8 +434,8 @@ def test_a_failure_is_raised_once_by_the_next_forward_and_needs_a_checkpoint() -
 @pytest.mark.parametrize("name", ["wait", "run"])
 def test_an_interrupt_loses_no_update_or_needs_a_checkpoint(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits may be interrupted; where units were being submitted nobody knows which are done."""
-    monkeypatch.setattr(NextForward, "submit_in_step", 2)
-    monkeypatch.setattr(NextForward, "submit_ahead", 0)
+    monkeypatch.setattr(queue, "SUBMIT_IN_STEP", 2)
+    monkeypatch.setattr(queue, "SUBMIT_AHEAD", 0)
     training, expected = Training(OVERLAP), Training({"backend": "resident"})
     for one in (training, expected):
         one.train(3)

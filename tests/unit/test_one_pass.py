@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightstep.optimizer import arithmetic, one_pass
-from lightstep.optimizer.schedule import NextForward
+from lightstep.optimizer import arithmetic, one_pass, queue
 from lightstep.precision import adam_batch, adam_kernel
 from lightstep.state import segment, staging, stream
 from tests import one_pass_on_cpu as twin
@@ -76,7 +75,7 @@ def test_lanes_with_random_delays(update: str, one_pass_on_cpu: Counter[str], mo
             apart.setattr(module, "fused_kernel_on", lambda device: None)
         losses = expected.train(6)
     for seed in range(3):
-        monkeypatch.setattr(NextForward, "submit_in_step", (0, 1, 48)[seed])
+        monkeypatch.setattr(queue, "SUBMIT_IN_STEP", (0, 1, 48)[seed])
         tested = Training({"backend": "stream", "update": update, "ring_mib": 0.02}, clipping=clipping)
         found = tested.train(1)
         tested.delays(seed)

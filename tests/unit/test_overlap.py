@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightstep
-from lightstep.optimizer import overlap
+from lightstep.optimizer import overlap, queue
 from lightstep.optimizer.arrivals import Arrivals
 from lightstep.optimizer.link_share import LinkShare
-from lightstep.optimizer.overlap import Overlap
-from lightstep.optimizer.schedule import NextForward
+from lightstep.optimizer.overlap import SpeculativeUpdates
 from lightstep.state import units as units_module
 from lightstep.state import versions
 from lightstep.state.lanes import DEVICE_TO_HOST
@@ -57,24 +56,25 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 def counted_verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often units were updated speculatively, and what became of it."""
     found: Counter[str] = Counter()
-    apply_verdict, roll_back, skip = Overlap._apply_verdict, Overlap._roll_back, Overlap.skip
+    early = SpeculativeUpdates
+    apply_verdict, roll_back, skip = early._apply_verdict, early._roll_back, early.skip
 
-    def applied(self: Overlap, speculation: Any, update: Any) -> None:
+    def applied(self: SpeculativeUpdates, speculation: Any, update: Any) -> None:
         if speculation.submitted:
             found[self._verdict.read()] += 1
         apply_verdict(self, speculation, update)
 
-    def rolled_back(self: Overlap, reason: str) -> Any:
+    def rolled_back(self: SpeculativeUpdates, reason: str) -> Any:
         found["rolled back"] += bool(self._speculation is not None and self._speculation.submitted)
         return roll_back(self, reason)
 
-    def skipped(self: Overlap) -> None:
+    def skipped(self: SpeculativeUpdates) -> None:
         found["drop"] += bool(self._speculation is not None and self._speculation.submitted)
         skip(self)
 
-    monkeypatch.setattr(Overlap, "_apply_verdict", applied)
-    monkeypatch.setattr(Overlap, "skip", skipped)
-    monkeypatch.setattr(Overlap, "_roll_back", rolled_back)
+    monkeypatch.setattr(SpeculativeUpdates, "_apply_verdict", applied)
+    monkeypatch.setattr(SpeculativeUpdates, "skip", skipped)
+    monkeypatch.setattr(SpeculativeUpdates, "_roll_back", rolled_back)
     return found
 
 
@@ -82,7 +82,7 @@ def counted_verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try every step, clipped or not."""
     monkeypatch.setattr(overlap, "_LONGEST_PAUSE", 0)
-    monkeypatch.setattr(Overlap, "_update_pause", lambda self: setattr(self, "_pause", 0))
+    monkeypatch.setattr(SpeculativeUpdates, "_update_pause", lambda self: setattr(self, "_pause", 0))
 
 
 def pair(clipping: dict[str, Any] = NEVER, state: dict[str, Any] = OVERLAP, **settings: Any) -> tuple[Training, ...]:
@@ -121,8 +121,8 @@ def test_random_delays_in_every_lane(
     expected = Training(RESIDENT, parameters, clipping=clipping, loss_scale=scale)
     losses, wanted = expected.train(8), expected.snapshot()
     for seed in range(2):
-        monkeypatch.setattr(NextForward, "submit_in_step", (0, 48)[seed])
-        monkeypatch.setattr(NextForward, "submit_ahead", 1 - seed)
+        monkeypatch.setattr(queue, "SUBMIT_IN_STEP", (0, 48)[seed])
+        monkeypatch.setattr(queue, "SUBMIT_AHEAD", 1 - seed)
         tested = Training((OVERLAP, ON_HOST)[seed], parameters, clipping=clipping, loss_scale=scale)
         found = tested.train(1)
         tested.delays(seed)
@@ -290,13 +290,13 @@ def test_whole_matrices_are_tried(
 ) -> None:
     tested, expected = pair(clipping, make=WithMuon)
     tested.train(2)
-    speculate, tried = Overlap._speculate, set()
+    speculate, tried = SpeculativeUpdates._speculate, set()
 
-    def noted(self: Overlap, speculation: Any, units: Any) -> None:
+    def noted(self: SpeculativeUpdates, speculation: Any, units: Any) -> None:
         tried.update(owner.name for unit in units for owner, _, _ in unit.parts)
         speculate(self, speculation, units)
 
-    monkeypatch.setattr(Overlap, "_speculate", noted)
+    monkeypatch.setattr(SpeculativeUpdates, "_speculate", noted)
     backward(tested)
     matrices = {name for name, p in tested.named.items() if p.dim() == 2 and p.grad is not None}
     assert len(matrices) > 3 and matrices <= {*tried, "embed.weight"}, "all of them before step()"
@@ -497,7 +497,7 @@ def test_a_weight_that_is_not_tried_may_be_written_to(parameters: str, verdicts:
         backward(training)
         if training is tested:
             training.optimizer._backend.lanes.compute.synchronize()
-            tried = {owner.name for owner in training.optimizer.engine.schedule._speculation.used}
+            tried = {owner.name for owner in training.optimizer.engine.queue.early._speculation.used}
             assert TRIED in tried and "head.weight" not in tried
         with torch.no_grad():
             training.named["head.weight"].mul_(0.5)
@@ -883,7 +883,7 @@ def test_what_is_complete_last_stays_on_the_device_first() -> None:
     tested = Training({**OVERLAP, "resident_gib": 1}, clipping=NEVER)
     tested.train(3)
     backend = tested.optimizer._backend
-    last = tested.optimizer.engine.schedule._arrivals.last_in_backward()
+    last = tested.optimizer.engine.queue.early._arrivals.last_in_backward()
     assert last and [record.unit for record in backend._by_residency_priority()][: len(last)] == last
     backend.prefer_resident(backend.units()[-1:])
     backend.set_residency(backend._records[backend.units()[-1]].nbytes / 2**30)

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import lightstep
 from lightstep import ConfigError
-from lightstep.optimizer.schedule import NextForward
+from lightstep.optimizer import queue
 from lightstep.sharding.parameter_reads import AwaitedParameters, DeferredUpdates, await_reads
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import TinyTransformer
@@ -33,8 +33,8 @@ RESIDENT = {"backend": "resident"}
 @pytest.fixture
 def nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units are updated when somebody waits for them, and no sooner: who does not wait reads old weights."""
-    monkeypatch.setattr(NextForward, "submit_in_step", 0)
-    monkeypatch.setattr(NextForward, "submit_ahead", 0)
+    monkeypatch.setattr(queue, "SUBMIT_IN_STEP", 0)
+    monkeypatch.setattr(queue, "SUBMIT_AHEAD", 0)
 
 
 class EarlyExit(TinyTransformer):

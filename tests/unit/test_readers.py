@@ -262,8 +262,8 @@ def test_a_step_that_begins_is_told_to_readers_in_other_threads() -> None:
     run = Run("next_forward")
     run.step()
     run.optimizer.synchronize()
-    before, start, seen = DeferredUpdates.steps, run.optimizer.engine.schedule.start, []
-    run.optimizer.engine.schedule.start = lambda update: (seen.append(DeferredUpdates.steps), start(update))
+    before, start, seen = DeferredUpdates.steps, run.optimizer.engine.queue.start, []
+    run.optimizer.engine.queue.start = lambda update: (seen.append(DeferredUpdates.steps), start(update))
     run.step()
     assert seen == [before + 1]
 

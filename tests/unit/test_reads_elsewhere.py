@@ -87,7 +87,7 @@ def test_what_a_deleted_optimizer_has_left_is_done_before_a_forward_ends(monkeyp
     model, optimizer = trained()
     monkeypatch.setattr(DeferredUpdates, "shut_down_orphaned", lambda self: None)  # another thread would do it
     step(model, optimizer)
-    weight, before = model[3].weight, optimizer.engine.schedule
+    weight, before = model[3].weight, optimizer.engine.queue
     del optimizer
     assert before.pending
     PreparedModel.of(model).gates._updates.wait_for_step()

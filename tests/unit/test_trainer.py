@@ -284,7 +284,7 @@ def test_updates_in_backward_have_the_learning_rate_of_their_step(
         _train(configured(name=name, log_every=100, **batch, **changes))
     _assert_same(_everything(loops[0]), _everything(loops[1]))
     schedule: Any = loops[1].components.optimizer
-    assert schedule.engine.schedule.rolled_back == schedule.engine.schedule.redone == 0
+    assert schedule.engine.queue.rolled_back == schedule.engine.queue.redone == 0
 
 
 def test_resuming_goes_past_an_incomplete_checkpoint(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lightstep.integrations.accelerate import LightstepOptimizer
 from lightstep.integrations.checks import check_arguments
 from lightstep.integrations.loading import load_adapters
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
-from lightstep.optimizer.in_backward import InBackward
+from lightstep.optimizer.in_backward import FinalUpdates
 from tests.reference import peft_stand_in
 from tests.reference.lion import Lion
 from tests.reference.pair import FP16_SCALE
@@ -154,8 +154,8 @@ def test_a_skipped_step_does_not_advance_the_scheduler(tmp_path: Path) -> None:
 def test_updates_in_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are updated in the last micro-batch, and only there: the weights are those of updates at the step."""
     begun: list[int] = []
-    updating = InBackward.updating
-    monkeypatch.setattr(InBackward, "updating", lambda self, *args: (begun.append(1), updating(self, *args))[1])
+    updating = FinalUpdates.updating
+    monkeypatch.setattr(FinalUpdates, "updating", lambda self, *args: (begun.append(1), updating(self, *args))[1])
     values = {"sharding": {"kind": "single"}, "clipping": {"max_norm": None}}
     late = Ran(tmp_path, values | {"optimizer_state": {"backend": "resident"}})
     early = Ran(tmp_path, values | {"optimizer_state": {"backend": "resident", "update": "in_backward"}})

@@ -1,0 +1,532 @@
+"""When each unit's update runs: one queue of units in one order; whoever needs a unit waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightstep.optimizer.group_values import GroupValues
+from lightstep.optimizer.managed_parameters import ManagedParameters
+from lightstep.optimizer.step_guard import StepGuard
+from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
+from lightstep.state.backend import StateBackend
+from lightstep.state.lanes import Lane
+from lightstep.state.schema import Managed, Unit
+
+__all__ = [
+    "AT_STEP",
+    "NEXT_FORWARD",
+    "AdoptWrites",
+    "Early",
+    "EarlyStep",
+    "Factors",
+    "Job",
+    "Queue",
+    "UpdateTime",
+    "refuse_older_graphs",
+]
+
+AdoptWrites = Callable[[Iterable[Managed], Container[Managed]], bool]
+"""Adopts writes to some parameters; returns ``False`` if that is impossible, because others have been used already."""
+
+_ALL = sys.maxsize
+
+SUBMIT_IN_STEP = 40
+"""Jobs that a deferred ``step()`` submits. An accelerator queues about a thousand launches before it makes the host
+wait, and the next forward needs room for its own."""
+SUBMIT_AHEAD = 24
+"""Jobs that are submitted behind the one that somebody waits for."""
+
+
+Factors = tuple[Tensor | None, Tensor | None]
+"""``(divisor, factor)``, as in :class:`Update`."""
+
+
+class EarlyStep(Protocol):
+    """What the engine does for updates in backward."""
+
+    accumulating: bool | None
+    param_groups: list[dict[str, Any]]
+    managed: ManagedParameters
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether a unit's update may begin before the other gradients are known, if it can be rolled back."""
+
+    def prepare_backward(self, final: bool) -> Sequence[Sequence[Managed]] | None:
+        """Set up what the updates need; returns the parameters of each layer, in the order of the model.
+
+        ``None``: all parameters are frozen.
+
+        Args:
+            final: the updates count, and weights that somebody else has written to must be adopted before.
+        """
+
+    def unclipped_factors(self) -> Factors:
+        """The scaling of gradients that are not clipped."""
+
+    def peek(self, item: Managed) -> Tensor | None:
+        """The gradient of a parameter if it is complete; it stays where it is."""
+
+    def take(self, item: Managed) -> Tensor | None:
+        """The gradient of a parameter if it has one; it is gone afterwards."""
+
+    def make_layer_update(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
+        """The update of one layer whose gradients have been taken; ``None`` if the layer is to be skipped."""
+
+
+class Early(Protocol):
+    """Updates units in backward, when their gradients are complete: an :class:`UpdateTime` says which ones and how.
+
+    Attributes:
+        is_half_done: an error now leaves some units updated and others not.
+        is_speculating: there are updates that may still be rolled back.
+        awaits_step: these updates' ``step()`` has not been called yet.
+    """
+
+    @property
+    def is_half_done(self) -> bool: ...
+    @property
+    def is_speculating(self) -> bool: ...
+    @property
+    def awaits_step(self) -> bool: ...
+
+    def updating(self, step: EarlyStep, retain_graph: bool) -> contextlib.AbstractContextManager[None]:
+        """The last backward of a step runs in the body.
+
+        Args:
+            step: what the engine does for it.
+            retain_graph: there may be a second backward through the same graph.
+        """
+
+    def complete(self, step: EarlyStep) -> None:
+        """In ``step()``, if it has started in backward: update what is left."""
+
+    def validate(self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites) -> bool:
+        """See :meth:`Queue.validate_speculation`."""
+
+    def start(self, updates: Sequence[Update]) -> bool:
+        """In ``step()``: update the units that are not updated yet. ``False``: none are, and this does nothing."""
+
+    def overflows(self, updates: Sequence[Update]) -> bool | None:
+        """Whether the step is to be skipped, if this object knows it."""
+
+    def skip(self) -> None:
+        """The step is skipped."""
+
+    def resolve(self, items: Iterable[Managed] | None) -> bool:
+        """These parameters (``None``: all) are about to be read; returns whether there may be jobs to wait for.
+
+        If so, it has not iterated over them.
+        """
+
+    def drop_gradients(self) -> None:
+        """Drop gradients that wait for others of their layer (``zero_grad``)."""
+
+    def reset(self) -> None:
+        """The step has failed: forget it."""
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+
+
+@dataclass(frozen=True)
+class UpdateTime:
+    """When updates run.
+
+    Attributes:
+        name: in ``optimizer_state.update``.
+        deferred: ``step()`` returns before the updates have run, in the compute lane. They are those that it decided.
+            Gradients are kept and hyper-parameters copied until the caller has waited.
+        early: makes what updates units in backward; ``None``: nothing does.
+        in_backward: the updates in backward count, whatever the other gradients are.
+        without_early: the update time that does the same without updates in backward.
+    """
+
+    name: str
+    deferred: bool = False
+    early: Callable[[Queue], Early] | None = None
+    in_backward: bool = False
+    without_early: UpdateTime | None = None
+
+
+AT_STEP = UpdateTime("at_step")
+"""All units are updated within ``step()``, on the caller's stream."""
+
+NEXT_FORWARD = UpdateTime("next_forward", deferred=True)
+"""Units are updated in the compute lane, while the caller runs the next forward."""
+
+
+class Queue:
+    """Runs every unit of a step once, in order. Callers wait for single units or for all; an error ends the queue.
+
+    Callers outside of this room pass the guard first; only what hooks call in backward passes it here.
+
+    A unit's update is a *job*. It is first *scheduled*, then *submitted*: to the compute lane, or run at once on the
+    caller's stream. A job in the lane counts as submitted until the caller has waited for it.
+
+    Jobs are submitted some way ahead of the forward and not all at once: see :data:`SUBMIT_IN_STEP`. But replicas that
+    send each other weights submit all jobs in ``step()``. Otherwise one replica that reads alone (``if rank == 0:
+    torch.save(...)``), or whose optimizer is collected first, would wait for jobs that the others, which wait for it,
+    have not submitted.
+
+    Args:
+        updater: updates one unit.
+        backend: where the state of the units lives.
+        time: when updates run.
+
+    Attributes:
+        early: updates units in backward; ``None``: nothing does.
+        guard: admits one thread at a time.
+        started: a backward has begun to update units of the current step for good.
+        num_jobs: scheduled so far in this step.
+        in_lane: this step's jobs run in the compute lane.
+        values: this step's hyper-parameters.
+        redone: steps so far whose speculative updates had to be redone.
+        rolled_back: how often speculative updates were rolled back before ``step()``.
+        on_early_update: called when weights may change before ``step()``.
+    """
+
+    def __init__(self, updater: UnitUpdater, backend: StateBackend, time: UpdateTime) -> None:
+        self.updater, self.backend, self.time = updater, backend, time
+        self._scheduled: deque[Job] = deque()
+        self._submitted: deque[Job] = deque()
+        self.num_jobs = 0
+        self.in_lane = False
+        self.values: GroupValues | None = None
+        self._events: list[Any] = []  # by job number
+        self._caller: Lane | None = None  # where the gradients come from
+        self._caller_event: Any = None
+        self._completing_job: dict[Managed, int] = {}  # the job with which all of a parameter is updated
+        self._arrival_job: dict[Managed, int] = {}  # the same for weights that other replicas send
+        self.guard = StepGuard(backend)
+        self.started = False
+        self.redone = self.rolled_back = 0
+        self.on_early_update: Callable[[], object] = lambda: None
+        self.early = None if time.early is None else time.early(weakref.proxy(self))
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are updates that nobody has waited for."""
+        return bool(self._submitted or self._scheduled) or (self.early is not None and self.early.is_speculating)
+
+    @property
+    def has_open_speculation(self) -> bool:
+        """Whether there are speculative updates whose ``step()`` has not been called yet."""
+        return self.early is not None and self.early.awaits_step
+
+    # -- backward
+
+    def updating(self, step: EarlyStep, retain_graph: bool) -> contextlib.AbstractContextManager[None]:
+        """A backward runs in the body; if it is a step's last one, units may be updated: see :class:`Early`."""
+        if self.early is None or step.accumulating is not False:
+            return contextlib.nullcontext()
+        return self.early.updating(step, retain_graph)
+
+    def drop_gradients(self) -> None:
+        """Drop gradients that wait for others of their layer (``zero_grad``)."""
+        if self.early is not None:
+            self.early.drop_gradients()
+
+    # -- whole steps
+
+    def complete(self, step: EarlyStep) -> None:
+        """Complete a step that has :attr:`started`."""
+        assert self.early is not None
+        self.early.complete(step)
+
+    def validate_speculation(
+        self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites
+    ) -> bool:
+        """Whether a step with these gradients and hyper-parameters may use the speculative updates.
+
+        If not, they are rolled back.
+
+        Raises:
+            RuntimeError: somebody has written to a weight after its speculative update, and read a value that is gone.
+        """
+        return self.early is not None and self.early.validate(gradients, groups, adopt_writes)
+
+    def start(self, updates: Sequence[Update]) -> None:
+        """Update all units, now or later.
+
+        Args:
+            updates: one of all parameters, or one for each layer; all have the same overflow and values.
+        """
+        if self.early is not None and self.early.start(updates):
+            return
+        self.wait_for_update()
+        for update in updates:
+            update.drop_gradients(update.elsewhere)
+        # The first update of a parameter makes its state: memory is laid out, and the host takes part.
+        deferred = self.time.deferred and not any(update.without_state for update in updates)
+        values, elsewhere = updates[0].values, [item for update in updates for item in update.elsewhere]
+        if deferred:
+            values.copy_mutable()
+        with self.aborting("the update under way"):
+            gradients = [item for update in updates for item in update.gradients]
+            self.begin(gradients, values, deferred)
+            if deferred:
+                refuse_older_graphs(gradients)
+                for update in updates:
+                    update.note_versions()
+            units = self.backend.units()
+            jobs = [Job(unit, updates) for unit in units] if len(updates) == 1 else _jobs_by_layer(units, updates)
+            self.schedule_step([*jobs, Job(None, updates, elsewhere)])
+
+    def overflows(self, updates: Sequence[Update]) -> bool:
+        """Whether the step is to be skipped; the host waits for the device."""
+        known = None if self.early is None else self.early.overflows(updates)
+        return bool(updates[0].overflow) if known is None else known
+
+    def skip(self) -> None:
+        """Update nothing: the step overflows."""
+        if self.early is not None:
+            self.early.skip()
+        self.wait_for_update()
+
+    # -- the queue
+
+    def begin(
+        self,
+        managed: Collection[Managed],
+        values: GroupValues,
+        in_lane: bool,
+        order: Sequence[Unit] | None = None,
+        ahead: bool = True,
+    ) -> None:
+        """Begin a step that updates these parameters: in the compute lane, behind the caller's work so far, or here.
+
+        Args:
+            order, ahead: see :meth:`UnitUpdater.begin`.
+        """
+        self.values, self.in_lane, self.num_jobs = values, in_lane, 0
+        self._completing_job, self._arrival_job = {}, {}
+        begin = partial(self.updater.begin, managed, order, ahead)
+        if in_lane:
+            self.wait_for_caller()
+            self.backend.lanes.compute.run(begin)
+        else:
+            begin()
+
+    def wait_for_caller(self) -> None:
+        """The compute lane waits for the caller's work so far."""
+        lanes = self.backend.lanes
+        if self._caller_event is None:
+            self._caller_event = lanes.event()
+        self._caller = lanes.caller()
+        lanes.compute.wait(self._caller.record(self._caller_event))
+
+    def schedule(self, jobs: Sequence[Job]) -> None:
+        """Schedule jobs, among them all that update parts of the same parameters: the last one completes them."""
+        last = {owner: job for job in jobs for owner in job.owners}
+        for owner in last:
+            last[owner].completed.append(owner)
+        for job in jobs:
+            job.number = self.num_jobs
+            self._scheduled.append(job)
+            self.num_jobs += 1
+        if self.in_lane:
+            self._completing_job.update({owner: job.number for owner, job in last.items()})
+            while len(self._events) < self.num_jobs:
+                self._events.append(self.backend.lanes.event())
+
+    def schedule_step(self, jobs: Sequence[Job]) -> None:
+        """Schedule all jobs of a step, the last of which ends it; submit as many as ``step()`` submits."""
+        self.schedule(jobs)
+        if self.in_lane:
+            self._arrival_job = self.backend.arrival_jobs(self._completing_job, len(jobs) - 1)
+        self.submit(_ALL if self.backend.peers_wait else SUBMIT_IN_STEP)
+
+    def submit(self, stop: int) -> None:
+        """Submit the jobs with numbers below ``stop`` to the compute lane; without the lane, run all of them here."""
+        while self._scheduled and (self._scheduled[0].number < stop or not self.in_lane):
+            job = self._scheduled[0]
+            if self.in_lane:
+                compute = self.backend.lanes.compute
+                compute.run(partial(job.run, self.updater))
+                compute.record(self._events[job.number])
+                self._submitted.append(self._scheduled.popleft())
+            else:
+                job.run(self.updater)
+                self._complete(self._scheduled.popleft())
+
+    def wait(self, number: int) -> None:
+        """The caller waits for the jobs up to this one; their gradients are freed.
+
+        If the caller is on another stream than their backward, that stream waits too: it gets their memory back.
+        """
+        awaited = [job for job in self._submitted if job.number <= number]
+        if awaited:
+            caller, done = self.backend.lanes.caller(), self._events[awaited[-1].number]
+            caller.wait(done)
+            if self._caller is not None and self._caller.stream != caller.stream:
+                self._caller.wait(done)
+        for _ in awaited:  # not earlier: an interrupt during the wait would lose them
+            self._complete(self._submitted.popleft())
+
+    def _complete(self, job: Job) -> None:
+        self.updater.complete(job.updates, job.completed)
+        if job.is_end:
+            assert self.values is not None
+            self.updater.write_back(self.values)
+            self.values = None
+
+    # -- waiting
+
+    def wait_for_update(self, items: Iterable[Managed] | None = None) -> None:
+        """What the caller does next sees these parameters updated; ``None``: all parameters, and their state.
+
+        On an accelerator the current stream waits and the host does not. On the CPU the calling thread waits.
+        """
+        if self.early is not None and not self.early.resolve(items):
+            return
+        if not self.pending:
+            return
+        sent, last = ([], _ALL) if items is None else self._last_job_of(items)
+        with self.aborting("the update under way"):
+            self.submit(last + 1 + SUBMIT_AHEAD)
+        with self.aborting("the update under way", on_interrupt=False):
+            self.wait(last)
+            self.backend.receive(sent)
+
+    def wait_for_step(self) -> None:
+        """What the caller does next sees all updates that ``step()`` has decided.
+
+        Speculative updates for a step that has not been called yet stay as they are.
+        """
+        if not self.has_open_speculation:
+            self.wait_for_update()
+
+    def wait_on_stream(self, items: Iterable[Managed]) -> None:
+        """The current stream waits for these parameters, and no other stream does: the jobs stay unwaited for.
+
+        It need not wait for a step that has :attr:`started`: by the next forward an earlier reader or ``step()`` has.
+        """
+        if self.started or (self.early is not None and not self.early.resolve(items)):
+            return
+        sent, last = self._last_job_of(items)
+        if last < 0:
+            return
+        with self.aborting("the update under way"):
+            self.submit(last + 1 + SUBMIT_AHEAD)
+            self.backend.lanes.caller().wait(self._events[last])
+            self.backend.receive(sent)
+
+    def _last_job_of(self, items: Iterable[Managed]) -> tuple[list[Managed], int]:
+        """Those of the parameters that other replicas send, and the job that completes the last one (-1: none)."""
+        last = -1
+        sent: list[Managed] = []
+        for item in items:
+            number = self._completing_job.get(item)
+            if number is None:
+                number = self._arrival_job.get(item, -1)
+                if number >= 0:
+                    sent.append(item)
+            last = max(last, number)
+        return sent, last
+
+    # -- errors
+
+    @contextlib.contextmanager
+    def aborting(self, what: str, on_interrupt: bool = True) -> Iterator[None]:
+        """On an error in the body, drop the rest of the update and mark the step as broken.
+
+        Args:
+            what: names the body in the error message.
+            on_interrupt: do so on an interrupt, too. An interrupt during a wait changes nothing.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not on_interrupt and not isinstance(error, Exception):
+                raise
+            broken = self.updater.broken
+            already_broken = bool(broken)
+            half_done = bool(self._scheduled) or (self.early is not None and self.early.is_half_done)
+            if half_done and not already_broken:
+                broken.mark_failed(what, error)
+            self.reset()
+            if not already_broken:
+                self.backend.abandon()
+            raise
+
+    def reset(self) -> None:
+        """Drop everything that is scheduled or submitted."""
+        if self.early is not None:
+            self.early.reset()
+        if self.in_lane:
+            self.backend.lanes.compute.synchronize()
+        self._scheduled.clear()
+        self._submitted.clear()
+        self._completing_job, self._arrival_job = {}, {}
+        self.values = None
+        for unit in filter(self.backend.is_speculative, self.backend.units()):
+            self.backend.drop_speculation(unit)
+
+    def close(self) -> None:
+        """Remove hooks from the parameters, if there are any."""
+        if self.early is not None:
+            self.early.close()
+
+
+class Job:
+    """The update of one unit, or (``unit`` is ``None``) the end of the step.
+
+    Args:
+        updates: those of the unit's parameters.
+        elsewhere, next_order: see :meth:`UnitUpdater.finish`.
+
+    Attributes:
+        number: its position in the step.
+        is_end: the step ends with it.
+        owners: the parameters that it updates, or parts of which it updates.
+        completed: the parameters that are complete with it, because it is the last one with a part of them.
+    """
+
+    def __init__(
+        self,
+        unit: Unit | None,
+        updates: Sequence[Update],
+        elsewhere: Collection[Managed] = (),
+        next_order: Sequence[Unit] | None = None,
+    ) -> None:
+        self.number, self.unit, self.updates, self.is_end = -1, unit, updates, unit is None
+        self.owners = [] if unit is None else unit.owners
+        self._elsewhere, self._next_order = elsewhere, next_order
+        self.completed: list[Managed] = []
+
+    def run(self, updater: UnitUpdater) -> None:
+        if self.unit is None:
+            updater.finish(self._elsewhere, self._next_order)
+        else:
+            updater.update(self.unit, self.updates)
+
+
+def _jobs_by_layer(units: Sequence[Unit], updates: Sequence[Update]) -> list[Job]:
+    """A job for each unit, with the updates of its parameters.
+
+    Units that ranks update together get all updates: the communication of later units starts with them.
+    """
+    update_of = {item: update for update in updates for item in update.gradients}
+    shared = [any(owner.rows is not None for owner in unit.owners) for unit in units]
+    own = [list(dict.fromkeys(update_of[owner] for owner in unit.owners if owner in update_of)) for unit in units]
+    return [Job(unit, updates if together else mine) for unit, together, mine in zip(units, shared, own, strict=True)]
+
+
+def refuse_older_graphs(items: Iterable[Managed]) -> None:
+    """Weights that the compute lane will write to count as written from now on.
+
+    So autograd refuses a backward through a graph that has saved them, as it does after ``torch.optim``'s own step.
+    Otherwise it would read them while they are updated.
+    """
+    torch.autograd.graph.increment_version([item.local for item in items])
