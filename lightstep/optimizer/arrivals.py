@@ -136,10 +136,12 @@ class Arrivals:
         count = next((n for n in range(len(first), 0, -1) if first[:n] == last[-n:]), 0)
         return list(dict.fromkeys(unit for batch in first[:count] for unit in self.units_of[batch]))
 
-    def count_gradient(self, layer: int) -> bool:
-        """Count one gradient of a layer; returns whether the layer is complete with it."""
-        self._missing[layer] -= 1
-        return self._missing[layer] == 0
+    def add_gradient(self, item: Managed, gradient: Tensor, arrived: dict[Managed, Tensor]) -> int | None:
+        """Add a gradient to those that have ``arrived``; returns the layer that is complete with it."""
+        layer, is_first = self.layer_of[item], item not in arrived
+        arrived[item] = gradient
+        self._missing[layer] -= is_first
+        return layer if is_first and self._missing[layer] == 0 else None
 
     def is_complete(self, layer: int) -> bool:
         return self._missing[layer] <= 0

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from lightstep.optimizer.arrivals import Arrivals
 from lightstep.optimizer.group_values import GroupValues
@@ -66,28 +64,15 @@ class EarlyUpdates(ABC):
         self._queue.begin(everything, values, in_lane, order, ahead=False)
         return everything
 
-    def _count(self, item: Managed, gradient: Tensor, arrived: Gradients, used: Container[Managed]) -> int | None:
-        """A gradient is complete; returns the layer that is complete with it.
-
-        Args:
-            arrived: the gradients that are complete; this one is added.
-            used: those that no other one may follow.
-
-        Raises:
-            RuntimeError: this one is in ``used``.
-        """
-        if item in used:
-            assert self._queue.time.without_early is not None
-            raise RuntimeError(
-                f"a second gradient of {item.name} arrived in one backward, after it was updated: reentrant activation "
-                "checkpointing does that to parameters that are used several times (use use_reentrant=False), and a "
-                "loss of sharded weights themselves does it beside that of the model (give each a backward of its "
-                f"own); or set optimizer_state.update: {self._queue.time.without_early.name}"
-            )
-        seen = item in arrived
-        arrived[item] = gradient
-        layer = self._arrivals.layer_of[item]
-        return layer if not seen and self._arrivals.count_gradient(layer) else None
+    def _second_gradient(self, item: Managed) -> RuntimeError:
+        """For a parameter that has been updated in this backward already."""
+        assert self._queue.time.without_early is not None
+        return RuntimeError(
+            f"a second gradient of {item.name} arrived in one backward, after it was updated: reentrant activation "
+            "checkpointing does that to parameters that are used several times (use use_reentrant=False), and a loss "
+            "of sharded weights themselves does it beside that of the model (give each a backward of its own); or set "
+            f"optimizer_state.update: {self._queue.time.without_early.name}"
+        )
 
     def complete(self, step: EarlyStep) -> None:
         raise AssertionError("no step has started")

@@ -293,9 +293,6 @@ class Engine:
         assert self._scaling is not None
         return self._scaling.unclipped_factors(self.loss_scale, next(iter(self.managed)).local.device)
 
-    def peek(self, item: Managed) -> Tensor | None:
-        return self.gradients.peek(item.param)
-
     def take(self, item: Managed) -> Tensor | None:
         gradient = self.gradients.take(item.param)
         if gradient is not None:

@@ -89,7 +89,9 @@ class FinalUpdates(EarlyUpdates):
         Raises:
             RuntimeError: the parameter has been updated in this step already.
         """
-        layer = self._count(item, gradient, self._incomplete, used=self._arrived)
+        if item in self._arrived:
+            raise self._second_gradient(item)
+        layer = self._arrivals.add_gradient(item, gradient, self._incomplete)
         self._arrived.add(item)
         self._newest = gradient
         if layer is None:

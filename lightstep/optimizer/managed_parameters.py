@@ -181,7 +181,8 @@ class ManagedParameters:
 
     def covers(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether all parameters that the groups train are managed, and each is in the group that it was in."""
-        return _identical(_groups_and_trained(groups), self._covered)
+        now = _groups_and_trained(groups)
+        return len(now) == len(self._covered) and all(map(operator.is_, now, self._covered))  # no tensors' elements
 
     def in_other_groups(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether some managed parameter has another group than at the last set-up."""
@@ -247,7 +248,11 @@ class ManagedParameters:
         Raises:
             ValueError: a parameter with state has got another shape; nothing has been changed then.
         """
-        converted = [item for item, local in locals_now if not _has_same_form(local, item.local)]
+        converted = [
+            item
+            for item, local in locals_now
+            if (local.shape, local.dtype, local.device) != (item.local.shape, item.local.dtype, item.local.device)
+        ]
         if not converted:
             return False
         for old in converted:
@@ -427,13 +432,10 @@ def _as_parameter(item: Managed, value: Any) -> Any:
     return value
 
 
-def _has_same_form(local: Tensor, known: Tensor) -> bool:
-    return (local.shape, local.dtype, local.device) == (known.shape, known.dtype, known.device)
-
-
 def _is_unmoved(item: Managed) -> bool:
-    local = local_tensor(item.param)
-    return _has_same_form(local, item.local) and local.data_ptr() == item.local.data_ptr()
+    local, known = local_tensor(item.param), item.local
+    same_form = (local.shape, local.dtype, local.device) == (known.shape, known.dtype, known.device)
+    return same_form and local.data_ptr() == known.data_ptr()
 
 
 def _refuse_new_shape(item: Managed) -> None:
@@ -447,11 +449,6 @@ def _refuse_new_shape(item: Managed) -> None:
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}
-
-
-def _identical(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Whether these are the same objects; ``==`` would compare the elements of tensors."""
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -58,6 +58,8 @@ __all__ = ["OVERLAP", "SpeculativeUpdates"]
 
 logger = logging.getLogger(__name__)
 
+Peek = Callable[[Tensor], Tensor | None]
+"""Returns the gradient of a parameter if it is complete, and leaves it where it is."""
 FindWritten = Callable[[Iterable[Managed]], Sequence[Managed]]
 """Returns those of some parameters that somebody else has written to."""
 
@@ -129,7 +131,7 @@ class SpeculativeUpdates(EarlyUpdates):
                 Speculation(local, shared, after_backward, GroupValues(groups), *assumed, checksums)
             )
         try:
-            with self._arrivals.listening(partial(self._on_gradient, step)):
+            with self._arrivals.listening(partial(self._on_gradient, step.gradients.peek)):
                 yield
                 self._speculate_shared(speculation, flush=True)
         except BaseException:
@@ -161,7 +163,8 @@ class SpeculativeUpdates(EarlyUpdates):
         local = [unit for unit in local if unit in candidates]
         possible = comparable and not self._pause
         ready = frozenset(self._backend.reserve_speculation({*local, *shared}) if possible else ())
-        ready = ready.difference(self._units_with(written, ready))
+        if written:
+            ready = ready.difference(self._units_with(written, ready))
         fraction = self._link_share.fraction
         local = evenly_spaced([unit for unit in local if unit in ready], fraction)
         if shared:
@@ -173,7 +176,7 @@ class SpeculativeUpdates(EarlyUpdates):
     def _units_with(self, written: Collection[Managed], units: Collection[Unit]) -> frozenset[Unit]:
         """Those of the units that have a part of a written parameter; the log says so when they change."""
         known = frozenset(written)
-        found = frozenset(unit for unit in units if known and any(owner in known for owner in unit.owners))
+        found = frozenset(unit for unit in units if any(owner in known for owner in unit.owners))
         labels = frozenset(unit.label for unit in found)
         if found and labels != self._said_written:
             self._said_written = labels
@@ -211,7 +214,7 @@ class SpeculativeUpdates(EarlyUpdates):
             *speculation.after_backward,
         ]
 
-    def _on_gradient(self, step: EarlyStep, item: Managed) -> None:
+    def _on_gradient(self, peek: Peek, item: Managed) -> None:
         """A gradient is complete: with the last one of its batch, the units of the batch are updated.
 
         Raises:
@@ -220,10 +223,12 @@ class SpeculativeUpdates(EarlyUpdates):
         speculation = self._speculation
         if speculation is None or not item.updated:
             return
-        gradient = step.peek(item)
+        gradient = peek(item.param)
         if gradient is None:
             return
-        layer = self._count(item, gradient, speculation.gradients, used=speculation.used)
+        if item in speculation.used:
+            raise self._second_gradient(item)
+        layer = self._arrivals.add_gradient(item, gradient, speculation.gradients)
         if layer is None:
             return
         self._speculate_shared(speculation)
@@ -360,7 +365,8 @@ class SpeculativeUpdates(EarlyUpdates):
     def start(self, updates: Sequence[Update]) -> bool:
         speculation = self._speculation
         self._request_verdict(updates)
-        self._agree_on_verdict()
+        if self._has_shared:
+            self._agree_on_verdict()
         if speculation is None:
             return False
         (update,) = updates
@@ -403,9 +409,7 @@ class SpeculativeUpdates(EarlyUpdates):
 
     def _agree_on_verdict(self) -> None:
         """Ranks that have updated shared units commit only if all of them can."""
-        has_shared, self._has_shared = self._has_shared, False
-        if not has_shared:
-            return
+        self._has_shared = False
         speculation, can_commit = self._speculation, False
         if speculation is not None and self._verdict.read() == "commit":
             can_commit = all(

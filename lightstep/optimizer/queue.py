@@ -18,6 +18,7 @@ from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.optimizer.step_guard import StepGuard
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
+from lightstep.precision.gradients import GradientAccumulator
 from lightstep.state.backend import StateBackend
 from lightstep.state.lanes import Lane
 from lightstep.state.schema import Managed, Unit
@@ -57,6 +58,7 @@ class EarlyStep(Protocol):
     accumulating: bool | None
     param_groups: list[dict[str, Any]]
     managed: ManagedParameters
+    gradients: GradientAccumulator
 
     @property
     def may_speculate(self) -> bool:
@@ -73,9 +75,6 @@ class EarlyStep(Protocol):
 
     def unclipped_factors(self) -> Factors:
         """The scaling of gradients that are not clipped."""
-
-    def peek(self, item: Managed) -> Tensor | None:
-        """The gradient of a parameter if it is complete; it stays where it is."""
 
     def take(self, item: Managed) -> Tensor | None:
         """The gradient of a parameter if it has one; it is gone afterwards."""

@@ -35,8 +35,9 @@ class Counted:
     def backward(self, completed: list[str]) -> list[str]:
         """Layers are complete in this order; the units as the next backward expects them."""
         for name in completed:
-            number = self.arrivals.layer_of[self.items[name]]
-            assert self.arrivals.count_gradient(number)
+            item = self.items[name]
+            number = self.arrivals.add_gradient(item, item.local, {})
+            assert number == self.arrivals.layer_of[item]
             self.arrivals.count_layer(number)
         self.lay_out()
         return self.expected()
