@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         WeightTransport,
     )
     from lightstep.sharding.weight_average import WeightAverage
-    from lightstep.state.bulk import load_fsdp_optimizer, offload_fsdp_optimizer
+    from lightstep.state.torch_offload import load_fsdp_optimizer, offload_fsdp_optimizer
     from lightstep.strategy import Strategy, available_strategies
 
 __all__ = [
@@ -69,7 +69,7 @@ _MODULES = {
     "rollout.servers": ["SglangServer", "VllmServer"],
     "rollout.transport": ["TrainingEnded", "WeightInfo", "WeightTransferError", "WeightTransport"],
     "sharding.weight_average": ["WeightAverage"],
-    "state.bulk": ["load_fsdp_optimizer", "offload_fsdp_optimizer"],
+    "state.torch_offload": ["load_fsdp_optimizer", "offload_fsdp_optimizer"],
     "strategy": ["Strategy", "available_strategies"],
 }
 """The module that defines each name. It is imported on first use, because torch's DTensors alone take a second."""

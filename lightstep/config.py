@@ -228,27 +228,16 @@ class OptimizerState(_Frozen):
     stays on the device (``resident_gib``), else on the device while it has room."""
 
     @model_validator(mode="after")
-    def _deferred(self) -> OptimizerState:
-        if self.update in ("next_forward", "overlap") and self.backend != "stream":
-            under = "backward and the next forward" if self.update == "overlap" else "the next forward"
+    def _settings_have_an_effect(self) -> OptimizerState:
+        if self.spare_host_gib != "auto" and self.backend == "resident":
             raise ValueError(
-                f"update {self.update} hides the copies of backend stream under {under}, and backend is "
-                f"{self.backend}; set update: at_step, or backend: stream"
-            )
-        if self.spare_host_gib != "auto" and self.backend != "stream":
-            raise ValueError(
-                f"spare_host_gib {self.spare_host_gib:g} is host memory for second versions of backend stream's "
-                f"records, and backend is {self.backend}; leave it out, or set backend: stream"
+                f"spare_host_gib {self.spare_host_gib:g} is host memory for second versions of records on the host, "
+                "and backend is resident; leave it out, or set backend: stream"
             )
         if self.previous_weights != "auto" and self.update != "overlap":
             raise ValueError(
                 f"previous_weights {self.previous_weights} is where update overlap keeps weights until their update "
                 f"counts, and update is {self.update}; leave it out, or set update: overlap"
-            )
-        if self.update == "in_backward" and self.backend == "bulk":
-            raise ValueError(
-                "update in_backward takes one layer's state at a time, and backend bulk moves all of it at once; set "
-                "backend: stream or resident"
             )
         if self.moments_rounding == "stochastic" and self.moments == "float32":
             raise ValueError(

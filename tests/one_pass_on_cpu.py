@@ -16,7 +16,7 @@ from torch import Tensor
 from lightstep.optimizer import arithmetic, one_pass
 from lightstep.precision.adam_batch import AdamBatch, AdamMemory
 from lightstep.precision.split import Splitter
-from lightstep.state import stream
+from lightstep.state import store
 
 used: Counter[str] = Counter()
 """How often it ran, by how masters are kept."""
@@ -97,7 +97,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (arithmetic, one_pass):
         monkeypatch.setattr(module, "fused_kernel_on", lambda device: twin)
-    monkeypatch.setattr(stream, "ChecksummedWeights", lambda splitter: splitter)  # sums as the kernel makes them
+    monkeypatch.setattr(store, "ChecksummedWeights", lambda splitter: splitter)  # sums as the kernel makes them
 
 
 @pytest.fixture(name="one_pass_on_cpu")

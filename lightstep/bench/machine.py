@@ -276,7 +276,7 @@ def hidden_copies(events: Sequence[Event]) -> list[str]:
         copies = _merged(event for event in events if event.get("cat") == _COPY and way in event["name"])
         hidden = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in copies for b in computing)
         if copies:
-            said.append(f"{hidden:.0f} of {_length(copies):.0f} ms of copies {name} beside the main stream's kernels")
+            said.append(f"{hidden:.1f} of {_length(copies):.1f} ms of copies {name} beside the main stream's kernels")
     return said
 
 

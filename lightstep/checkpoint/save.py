@@ -73,9 +73,9 @@ from lightstep.checkpoint.tensors import (
 )
 from lightstep.distributed import Ranks, local_tensor
 from lightstep.sharding.model_names import NamedTensor, extra_states
-from lightstep.state.backend import PinnedState
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostMemoryError
+from lightstep.state.store import PinnedState
 
 logger = logging.getLogger(__name__)
 

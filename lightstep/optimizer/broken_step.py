@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from lightstep.error_text import error_text
-from lightstep.state.backend import StateBackend
 from lightstep.state.schema import Managed
+from lightstep.state.store import Store
 
 
 class BrokenStep:
@@ -23,7 +23,7 @@ class BrokenStep:
         stops_others: other ranks need this one to go on.
     """
 
-    def __init__(self, managed: Iterable[Managed], backend: StateBackend) -> None:
+    def __init__(self, managed: Iterable[Managed], backend: Store) -> None:
         self._managed, self._backend = managed, backend
         self._reason: str | None = None
         self._not_loaded: set[Tensor] = set()

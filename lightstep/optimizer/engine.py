@@ -34,9 +34,9 @@ from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.scaled_backward import ScaledBackward
-from lightstep.state.backend import StateBackend
 from lightstep.state.interrupts import uninterrupted
 from lightstep.state.schema import Managed
+from lightstep.state.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Engine:
         max_norm: float | None,
         norm_type: float,
         clip_layers: bool,
-        backend: StateBackend,
+        backend: Store,
         places: Places | None,
         overflow_everywhere: bool | None,
         update_time: UpdateTime,
@@ -107,7 +107,7 @@ class Engine:
         self.closed = False
         forks.watch(self)
 
-    def _build(self, backend: StateBackend, reduce_float32: bool, places: Places | None) -> None:
+    def _build(self, backend: Store, reduce_float32: bool, places: Places | None) -> None:
         """Make the parts that are never saved."""
         self.backend = backend
         self.gradients = GradientAccumulator(reduce_float32)
@@ -210,7 +210,7 @@ class Engine:
             "backend": self.backend.fresh(),
         }
 
-    def start_over(self, backend: StateBackend) -> None:
+    def start_over(self, backend: Store) -> None:
         """Before the set-up: the groups have got other parameters, and state will live in ``backend``."""
         self.remove_hooks()
         if type(backend) is type(self.backend):  # it may have settings (set_residency)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lightstep.state.backend import StateBackend
 from lightstep.state.schema import Unit
+from lightstep.state.store import Store
 
 __all__ = ["LinkShare", "evenly_spaced"]
 
@@ -29,7 +29,7 @@ class LinkShare:
     - the CPU, where time says nothing about a link. All units are updated in backward there.
     """
 
-    def __init__(self, backend: StateBackend) -> None:
+    def __init__(self, backend: Store) -> None:
         self._backend = backend
         self.fraction = 1.0
         self._step = _STEP

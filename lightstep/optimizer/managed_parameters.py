@@ -17,10 +17,10 @@ from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place
 from lightstep.optimizer.state_edits import Edit
 from lightstep.precision.master_weights import ModelWatch
-from lightstep.state.backend import PinnedState, StateBackend
+from lightstep.state.entries import equals_rounded, was_rounded_from
 from lightstep.state.host_copy_pool import HostCopyPool
-from lightstep.state.record_backend import equals_rounded, was_rounded_from
 from lightstep.state.schema import Managed
+from lightstep.state.store import PinnedState, Store
 
 Places = Callable[[], Mapping[Tensor, Place]]
 
@@ -46,7 +46,7 @@ class ManagedParameters:
     def __init__(
         self,
         classes: GroupClasses,
-        backend: StateBackend,
+        backend: Store,
         master_weights: bool,
         places: Places | None,
         initial_masters: InitialMasters | None = None,
@@ -318,7 +318,7 @@ class ManagedParameters:
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
         copies: HostCopyPool | None,
     ) -> PinnedState | None:
-        """See :meth:`StateBackend.pin`; parameters replaced, moved or cast since the last step are left out."""
+        """See :meth:`Store.pin`; parameters replaced, moved or cast since the last step are left out."""
         found = ((self._items.get(parameter), keys) for parameter, keys in wanted.items())
         kept = {item: keys for item, keys in found if item is not None and _is_unmoved(item)}
         self._copies = self._copies if copies is None else weakref.ref(copies)

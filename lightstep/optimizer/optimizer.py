@@ -25,10 +25,9 @@ from lightstep.optimizer.settings import EngineAttribute
 from lightstep.optimizer.state_view import StateView
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.split import Splitter
-from lightstep.state.backend import PinnedState, StateBackend
 from lightstep.state.host_copy_pool import HostCopyPool
-from lightstep.state.resident import ResidentBackend
 from lightstep.state.schema import Managed
+from lightstep.state.store import PinnedState, Store
 
 
 class MixedPrecisionOptimizer(BaseOptimizer):
@@ -88,7 +87,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         clip_layers: bool = False,
-        backend: StateBackend | None = None,
+        backend: Store | None = None,
         places: Places | None = None,
         overflow_everywhere: bool | None = None,
         update_time: UpdateTime = AT_STEP,
@@ -104,7 +103,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             max_norm=max_norm,
             norm_type=norm_type,
             clip_layers=clip_layers,
-            backend=backend or ResidentBackend(Splitter),
+            backend=backend or Store(Splitter, home="device"),
             places=places,
             overflow_everywhere=overflow_everywhere,
             update_time=update_time,
@@ -117,7 +116,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.engine.watch_gradients()
 
     @property
-    def _backend(self) -> StateBackend:
+    def _backend(self) -> Store:
         return self.engine.backend
 
     def check_shapes(self, names: Mapping[Tensor, str]) -> None:
@@ -137,7 +136,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             group["params"] = []
         self.engine.watch_gradients()
 
-    def start_over(self, backend: StateBackend) -> None:
+    def start_over(self, backend: Store) -> None:
         """Before the set-up: ``param_groups`` have got other parameters, and state will live in ``backend``.
 
         Raises:

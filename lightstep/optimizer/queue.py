@@ -19,9 +19,9 @@ from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.optimizer.step_guard import StepGuard
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.gradients import GradientAccumulator
-from lightstep.state.backend import StateBackend
 from lightstep.state.lanes import Lane
 from lightstep.state.schema import Managed, Unit
+from lightstep.state.store import Store
 
 __all__ = [
     "AT_STEP",
@@ -195,7 +195,7 @@ class Queue:
         on_early_update: called when weights may change before ``step()``.
     """
 
-    def __init__(self, updater: UnitUpdater, backend: StateBackend, time: UpdateTime) -> None:
+    def __init__(self, updater: UnitUpdater, backend: Store, time: UpdateTime) -> None:
         self.updater, self.backend, self.time = updater, backend, time
         self._scheduled: deque[Job] = deque()
         self._submitted: deque[Job] = deque()

@@ -25,9 +25,9 @@ from lightstep.optimizer.gathered_updates import GatheredUpdates, rows_of_segmen
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.orthogonalizer import Orthogonalizer
 from lightstep.optimizer.sharded_muon import MOMENTUM, apply_direction, update_momentum
-from lightstep.state.backend import StateBackend
 from lightstep.state.schema import Managed, Unit
 from lightstep.state.segment import Segment
+from lightstep.state.store import Store
 
 __all__ = ["SharedUpdates"]
 
@@ -52,7 +52,7 @@ class SharedUpdates:
         positions: their positions in it.
     """
 
-    def __init__(self, classes: GroupClasses, backend: StateBackend) -> None:
+    def __init__(self, classes: GroupClasses, backend: Store) -> None:
         self._classes, self._exchanges, self._backend = classes, classes.exchanges, backend
         self._gathered, self._orthogonalizer = GatheredUpdates(classes.exchanges), Orthogonalizer()
         self.units: list[Unit] = []

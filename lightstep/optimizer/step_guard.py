@@ -24,7 +24,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from lightstep.state.backend import StateBackend
+from lightstep.state.store import Store
 
 __all__ = ["StepGuard"]
 
@@ -43,7 +43,7 @@ class StepGuard:
         trainer: the thread that ran the last backward or step.
     """
 
-    def __init__(self, backend: StateBackend) -> None:
+    def __init__(self, backend: Store) -> None:
         self.backward = threading.RLock()
         self.trainer: int | None = None
         self._lock = threading.RLock()

@@ -15,9 +15,9 @@ from lightstep.optimizer.one_pass import OnePass
 from lightstep.optimizer.shared_updates import SharedUpdates
 from lightstep.precision.adam_batch import Scaling
 from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
-from lightstep.state.backend import StateBackend
 from lightstep.state.schema import Managed, Unit
 from lightstep.state.segment import Segment
+from lightstep.state.store import Store
 
 Gradients = dict[Managed, Tensor]
 
@@ -97,7 +97,7 @@ class UnitUpdater:
     def __init__(
         self,
         classes: GroupClasses,
-        backend: StateBackend,
+        backend: Store,
         broken: BrokenStep,
         record: Callable[[Iterable[Managed]], None],
     ) -> None:

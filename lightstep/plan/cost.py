@@ -12,7 +12,7 @@ from lightstep.config import DDPSharding, DeepSpeedSharding, FSDP2Sharding, Sing
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MASTER = 4
 SPLIT_MASTER = 2
-"""The low half of a master whose high half is the bf16 weight. `bulk` keeps whole masters, and `resident` those of
+"""The low half of a master whose high half is the bf16 weight. `resident` keeps whole masters for
 optimizers without a kernel that joins them."""
 
 
@@ -122,7 +122,7 @@ def _state_bytes(config: StrategyConfig, optimizer: StateBytes, on_cpu: bool) ->
         return entries + MASTER  # DeepSpeed keeps masters even for fp32 weights
     if precision.parameters == "float32" or not precision.master_weights:
         return entries
-    if precision.parameters == "float16" or backend == "bulk" or (backend == "resident" and on_cpu):
+    if precision.parameters == "float16" or (backend == "resident" and on_cpu):
         return entries + MASTER
     return entries + (optimizer.resident_master if backend == "resident" else SPLIT_MASTER + optimizer.bitmap)
 

@@ -20,7 +20,9 @@ from lightstep.plan.model import TAIL, Activations, Moment, Sizes
 
 _WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 _UNIT = 128 * 2**20
-"""Largest number of elements that ``resident`` and ``bulk`` update together."""
+"""Largest number of elements that ``resident`` updates together."""
+_BULK_UNIT = 128 * 2**20
+"""Bytes of the largest unit of ``bulk``."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Memory:
         state: masters and optimizer state between steps.
         ring: through which ``stream`` copies state.
         previous_weights: of the units that ``overlap`` updates in backward.
-        other: gradient buckets; fp32 gradients of the unit that is updated; the state of ``bulk``, during its step.
+        other: gradient buckets; fp32 gradients of the unit that is updated; the state of ``bulk`` while it is updated.
         activations: their peak.
         gathered: unsharded weights and gradients of FSDP2.
         host: page-locked, between steps, with ``spare``.
@@ -134,10 +136,10 @@ class _MemoryPlan:
         travel = state.previous_weights == "host" or (state.previous_weights == "auto" and state.resident_gib != 0)
         travelling = previous if travel else 0
         speculative = previous - travelling
-        base = weights + resident + ring + buffers + speculative
         moved = all_state if state.backend == "bulk" else 0
+        base = weights + resident + ring + buffers + speculative + (moved if state.update != "at_step" else 0)
         sums = 0 if self.config.sharding.kind == "fsdp2" else self._sums()
-        during_step = base + gradients + moved + sums
+        during_step = base + gradients + sums + (moved if state.update == "at_step" else 0)
         moments = activations.moments if activations else ()
         during_backward = [base + self._live_at(moment) + self._sums(moment.blocks_done) for moment in moments]
         reduced = base + gradients + self._root_reduction()
@@ -155,7 +157,7 @@ class _MemoryPlan:
             peak=int(peak),
             host=int((all_state if state.backend != "resident" else 0) + spare),
             spare=int(spare),
-            link=int(all_state if state.backend == "bulk" else streamed + travelling),
+            link=int(streamed + travelling),
         )
 
     def _speculative_bytes(self, resident: float, streamed: float) -> float:
@@ -174,8 +176,6 @@ class _MemoryPlan:
         state = self.config.optimizer_state
         if state.backend == "resident":
             return all_state, 0
-        if state.backend == "bulk":
-            return 0, 0
         staying = 0 if state.resident_gib == "auto" else min(all_state, float(state.resident_gib) * 2**30)
         return staying, all_state - staying
 
@@ -184,14 +184,19 @@ class _MemoryPlan:
         return min(state.ring_mib * 2**20, all_state) if state.backend == "stream" else 0
 
     def _unit_buffers(self) -> float:
-        """fp32 memory for the largest unit's gradients and bf16 moments; ``stream`` has it in its ring."""
+        """fp32 memory for the largest unit's gradients, bf16 moments, and masters that are joined; ``stream`` has it in
+        its ring."""
         state = self.config.optimizer_state
         if state.backend == "stream":
             return 0
+        largest: float = largest_unit(self.sizes.tensors) / self.shards
         width: float = 0 if self.gradient_width == 4 or self._sums() else 4
         if state.moments == "bfloat16":
             width += 2 * (self.optimizer.full - self.optimizer.short)  # in fp32, during their update
-        return width * largest_unit(self.sizes.tensors) / self.shards
+        if state.backend == "bulk":
+            width += 4 if self.state_width else 0
+            largest = min(largest, _BULK_UNIT / max(self.state_width, self.width))
+        return width * largest
 
     def _buckets(self) -> float:
         """DDP's gradient buckets."""

@@ -180,9 +180,6 @@ def iteration_time(
     compute = micro_batches * (one.forward + one.backward)
     state = config.optimizer_state
     update = sizes.total / shard_count(config, ranks) / 1e9 * profile.update_ms
-    if state.backend == "bulk":
-        link = 2 * memory.link / profile.link.alone / 1e6
-        return Time(compute, link, link + update)
     if state.backend == "resident":
         return Time(compute, 0, update)
     link = memory.link / profile.link.each_way(ranks) / 1e6

@@ -15,8 +15,9 @@ from lightstep.state.record import History, Part, Record, is_record_entry, make_
 from lightstep.state.schema import EntrySpec, adopt_entry, entry_dtype
 from lightstep.state.staging import MasterSplitter
 
-__all__ = ["Entries"]
+__all__ = ["Entries", "equals_rounded", "was_rounded_from"]
 
+_PIECE = 1 << 15  # elements; torch's CPU kernels do not divide so few among threads
 _CPU = torch.device("cpu")
 
 
@@ -71,9 +72,15 @@ class Entries:
         splitter.join(weight, low, extra, master)
         return found.copy_(extra)
 
-    def read_all(self, parts: Sequence[Part], home: Mapping[Part, Record]) -> dict[str, Any]:
-        """:meth:`read` for a whole parameter, given its parts in order."""
-        found = [self.read(home[part], part) for part in parts]
+    def read_all(
+        self, parts: Sequence[Part], record_of: Mapping[Part, Record], device: torch.device | None
+    ) -> dict[str, Any]:
+        """:meth:`read` for a whole parameter, given its parts in order.
+
+        Args:
+            device: where what is in the records is returned; ``None``: where they live.
+        """
+        found = [_on(device, part, self.read(record_of[part], part)) for part in parts]
         if len(found) == 1:
             return found[0]
         head = parts[0]
@@ -184,9 +191,33 @@ class Entries:
         return part.slice(value.detach()).to(dtype=dtype or value.dtype)
 
 
+def _on(device: torch.device | None, part: Part, found: dict[str, Any]) -> dict[str, Any]:
+    assert part.history is not None
+    shared = part.history.values
+    if device is None:
+        return found
+    return {key: value if key in shared and key != "master" else value.to(device) for key, value in found.items()}
+
+
 def _new(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(like, dtype=dtype)
 
 
 def _has_negative(spec: EntrySpec | None, value: Tensor) -> bool:
     return spec is not None and spec.never_negative and bool((value < 0).any())
+
+
+def equals_rounded(local: Tensor, master: Tensor) -> bool:
+    """Whether ``local`` is bit for bit ``master`` rounded to its dtype."""
+    on_host = local.device.type == master.device.type == "cpu"
+    if on_host and local.shape == master.shape and local.numel() > _PIECE:  # in pieces that stay in the cache
+        pieces = zip(local.reshape(-1).split(_PIECE), master.reshape(-1).split(_PIECE), strict=True)
+        return all(equals_rounded(one, other) for one, other in pieces)
+    rounded = master.to(device=local.device, dtype=local.dtype)
+    bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast afterwards
+    return torch.equal(rounded.view(bits), local.contiguous().view(bits))
+
+
+def was_rounded_from(local: Tensor, master: Tensor) -> bool:
+    """Whether ``local`` is ``master`` rounded, and ``master`` has bits that it lost."""
+    return equals_rounded(local, master) and not torch.equal(master.to(local.device), local.float())

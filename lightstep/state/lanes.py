@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightstep.error_text import error_text
 
-__all__ = ["COMPUTE", "DEVICE_TO_HOST", "HOST_TO_DEVICE", "Lane", "LaneError", "Lanes"]
+__all__ = ["COMPUTE", "DEVICE_TO_HOST", "HOST_TO_DEVICE", "Lane", "LaneError", "Lanes", "LanesOfDevices"]
 
 HOST_TO_DEVICE = "host_to_device"
 COMPUTE = "compute"
@@ -158,6 +158,42 @@ class Lanes:
 
     def _all(self) -> tuple[Lane, Lane, Lane]:
         return self.host_to_device, self.compute, self.device_to_host
+
+
+class LanesOfDevices:
+    """The lanes of each device, made at the first use.
+
+    Args:
+        small_pieces: see :class:`CopyLane`.
+    """
+
+    def __init__(self, small_pieces: bool) -> None:
+        self._small_pieces = small_pieces
+        self._known: dict[torch.device, Lanes] = {}
+
+    def __call__(self, device: torch.device) -> Lanes:
+        if device not in self._known:
+            self._known[device] = Lanes(device, self._small_pieces)
+        return self._known[device]
+
+    def __iter__(self) -> Iterator[Lanes]:
+        return iter(list(self._known.values()))
+
+    def exist_for(self, device: torch.device | None) -> bool:
+        """Whether this device's lanes have been used."""
+        return device in self._known
+
+    def wait_until_idle(self, device: torch.device) -> None:
+        """Wait for all work on the device. Memory that several streams use may be freed then."""
+        if device in self._known:
+            self._known[device].synchronize()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    def synchronize(self) -> None:
+        """Wait for all jobs of all lanes; raises if one failed."""
+        for lanes in self:
+            lanes.synchronize()
 
 
 class StreamLane(Lane):

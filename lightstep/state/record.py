@@ -266,18 +266,28 @@ class Division(Protocol):
 
 
 class Slot:
-    """Device memory that holds a record."""
+    """Device memory that holds a record.
+
+    Attributes:
+        arriving: a lane copies the record into it, and nobody has waited for that yet.
+    """
+
+    arriving = False
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
 
 
 class Record:
-    """The state of one unit and its memory: a slab on the host, or device memory.
+    """The state of one unit and its memory. It lives on the device (in :attr:`slot`) or on the host.
 
     Attributes:
-        bytes: the memory (uint8); ``None`` before :meth:`allocate`, and if the record is empty.
-        written_back: event of the last copy to ``bytes``; ``None`` before the first.
+        on_host: where its memory is allocated.
+        has_masters: some of its parameters are not their own masters.
+        slot: the device memory in which it lives; ``None`` if it lives on the host.
+        slab: host memory. It is kept while the record lives on the device, if it has lived on the host before.
+        host: the record in the slab (uint8).
+        written_back: event of the last copy to ``host``; ``None`` before the first.
         histories: those that were loaded and not updated since, by :attr:`History.origin`.
         divisions: of the last two updates that needed different ones.
     """
@@ -285,12 +295,19 @@ class Record:
     def __init__(self, unit: Unit, parts: Sequence[Part], layouts: Sequence[Layout], on_host: bool) -> None:
         self.unit, self.parts, self.on_host = unit, parts, on_host
         self.device = parts[0].owner.local.device
+        self.has_masters = any(part.coding != "own" for part in parts)
+        self.slot: Slot | None = None
         self.slab: HostSlab | None = None
-        self.bytes: Tensor | None = None
+        self.host: Tensor | None = None
         self.written_back: Any = None
         self.histories: dict[object, History] = {}
         self.divisions: list[Division] = []
         self._build_blocks(layouts)
+
+    @property
+    def bytes(self) -> Tensor | None:
+        """The memory in which it lives (uint8); ``None`` before :meth:`allocate`, and if it is empty on the host."""
+        return self.host if self.slot is None else self.slot.buffer
 
     def remember(self, division: Division) -> None:
         """Keep this division in runs and the one before it, unless that keeps replaced weights alive."""
@@ -315,23 +332,35 @@ class Record:
         others = [part for part in self.parts if part not in layouts and part.history and self.bytes is not None]
         kept = {part: {name: row.clone() for name, row in self.rows(part).items()} for part in others}
         self._build_blocks([layouts.get(part, part.block.layout) for part in self.parts])
-        self.bytes = None
+        self.host = None
+        if self.slot is not None:
+            self.slot = self._new_slot()
         self.allocate()
         for part, rows in kept.items():
             for name, row in self.rows(part).items():
                 row.copy_(rows[name])
 
     def allocate(self) -> None:
-        """Allocate the memory if there is none. A slab that is large enough is reused."""
-        if self.bytes is not None or not self.nbytes:
+        """Allocate the memory if there is none."""
+        if self.bytes is not None:
             return
-        if not self.on_host:
-            self.bytes = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+        if self.on_host:
+            self.allocate_on_host()
+        else:
+            self.slot = self._new_slot()
+
+    def allocate_on_host(self) -> None:
+        """Allocate host memory if there is none. A slab that is large enough is reused."""
+        if self.host is not None or not self.nbytes:
             return
         if self.slab is None or self.slab.nbytes < self.nbytes:
-            self.close()
+            if self.slab is not None:
+                self.slab.close()
             self.slab = HostSlab(self.nbytes, device=self.device, what=f"optimizer state of {self.unit.label}")
-        self.bytes = self.slab.tensor(torch.uint8, self.nbytes)
+        self.host = self.slab.tensor(torch.uint8, self.nbytes)
+
+    def _new_slot(self) -> Slot:
+        return Slot(torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device))
 
     def rows(self, part: Part) -> dict[str, Tensor]:
         """The part's fields where the record lives."""
@@ -339,16 +368,16 @@ class Record:
         return part.block.rows(buffer, part.first, part.first + part.elements)
 
     def shadow(self) -> Record:
-        """A record without parts that refers to the same memory."""
+        """A record on the host, without parts, that refers to the same slab."""
         shadow = copy.copy(self)
-        shadow.parts, shadow.histories, shadow.divisions = (), {}, []
+        shadow.parts, shadow.histories, shadow.divisions, shadow.slot = (), {}, [], None
         return shadow
 
     def close(self) -> None:
         """Free the memory."""
         if self.slab is not None:
             self.slab.close()
-        self.slab, self.bytes = None, None
+        self.slot, self.slab, self.host = None, None, None
 
 
 def make_record(

@@ -1,4 +1,4 @@
-"""The ring: a few device buffers through which the records of all units pass. They are prefetched and written back.
+"""The ring: device buffers through which the records of all units pass. They are prefetched and written back.
 
 The host only submits work. Three events per slot order it: ``staged`` (host→device), ``updated`` (compute) and
 ``drained`` (device→host). A slot is refilled as soon as it has been written back, also for the next step.
@@ -7,7 +7,7 @@ The host only submits work. Three events per slot order it: ``staged`` (host→d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,32 +29,29 @@ class Slot(record.Slot):
 
 
 class Ring:
-    """``count`` slots of ``slot_bytes``. One unit at a time is acquired.
+    """Slots of these sizes (bytes). One unit at a time is acquired.
+
+    Args:
+        needed: the size of the slot that a record needs.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for it.
     """
 
-    def __init__(self, lanes: Lanes, count: int, slot_bytes: int) -> None:
-        self._lanes = lanes
+    def __init__(self, lanes: Lanes, sizes: Sequence[int], needed: Callable[[Record], int]) -> None:
+        self._lanes, self._needed = lanes, needed
         self._staged: deque[tuple[Record, Slot]] = deque()
         self._upcoming: deque[Record] = deque()
         self._free: deque[Slot] = deque()
         self.slots: list[Slot] = []
-        self._allocate(count, slot_bytes)
+        self._allocate(sizes)
 
-    def _allocate(self, count: int, slot_bytes: int) -> None:
+    def _allocate(self, sizes: Sequence[int]) -> None:
         """Replace the slots; nothing may be under way on the device."""
         self._free.clear()
         self.slots.clear()
-        self.slot_bytes = slot_bytes
-        try:
-            self.slots.extend(Slot(slot_bytes, self._lanes) for _ in range(count))
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(
-                f"no room on {self._lanes.device} for a ring of {count} × {slot_bytes / 2**20:.0f} MiB; "
-                "lower optimizer_state.ring_mib"
-            ) from error
+        self.sizes = list(sizes)
+        self.slots.extend(Slot(nbytes, self._lanes) for nbytes in sizes)
         self._lanes.wait_for_caller()
         self._free.extend(self.slots)
 
@@ -82,7 +79,7 @@ class Ring:
             self.drop_prefetched()
             if record in self._upcoming:
                 self._upcoming.remove(record)
-            self._fetch(record, self._free.popleft())
+            self._fetch(record, self._take_free(record))
             staged = self._staged[0]
         slot = staged[1]
         caller = self._lanes.caller()
@@ -107,19 +104,18 @@ class Ring:
     def _find(self, record: Record) -> tuple[Record, Slot] | None:
         return next((staged for staged in self._staged if staged[0] is record), None)
 
-    def grow(self, count: int, slot_bytes: int) -> Slot:
-        """Replace the slots by larger ones, and return one of them. The contents of all old slots are lost."""
-        self.drop_prefetched()
-        self._allocate(count, slot_bytes)
-        return self._free.popleft()
+    def _take_free(self, record: Record) -> Slot:
+        """Of the smallest free slots that suffice for the record, the one that has been free longest."""
+        needed = self._needed(record)
+        slot = min((one for one in self._free if one.buffer.nbytes >= needed), key=_size)
+        self._free.remove(slot)
+        return slot
 
-    def acquire_empty(self, count: int, slot_bytes: int) -> Slot:
-        """A free slot of at least this size, after :meth:`grow` if necessary; nothing may be under way on the
-        device."""
-        if slot_bytes > self.slot_bytes or not self.slots:
-            return self.grow(count, slot_bytes)
+    def grow(self, sizes: Sequence[int], record: Record) -> Slot:
+        """Replace the slots by larger ones, and return one for this record. The contents of all old slots are lost."""
         self.drop_prefetched()
-        return self._free.popleft()
+        self._allocate(sizes)
+        return self._take_free(record)
 
     def write_back(self, slot: Slot, record: Record, to: Record | Version) -> None:
         """Copy ``slot``, which the caller has updated, to the host, then refill it.
@@ -128,7 +124,7 @@ class Ring:
         """
         caller, lane = self._lanes.caller(), self._lanes.device_to_host
         caller.record(slot.updated)
-        source, target = slot.buffer[: record.nbytes], to.bytes
+        source, target = slot.buffer[: record.nbytes], to.host
         lane.wait(slot.updated)
         if target is not None:
             lane.copy(target, source, f"writing back {record.unit.label}")
@@ -163,18 +159,32 @@ class Ring:
         for slot in self.slots:
             slot.modified_early = False
 
+    def free(self) -> None:
+        """Free the slots, in the order of the caller's stream: it waits for what is under way in them."""
+        caller = self._lanes.caller()
+        for slot in self.slots:
+            for event in (slot.staged, slot.updated, slot.drained):
+                caller.wait(event)
+            if caller.stream is not None:  # its memory may come from another stream's pool
+                slot.buffer.record_stream(caller.stream)
+        self._staged.clear()
+        self._upcoming.clear()
+        self._free.clear()
+        self.slots.clear()
+
     def _recycle(self, slot: Slot) -> None:
         self._free.append(slot)
         self._fetch_next()
 
     def _fetch_next(self) -> None:
         while self._free and self._upcoming:
-            self._fetch(self._upcoming.popleft(), self._free.popleft())
+            record = self._upcoming.popleft()
+            self._fetch(record, self._take_free(record))
 
     def _fetch(self, record: Record, slot: Slot) -> None:
         """Queue the copy of ``record`` to ``slot``, after the slot's last use and the record's last write-back."""
         lane = self._lanes.host_to_device
-        source, target = record.bytes, slot.buffer[: record.nbytes]
+        source, target = record.host, slot.buffer[: record.nbytes]
         if source is not None:
             for event in (slot.updated, slot.drained, record.written_back):
                 if event is not None:
@@ -182,3 +192,7 @@ class Ring:
             lane.copy(target, source, f"fetching {record.unit.label}")
             lane.record(slot.staged)
         self._staged.append((record, slot))
+
+
+def _size(slot: Slot) -> int:
+    return slot.buffer.nbytes

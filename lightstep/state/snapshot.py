@@ -1,8 +1,9 @@
 """The state of parameters at one moment, for another thread to read while updates go on.
 
-A snapshot holds copies of the ``Record`` and ``Part`` objects. They refer to the records' memory, which is pinned: see
-``versions.py``. Only what is not in the records is copied: counters. A split master is joined when it is read, with the
-16-bit weight of that moment. Records are unpinned one by one as they have been read.
+A snapshot holds copies of the ``Record`` and ``Part`` objects. Those of records that live on the host refer to their
+memory, which is pinned: see ``versions.py``. Records that live on the device are copied in the background: see
+``device_copies.py``. Only what is not in the records is copied at once: counters. A split master is joined when it is
+read, with the 16-bit weight of that moment. Records are unpinned one by one as they have been read.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.state.entries import Entries
+from lightstep.state.device_copies import DeviceCopies
+from lightstep.state.entries import Entries, equals_rounded
+from lightstep.state.lanes import Lanes
 from lightstep.state.record import History, Part, Record
-from lightstep.state.record_backend import equals_rounded
 from lightstep.state.schema import Managed
 from lightstep.state.staging import MasterSplitter
 from lightstep.state.versions import Versions
@@ -33,10 +35,12 @@ class Snapshot:
         versions: the pool that pins slabs.
         splitter: of bf16 masters on the host, used by nobody else; ``None``: the records have whole masters, and a
             comparison with them shows whether somebody else wrote to a weight.
+        device_copies: copies the records that live on the device; ``None``: there are none.
     """
 
-    def __init__(self, versions: Versions, splitter: MasterSplitter | None) -> None:
+    def __init__(self, versions: Versions, splitter: MasterSplitter | None, device_copies: DeviceCopies | None) -> None:
         self._versions, self._has_whole_masters = versions, splitter is None
+        self._device_copies = device_copies
         self._fingerprints: dict[Record, Tensor] = {}
         self._buffers = _Buffers()
         self._entries = Entries(lambda device: splitter, self._fingerprints, self._buffers.like)  # type: ignore[return-value,arg-type]
@@ -46,6 +50,7 @@ class Snapshot:
         self._parts: dict[Tensor, list[Part]] = {}
         self._record_of: dict[Part, Record] = {}
         self._copies: dict[Record, Record] = {}
+        self._on_device: frozenset[Record] = frozenset()  # whose records live there
         self._histories: dict[History, History] = {}
         self._readers: Counter[Record] = Counter()  # parts that are still to be read
         self._current: tuple[Tensor, dict[str, Any]] | None = None
@@ -89,27 +94,39 @@ class Snapshot:
         copied.owner, copied.history = owner, self._histories[part.history]
         return copied
 
-    def pin(self, fingerprints: Mapping[Record, Tensor] | None) -> None:
-        """Pin the records of all parameters that were added.
+    def pin(self, fingerprints: Mapping[Record, Tensor] | None, lanes_of: Callable[[torch.device], Lanes]) -> None:
+        """Pin the records of all parameters that were added, as they are after what the current stream has queued.
 
         Args:
             fingerprints: those of the records' weights, to find edits by others; ``None``: there are no edits, or whole
                 masters show them.
+            lanes_of: the lanes of a device, in which records that live there are copied.
+
+        Raises:
+            HostMemoryError: the host has no room for the copies; nothing is pinned.
         """
         if fingerprints is not None:
             self._fingerprints.update(
                 (copied, fingerprints[record].to("cpu", copy=True)) for record, copied in self._copies.items()
             )
-        for copied in self._copies.values():
-            assert copied.slab is not None
-            self._versions.pin(copied.slab)
+        on_device = {record: copied for record, copied in self._copies.items() if record.slot is not None}
+        if on_device:
+            assert self._device_copies is not None
+            self._device_copies.queue(on_device, lanes_of)
+        for record, copied in self._copies.items():
+            if record not in on_device:
+                assert copied.slab is not None
+                self._versions.pin(copied.slab)
+        self._on_device = frozenset(on_device.values())
         self._copies, self._histories = {}, {}
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._wanted
 
     def begin(self) -> None:
-        """Nothing to do: the records are pinned."""
+        """Queue the copies of records on the device: updates may be waiting for them."""
+        if self._device_copies is not None:
+            self._device_copies.begin()
 
     def take(self, parameter: Tensor, key: str) -> Tensor:
         """One entry on the host, in the parameter's local shape: a view of the record, or assembled from parts."""
@@ -134,6 +151,8 @@ class Snapshot:
     def _entries_of(self, parameter: Tensor) -> dict[str, Any]:
         """All entries; the master of a weight that somebody else wrote to is that weight."""
         parts = self._parts[parameter]
+        if self._device_copies is not None:
+            self._device_copies.wait_for({self._record_of[part] for part in parts} & self._on_device)
         if parameter in self._weights:
             parts[0].owner.local = self._weights.pop(parameter)()  # the owner is a copy, too
         found = self._entries.read(self._record_of[parts[0]], parts[0]) if len(parts) == 1 else self._assemble(parts)
@@ -176,13 +195,15 @@ class Snapshot:
             for parameter in list(self._parts):
                 self._unpin(parameter)
             self._buffers.free()
+        if self._device_copies is not None:
+            self._device_copies.close()
 
     def _unpin(self, parameter: Tensor) -> None:
         for part in self._parts.pop(parameter):
             part.owner.local = part.owner.local.to("meta")
             record = self._record_of.pop(part)
             self._readers[record] -= 1
-            if not self._readers[record]:
+            if not self._readers[record] and record not in self._on_device:
                 assert record.slab is not None
                 self._versions.unpin(record.slab)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Window
+from lightstep.state.lanes import LanesOfDevices
 from lightstep.state.record import Part, Record, Run, rounded_entries
 from lightstep.state.schema import aligned
 
-__all__ = ["LARGE", "MasterSplitter", "Staging", "WeightRow", "is_own_segment"]
+__all__ = ["LARGE", "MasterSplitter", "Staging", "StagingOfDevices", "WeightRow", "is_own_segment"]
 
 LARGE = 1 << 18
 """Parts with at least so many elements are segments of their own: gathering them would cost more than a launch."""
@@ -127,3 +128,62 @@ class Staging:
         self.masters, self._rows, self.moments, self._sizes = self.masters.new_empty(0), {}, (), None
         self._gather_rows.clear()
         self._numbers.clear()
+
+
+class StagingOfDevices:
+    """The staging memory of each device. It is allocated before a step, and kept for the next."""
+
+    def __init__(self, lanes: LanesOfDevices) -> None:
+        self._lanes = lanes
+        self._known: dict[torch.device, Staging] = {}
+        self._sizes: dict[torch.device, Sizes] = {}
+        self._kept = False
+
+    def __iter__(self) -> Iterator[Staging]:
+        return iter(self._known.values())
+
+    def plan(self, records: Collection[Record], masters: bool) -> None:
+        """Plan memory for the largest of these records, for joined ``masters`` too, or for those when it is needed."""
+        self._sizes = {
+            device: Staging().required_sizes([one for one in records if one.device == device], masters)
+            for device in {record.device for record in records}
+        }
+
+    def allocate(self) -> None:
+        """Allocate the memory.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room.
+        """
+        for device in self._sizes:
+            self(device)
+        self._kept = True
+
+    def __call__(self, device: torch.device) -> Staging:
+        """That of one device, allocated."""
+        staging = self._known.get(device)
+        if staging is None:
+            staging = self._known[device] = Staging()
+        sizes = self._sizes[device]
+        if not staging.fits(sizes):
+            self._lanes.wait_until_idle(device)  # memory that other streams use is freed
+            try:
+                staging.allocate(sizes, device)
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(
+                    f"no room on {device} for the masters of one unit (backend stream: lower optimizer_state.ring_mib)"
+                ) from error
+        return staging
+
+    def nbytes(self) -> int:
+        return sum(staging.nbytes() for staging in self)
+
+    def free(self) -> None:
+        """Free the memory; the next step allocates it again."""
+        self._kept = False
+        self.free_unless_kept()
+
+    def free_unless_kept(self) -> None:
+        """Free what was allocated since :meth:`free` by somebody who is done with it now."""
+        for staging in () if self._kept else self:
+            staging.free()

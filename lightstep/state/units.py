@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from lightstep.state.schema import Managed, Unit
 
-__all__ = ["CUT_ELEMENTS", "RingError", "group_by_layer", "plan_units"]
+__all__ = ["CUT_ELEMENTS", "RingError", "group_by_layer", "pack_whole", "plan_units"]
 
 CUT_ELEMENTS = 128
 """Tensors are cut at multiples of this many elements: every part then starts on a 128-byte boundary or better."""
@@ -62,6 +62,20 @@ def plan_units(managed: Sequence[Managed], bytes_of: Bytes, capacity: int) -> li
         for parts in _divide_layer(group, bytes_of, capacity)
     ]
     return [Unit(index, tuple(parts)) for index, parts in enumerate(units)]
+
+
+def pack_whole(managed: Sequence[Managed], limit: int) -> list[Unit]:
+    """Units of consecutive whole parameters on one device: at most ``limit`` elements, or one larger parameter."""
+    units: list[list[Managed]] = []
+    for listed in split_shared_updates(managed):
+        filled, device = limit + 1, None
+        for item in listed:
+            filled += item.planned_elements
+            if filled > limit or item.local.device != device:
+                units.append([])
+                filled, device = item.planned_elements, item.local.device
+            units[-1].append(item)
+    return [Unit(i, tuple((m, 0, m.local.numel()) for m in unit)) for i, unit in enumerate(units)]
 
 
 def split_shared_updates(managed: Sequence[Managed]) -> list[list[Managed]]:

@@ -4,7 +4,8 @@ A speculative update writes the new record to a *spare* slab and leaves the old 
 updated in place, so the previous ones are saved (2 bytes per bf16 parameter): on the device, or on the host, where they
 are written after the new record. A commit swaps the two slabs; a rollback copies the previous weights back.
 
-A snapshot (``snapshot.py``) *pins* the slabs of its records, and another thread reads them. **Nobody writes to a pinned
+A snapshot (``snapshot.py``) *pins* the slabs of its records, and another thread reads them (records that live on the
+device are copied: ``device_copies.py``). **Nobody writes to a pinned
 slab** until the snapshot unpins it: before a write, :meth:`~Versions.move_if_pinned` moves the record to a spare slab.
 The slab that it leaves becomes a spare one when it is unpinned.
 
@@ -24,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightstep.state.device_copies import DeviceCopies
 from lightstep.state.host_memory import HostMemoryError, HostSlab, available_bytes
 from lightstep.state.record import History, Record, Slot
 from lightstep.state.schema import aligned
@@ -96,7 +98,7 @@ class Version:
 
     def __init__(self, record: Record, slab: HostSlab, previous: PreviousWeights) -> None:
         self.record, self.slab, self.previous = record, slab, previous
-        self.bytes = slab.tensor(torch.uint8, record.nbytes)
+        self.host = slab.tensor(torch.uint8, record.nbytes)
         self.written_back: Any = None
         self._place: Tensor | None = None  # the previous weights
         self._segments: Sequence[Segment] = ()
@@ -151,6 +153,9 @@ class Versions:
         previous_weights: where they are kept; ``auto``: on the host if some state is resident, else on the device while
             it has room.
         has_resident_state: some state stays on the device between steps; may be set later.
+
+    Attributes:
+        device_copies: what the last snapshot copies of records that live on the device.
     """
 
     def __init__(
@@ -171,6 +176,7 @@ class Versions:
         self._previous: dict[Record, PreviousWeights] = {}
         self._reserved = False  # speculative updates are wanted
         self._device_full = False
+        self.device_copies: DeviceCopies | None = None
 
     def __reduce__(self) -> Any:
         """A copy is a new, empty pool: it belongs to a copied backend, which has no records yet."""
@@ -307,7 +313,7 @@ class Versions:
                 self._pinned[record.slab] = True
             else:
                 self._spare[record.slab.nbytes].append(record.slab)
-        record.slab, record.bytes, record.written_back = version.slab, version.bytes, version.written_back
+        record.slab, record.host, record.written_back = version.slab, version.host, version.written_back
 
     def discard(self, record: Record) -> Version:
         """Drop the speculative update, and return what is needed to roll it back."""
@@ -337,6 +343,25 @@ class Versions:
                 self._spare[slab.nbytes].append(slab)
             self._unpinned.notify_all()
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a snapshot is being read."""
+        return bool(self._pinned) or not (self.device_copies is None or self.device_copies.closed)
+
+    def before_write(self, record: Record) -> None:
+        """Call it before a record is written to where it lives; nothing may be under way in the lanes."""
+        if record.slot is None:
+            self.move_if_pinned(record, keep=True)
+        elif self.device_copies is not None:
+            self.device_copies.before_write(record)
+
+    def before_move(self, records: Iterable[Record]) -> None:
+        """Call it before records leave the device: their host memory will be written, their device memory freed."""
+        if self.device_copies is not None:
+            self.device_copies.wait()
+        for record in records:
+            self.move_if_pinned(record)
+
     def move_if_pinned(self, record: Record, keep: bool = False) -> bool:
         """Move the record to a spare slab if its own is pinned. Call it before every write to its host memory.
 
@@ -349,10 +374,10 @@ class Versions:
         slab = None if record.slab not in self._pinned else self._replacement_slab(record)
         if slab is None:
             return False
-        room, before = slab.tensor(torch.uint8, record.nbytes), record.bytes
+        room, before = slab.tensor(torch.uint8, record.nbytes), record.host
         if keep and before is not None:
             room.copy_(before)
-        record.slab, record.bytes, record.written_back = slab, room, None
+        record.slab, record.host, record.written_back = slab, room, None
         return True
 
     def _replacement_slab(self, record: Record) -> HostSlab | None:

@@ -24,7 +24,7 @@ from lightstep.config import (
     merge_overrides,
     parse_config,
 )
-from lightstep.distributed import initialized, let_gloo_finish_at_exit
+from lightstep.distributed import Replicas, initialized, let_gloo_finish_at_exit
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
@@ -49,9 +49,9 @@ from lightstep.sharding.preparation import (
 )
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
-from lightstep.state.backend import StateBackend
+from lightstep.state.store import Store
 from lightstep.strategy.checkpoints import Checkpoints
-from lightstep.strategy.from_config import backend_of, settings_of, update_time_of
+from lightstep.strategy.from_config import settings_of, store_of, update_time_of
 from lightstep.strategy.launch import start_process_group
 
 if TYPE_CHECKING:
@@ -416,9 +416,13 @@ class Strategy(ABC):
         """Whether this strategy created the optimizer for this model."""
         return optimizer in self._models and optimizer in PreparedModel.of(model).optimizers
 
-    def _make_backend(self, model: nn.Module) -> StateBackend:
-        """The state backend for a new optimizer of this model."""
-        return backend_of(self.config.optimizer_state)
+    def _make_backend(self, model: nn.Module) -> Store:
+        """The store for a new optimizer of this model."""
+        return store_of(self.config.optimizer_state, self._sharing_replicas(model))
+
+    def _sharing_replicas(self, model: nn.Module) -> Replicas | None:
+        """The ranks that hold the same part of the model and share the updates; ``None``: there are no others."""
+        return None
 
     def _places(self, model: nn.Module) -> Mapping[torch.Tensor, Place]:
         """Each parameter's position in the model, in the order of use. Called when an optimizer sets up its state."""

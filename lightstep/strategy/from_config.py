@@ -6,18 +6,16 @@ import math
 from typing import Any
 
 from lightstep.config import ConstantScale, DynamicScale, LossScaleConfig, OptimizerState, StrategyConfig
+from lightstep.distributed import Replicas
 from lightstep.optimizer.in_backward import IN_BACKWARD
 from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.overlap import OVERLAP
 from lightstep.optimizer.queue import AT_STEP, NEXT_FORWARD, UpdateTime
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from lightstep.precision.split import Splitter
-from lightstep.state.backend import StateBackend
-from lightstep.state.bulk import BulkBackend
-from lightstep.state.resident import ResidentBackend
-from lightstep.state.stream import StreamBackend
+from lightstep.state.store import Store
 
-__all__ = ["backend_of", "settings_of", "update_time_of"]
+__all__ = ["settings_of", "store_of", "update_time_of"]
 
 _UPDATE_TIMES = {time.name: time for time in (AT_STEP, NEXT_FORWARD, IN_BACKWARD, OVERLAP)}
 
@@ -42,19 +40,29 @@ def update_time_of(config: OptimizerState) -> UpdateTime:
     return _UPDATE_TIMES[config.update]
 
 
-def backend_of(config: OptimizerState) -> StateBackend:
-    """A new state backend for one optimizer."""
-    if config.backend == "stream":
-        return StreamBackend(
-            Splitter,
-            prefetch_layers=config.prefetch_layers,
-            ring_mib=config.ring_mib,
-            resident_gib=config.resident_gib,
-            spare_host_gib=config.spare_host_gib,
-            previous_weights=config.previous_weights,
-            beside_compute=config.update != "at_step",
-        )
-    return ResidentBackend(Splitter) if config.backend == "resident" else BulkBackend()
+def store_of(config: OptimizerState, replicas: Replicas | None) -> Store:
+    """A new store for one optimizer.
+
+    Args:
+        replicas: the ranks that hold the same part of the model and share the updates.
+    """
+    if config.backend == "resident":
+        return Store(Splitter, home="device")
+    on_host: dict[str, Any] = {
+        "spare_host_gib": config.spare_host_gib,
+        "previous_weights": config.previous_weights,
+        "beside_compute": config.update != "at_step",
+    }
+    if config.backend == "bulk":
+        return Store(Splitter, slots="all", **on_host)
+    return Store(
+        Splitter,
+        prefetch_layers=config.prefetch_layers,
+        ring_mib=config.ring_mib,
+        resident_gib=config.resident_gib,
+        replicas=replicas,
+        **on_host,
+    )
 
 
 def _loss_scale_of(config: LossScaleConfig) -> LossScale:

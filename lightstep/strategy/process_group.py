@@ -11,9 +11,6 @@ from torch import Tensor, nn
 
 from lightstep.config import ConfigError
 from lightstep.distributed import Replicas, differs_across_ranks, initialized, is_sharded, role_group
-from lightstep.state.backend import StateBackend
-from lightstep.state.replicas import ReplicaShardedBackend
-from lightstep.state.stream import StreamBackend
 from lightstep.strategy.base import Strategy
 
 
@@ -24,13 +21,12 @@ class ProcessGroupStrategy(Strategy):
     :meth:`close` ends it.
     """
 
-    def _make_backend(self, model: nn.Module) -> StateBackend:
-        backend = super()._make_backend(model)
+    def _sharing_replicas(self, model: nn.Module) -> Replicas | None:
         alike = not any(differs_across_ranks(parameter) for parameter in model.parameters())
-        if not isinstance(backend, StreamBackend) or not alike:
-            return backend
+        if self.config.optimizer_state.backend != "stream" or not alike:
+            return None
         replicas = self._replicas(model)
-        return backend if replicas is None or replicas.size == 1 else ReplicaShardedBackend(backend, replicas)
+        return None if replicas is None or replicas.size == 1 else replicas
 
     @abstractmethod
     def _replicas(self, model: nn.Module) -> Replicas | None:

@@ -71,7 +71,7 @@ class Run:
             self.optimizer.step()
             self._move("after the step")
             if step == 1 and self.device.type == "cpu" and hasattr(self.optimizer._backend, "inner"):
-                random_delays(self.optimizer._backend.inner.lanes, step)
+                random_delays(self.optimizer._backend.lanes, step)
 
     def content(self) -> dict[str, Tensor]:
         self.optimizer.synchronize()

@@ -95,7 +95,7 @@ def check_parts(rank: int, world_size: int) -> None:
     tested, expected = Run(HSDP, STATE, make_model=Wide), Run(HSDP, {"backend": "resident"}, make_model=Wide)
     tested.optimizer.max_norm = expected.optimizer.max_norm = 1e6
     tested.train(1)
-    lanes = tested.backend.inner.lanes
+    lanes = tested.backend.lanes
     (random_delays if lanes.device.type == "cpu" else random_sleeps)(lanes, rank)
     units, able, partly = list(tested.backend.units()), tested.backend.reserve_speculation, 0
     for step in range(4):
@@ -108,7 +108,7 @@ def check_parts(rank: int, world_size: int) -> None:
         partly += any(owner in left for unit in chosen for owner, _, _ in unit.parts)
     assert partly and tested.optimizer.engine.queue.redone == 0
     last = tested.optimizer.engine.queue.early._arrivals.last_in_backward()
-    assert [record.unit for record in tested.backend.inner._preferred_resident] == last != []
+    assert [record.unit for record in tested.backend._preferred_resident] == last != []
     expected.train(5)
     same_runs(f"rank {rank}", tested, expected)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import os
 import pickle
 import random
@@ -21,9 +22,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import lightstep
 from lightstep.distributed import Replicas, local_tensor
-from lightstep.state.replicas import ReplicaShardedBackend, _WeightBroadcasts, assign_owners
+from lightstep.state.replicas import ReplicaShare, assign_owners
 from lightstep.state.ring import Ring
 from lightstep.state.schema import Managed
+from lightstep.state.store import Store
 from lightstep.state.units import RingError
 from tests.distributed.collectives import collectives
 from tests.distributed.models import TinyTransformer, loss_of
@@ -157,7 +159,7 @@ def _local(tree: Any) -> Any:
 def check_equal(rank: int, world_size: int, sharding: dict[str, Any], precision: str, state: dict[str, Any]) -> None:
     overflows = (0, 4) if precision == "fp16" else (4,)
     tested, expected = Run(sharding, state, precision), Run(sharding, RESIDENT, precision)
-    assert isinstance(tested.backend, ReplicaShardedBackend)
+    assert tested.backend._share is not None
     for step in range(7):
         results = [run.step(overflow=step in overflows) for run in (tested, expected)]
         assert bool(results[0]) is bool(results[1]) is (step not in overflows)
@@ -165,7 +167,7 @@ def check_equal(rank: int, world_size: int, sharding: dict[str, Any], precision:
         assert all(parameter.grad is None for parameter in tested.model.parameters())
         same_weights(f"rank {rank}, step {step}", tested, expected)
         if step == 1:
-            _delay_lanes(tested.backend.inner.lanes, seed=rank)
+            _delay_lanes(tested.backend.lanes, seed=rank)
     assert 0 < len(tested.owned()) < len(tested.optimizer.managed())
     same_runs(f"rank {rank}", tested, expected)
 
@@ -214,7 +216,7 @@ def check_edits(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
                 item.param.add_(1.0)
     tested.train(1)
     for item in tested.optimizer.managed():
-        values = tested.backend._replicas.gather_objects(local_tensor(item.param).detach().cpu())
+        values = tested.backend._share.replicas.gather_objects(local_tensor(item.param).detach().cpu())
         assert all(torch.equal(values[0], value) for value in values), "replicas differ"
 
 
@@ -285,10 +287,10 @@ def check_without_share(
         results = [run.step(overflow=step == 3) for run in runs]
         assert torch.equal(results[0].grad_norm.nan_to_num(), results[1].grad_norm.nan_to_num())
         if step == 1:
-            _delay_lanes(runs[0].backend.inner.lanes, seed=rank)
+            _delay_lanes(runs[0].backend.lanes, seed=rank)
         if step % 2:
             same_weights(f"rank {rank}, step {step}", *runs)
-    owned = runs[0].backend._replicas.gather_objects(len(runs[0].owned()))
+    owned = runs[0].backend._share.replicas.gather_objects(len(runs[0].owned()))
     assert sum(owned) == len(runs[0].optimizer.managed()) and owned[-1] == 0
     same_runs(f"rank {rank}", *runs)
     runs[0].strategy.save_checkpoint(Path(folder, "saved"), runs[0].model, runs[0].optimizer)
@@ -340,25 +342,25 @@ def check_share(rank: int, world_size: int, sharding: dict[str, Any], replicas: 
 
     with replaced(Ring, "_fetch", counting):
         run.train(3)
-    kept, report = _record_bytes(run.backend.inner), run.optimizer.memory_report()
+    kept, report = _record_bytes(run.backend), run.optimizer.memory_report()
     assert sum(fetched) == 3 * kept > 0
     assert report["parameters"] == sum(local_tensor(p).numel() for p in run.inner.parameters() if p.requires_grad)
     assert report["host_bytes_per_parameter"] == report["host_bytes"] / report["parameters"]
 
-    undivided = run.backend.inner.fresh()
-    items = [copy.copy(item) for item in run.optimizer.managed()]
+    undivided = Store(**run.backend._settings)
+    items = [dataclasses.replace(item, is_remote=False) for item in run.optimizer.managed()]
     undivided.register(items)
     for item in items:
         state = run.optimizer.parameter_state(item.param) if item.updated else {}
         undivided.load(item, {key: local_tensor(value) for key, value in state.items()})
     whole, whole_on_host = _record_bytes(undivided), undivided.memory()["host_bytes"]
     undivided.close()
-    assert sum(run.backend._replicas.gather_objects(kept)) == whole
+    assert sum(run.backend._share.replicas.gather_objects(kept)) == whole
     assert abs(report["host_bytes"] / whole_on_host - 1 / replicas) < 0.1
 
 
 def _record_bytes(backend: Any) -> int:
-    return sum(record.nbytes for record in backend._records.values())
+    return sum(record.nbytes for record in backend._records)
 
 
 @contextlib.contextmanager
@@ -428,8 +430,9 @@ def test_others_weights_wait_for_all_that_is_sent_before() -> None:
     items = items_of([4] * 6)
     for number, item in enumerate(items):
         item.is_remote = number % 2 == 1
-    sending = _WeightBroadcasts(SimpleNamespace(size=2, rank=0))  # type: ignore[arg-type]
-    sending.plan(items, {item: int(item.is_remote) for item in items}, lambda item: item.local.numel())
+    sending = ReplicaShare(SimpleNamespace(size=2, rank=0))  # type: ignore[arg-type]
+    sending._owners = {item: int(item.is_remote) for item in items}
+    sending._plan(items, lambda item: item.local.numel())
     numbers = sending.arrival_jobs({items[0]: 2, items[2]: 0, items[4]: 3}, 9)
     assert numbers == {items[1]: 2, items[3]: 3, items[5]: 9}
 
@@ -469,7 +472,7 @@ def check_copies(rank: int, world_size: int) -> None:
     run = Run(DDP, CUT)
     run.train(2)
     twin = copy.deepcopy(run.optimizer)
-    assert isinstance(twin._backend, ReplicaShardedBackend)
+    assert twin._backend._share is not None
     assert len(run.owned()) == sum(not item.is_remote for item in twin.managed()) < len(twin.managed())
     same_tree("deepcopy", twin.state_dict(), run.optimizer.state_dict())
     with pytest.raises(TypeError, match=r"cannot be pickled: save optimizer\.state_dict"):
@@ -525,7 +528,7 @@ def _layout(name: str, seed: int) -> Run:
     return Run(sharding, state, "fp16", make_model=TinyTransformer, seed=seed)
 
 
-def _refuse_to_gather(backend: ReplicaShardedBackend, managed: Managed) -> Any:
+def _refuse_to_gather(backend: Store, managed: Managed) -> Any:
     raise AssertionError(f"the state of {managed.name} was gathered")
 
 
@@ -533,7 +536,7 @@ def check_save(rank: int, world_size: int, folder: str, layout: str) -> None:
     """Every replica writes what it keeps; nobody gathers."""
     run = _layout(layout, 0)
     run.train(2)
-    with replaced(ReplicaShardedBackend, "gather", _refuse_to_gather):
+    with replaced(Store, "gather", _refuse_to_gather):
         run.strategy.save_checkpoint(Path(folder, layout), run.model, run.optimizer)
     content = run.content()
     run.train(1)
@@ -546,7 +549,7 @@ def check_load(rank: int, world_size: int, folder: str, layout: str) -> None:
     for other in SAVING:
         expected = torch.load(Path(folder, f"{other}.pt"))
         run = _layout(layout, 1 + rank)
-        with replaced(ReplicaShardedBackend, "gather", _refuse_to_gather):
+        with replaced(Store, "gather", _refuse_to_gather):
             run.strategy.load_checkpoint(Path(folder, other), run.model, run.optimizer)
         check_content(f"{other} loaded by {layout}", run.content(), expected["content"])
         run.steps = 2
@@ -685,12 +688,12 @@ def test_muon_beside_adamw(pool: Pool) -> None:
 
 def check_groups(rank: int, world_size: int) -> None:
     """Which ranks share, and where nobody does."""
-    assert not isinstance(Run({"kind": "fsdp2"}, STREAM).backend, ReplicaShardedBackend)
-    assert not isinstance(Run(DDP, RESIDENT).backend, ReplicaShardedBackend)
-    replicas = Run(HSDP, STREAM).backend._replicas
+    assert Run({"kind": "fsdp2"}, STREAM).backend._share is None
+    assert Run(DDP, RESIDENT).backend._share is None
+    replicas = Run(HSDP, STREAM).backend._share.replicas
     assert replicas.gather_objects(dist.get_rank()) == ([0, 2] if rank % 2 == 0 else [1, 3])
     plain = Run(DDP, STREAM)
-    assert plain.backend._replicas.size == world_size
+    assert plain.backend._share.replicas.size == world_size
     assert Replicas.of_shards(plain.inner.parameters()) is None
     assert Replicas.of_shards([]) is None
 

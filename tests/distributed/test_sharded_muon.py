@@ -21,7 +21,7 @@ from lightstep.bench.peers import TorchFsdp2
 from lightstep.bench.step import StepTask, random_gradients
 from lightstep.bench.strategies import StrategyContender
 from lightstep.distributed.matrices import assign_owners, orthogonalization_cost
-from lightstep.state.backend import AHEAD
+from lightstep.state.store import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.sharded_reference import GatheringLoop, ReplicatedLoop
@@ -141,7 +141,9 @@ def beside_a_loop(
     inside = {id(parameter) for block in blocks for parameter in block}
     rest = [parameter for parameter in replica.parameters() if id(parameter) not in inside]
     trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups(replica)]
-    optimizer._backend.unit_elements = 150  # several units, which are begun before others are updated
+    optimizer._backend.WHOLE_UNIT = optimizer._backend._ring_plan.BULK_UNIT = (
+        150  # several units, which are begun before others are updated
+    )
     loop = GatheringLoop(
         replica, trained, units=[*blocks, rest], max_norm=0.5, shard=sharding.get("mesh", {}).get("shard")
     )
@@ -149,7 +151,7 @@ def beside_a_loop(
 
 
 def slow_lanes(strategy: Any, optimizer: Any, rank: int) -> None:
-    (random_delays if strategy.device.type == "cpu" else random_sleeps)(_inner(optimizer).lanes, rank)
+    (random_delays if strategy.device.type == "cpu" else random_sleeps)(optimizer._backend.lanes, rank)
 
 
 def assert_same(model: Any, optimizer: Any, loop: Any) -> None:
@@ -178,10 +180,6 @@ def check_exact(
         _check_exchange(optimizer)
     assert_same(model, optimizer, loop)
     optimizer.close()
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer._backend, "inner", optimizer._backend)
 
 
 def _check_exchange(optimizer: Any) -> None:
@@ -227,7 +225,7 @@ def check_layers(rank: int, world_size: int) -> None:
     for run, state in runs.items():
         sharding = {"kind": "single" if run == "whole" else "fsdp2"}
         strategy, model, optimizer = made(sharding, STATES[state], clipping={"max_norm": 0.05, "scope": "unit"})
-        optimizer._backend.unit_elements = 150
+        optimizer._backend.WHOLE_UNIT = optimizer._backend._ring_plan.BULK_UNIT = 150
         train(strategy, model, optimizer, 0, range(1))
         first[run] = content(model, optimizer)
         train(strategy, model, optimizer, 0, range(1, 4))

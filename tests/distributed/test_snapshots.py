@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.snapshot import Snapshot
 from tests.distributed.ranks import Pool
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Training
@@ -24,7 +23,7 @@ def check_snapshots(rank: int, world_size: int, folder: str, values: dict[str, A
     streamed = {"backend": "stream", "ring_mib": 0.01}
     expected = Training(rank, world_size, {**values, "optimizer_state": streamed})
     tested = Training(rank, world_size, {**values, "optimizer_state": {**streamed, **state}})
-    kind: Any = DeviceSnapshot if state.get("backend") == "resident" else Snapshot
+    kind: Any = Snapshot
     take, chance = kind.take, random.Random(rank)
     taken: list[int] = []
 

@@ -12,9 +12,10 @@ import torch
 
 from lightstep.state import spare_memory
 from lightstep.state.spare_memory import GIB, AutoBudget
+from tests import stores
 from tests.gpu import test_stream_gpu as layers_module
 from tests.gpu.test_next_forward_gpu import Training, llama, train
-from tests.gpu.test_stream_gpu import Layers, ResidentBackend, streamed
+from tests.gpu.test_stream_gpu import Layers, streamed
 from tests.unit import test_next_forward as on_cpu
 from tests.unit.test_next_forward import assert_same
 
@@ -59,7 +60,7 @@ def on_resident(steps: int) -> list[float]:
 @pytest.mark.parametrize("gib", [20 * MIB / GIB, 60 * MIB / GIB, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_twenty_steps_equal_resident(dtype: torch.dtype, gib: float) -> None:
-    tested, expected = Layers(streamed(resident_gib=gib), dtype=dtype), Layers(ResidentBackend(), dtype=dtype)
+    tested, expected = Layers(streamed(resident_gib=gib), dtype=dtype), Layers(stores.resident(), dtype=dtype)
     for number in range(20):
         tested.step(number)
         expected.step(number)
@@ -102,7 +103,7 @@ def test_sizes_that_change_and_memory_that_is_released(time: str) -> None:
 
 
 def test_steps_may_come_from_different_streams() -> None:
-    expected = layers_module.Walk(ResidentBackend()).run()
+    expected = layers_module.Walk(stores.resident()).run()
     tested = layers_module.Walk(streamed(1.0, 2, resident_gib=0.5 * MIB / GIB))
     layers_module.random_sleeps(tested.backend.lanes, 0, longest=3_000_000)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
@@ -171,7 +172,7 @@ def test_released_memory_is_free_and_comes_back(state: dict[str, Any]) -> None:
 
 
 def test_copies_of_state_stay_where_they_were_read() -> None:
-    tested, expected = Layers(ResidentBackend()), Layers(ResidentBackend())
+    tested, expected = Layers(stores.resident()), Layers(stores.resident())
     for number in range(3):
         tested.step(number)
         expected.step(number)
@@ -189,9 +190,9 @@ def test_copies_of_state_stay_where_they_were_read() -> None:
 @pytest.mark.parametrize("backend", ["resident", "stream"])
 def test_a_device_that_is_still_full_leaves_the_step_undone(backend: str) -> None:
     def build() -> Layers:
-        return Layers(ResidentBackend() if backend == "resident" else streamed(resident_gib=60 * MIB / GIB))
+        return Layers(stores.resident() if backend == "resident" else streamed(resident_gib=60 * MIB / GIB))
 
-    tested, expected = build(), Layers(ResidentBackend())
+    tested, expected = build(), Layers(stores.resident())
     for number in range(4):
         expected.step(number)
     for number in range(3):

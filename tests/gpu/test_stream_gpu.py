@@ -17,12 +17,11 @@ from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision import split, split_triton
 from lightstep.precision.gradient_stage import GradientStage
 from lightstep.precision.split import Splitter, probe_masters
-from lightstep.state.backend import StateBackend
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, CallerStream, LaneError, Lanes, StreamLane
-from lightstep.state.resident import ResidentBackend
 from lightstep.state.schema import Managed
-from lightstep.state.stream import StreamBackend
+from lightstep.state.store import Store
+from tests import stores
 from tests.unit.test_stream import random_sleeps
 
 pytestmark = pytest.mark.gpu
@@ -37,8 +36,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def streamed(ring_mib: float = 40, slots: int | None = None, **settings: Any) -> StreamBackend:
-    return StreamBackend(Splitter, ring_mib=ring_mib, slots=slots, **settings)
+def streamed(ring_mib: float = 40, slots: int | None = None, **settings: Any) -> Store:
+    return stores.stream(ring_mib=ring_mib, slots=slots, **settings)
 
 
 class Layers:
@@ -46,7 +45,7 @@ class Layers:
 
     def __init__(
         self,
-        backend: StateBackend,
+        backend: Store,
         name: str = "AdamW",
         dtype: torch.dtype = torch.bfloat16,
         shapes: list[tuple[int, ...]] | None = None,
@@ -89,7 +88,7 @@ def assert_same(tested: Layers, expected: Layers, where: str = "") -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_fifty_steps_equal_resident(name: str, dtype: torch.dtype) -> None:
-    tested, expected = Layers(streamed(), name, dtype), Layers(ResidentBackend(), name, dtype)
+    tested, expected = Layers(streamed(), name, dtype), Layers(stores.resident(), name, dtype)
     for number in range(50):
         tested.step(number)
         expected.step(number)
@@ -99,7 +98,7 @@ def test_fifty_steps_equal_resident(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 64])
 def test_any_number_of_slots(slots: int) -> None:
-    tested, expected = Layers(streamed(4 * slots, slots)), Layers(ResidentBackend())
+    tested, expected = Layers(streamed(4 * slots, slots)), Layers(stores.resident())
     for number in range(8):
         tested.step(number)
         expected.step(number)
@@ -120,18 +119,18 @@ def test_a_tensor_of_525_million_elements_needs_no_more_device_memory_than_the_r
     assert memory["ring_bytes"] <= 600e6
     held = torch.cuda.memory_allocated() - before - 2 * elements
     assert held <= memory["ring_bytes"] + memory["gradient_stage_bytes"] + 8 * MIB
-    expected = Layers(ResidentBackend(), shapes=shapes)
+    expected = Layers(stores.resident(), shapes=shapes)
     for number in range(3):
         expected.step(number)
     assert_same(tested, expected)
 
 
 def test_save_and_resume_across_backends() -> None:
-    expected, first = Layers(ResidentBackend()), Layers(streamed())
+    expected, first = Layers(stores.resident()), Layers(streamed())
     for number in range(4):
         expected.step(number)
         first.step(number)
-    second, third = Layers(ResidentBackend()), Layers(streamed(16, 2))
+    second, third = Layers(stores.resident()), Layers(streamed(16, 2))
     for source, target in ((first, second), (second, third)):
         with torch.no_grad():
             for p, q in zip(target.params, source.params, strict=True):
@@ -153,7 +152,7 @@ SMALL = [(300, 301), (301,), (70_000,), (257, 129), (1,), (40_000,)]
 class Walk:
     """Units walked by hand, without the rest of a step, so that nothing but the backend orders anything."""
 
-    def __init__(self, backend: StateBackend) -> None:
+    def __init__(self, backend: Store) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         self.backend, self.stage = backend, GradientStage()
         self.arithmetic = BaseArithmetic(torch.optim.AdamW, {"lr": 1e-2})
@@ -204,7 +203,7 @@ class Walk:
 
 
 def test_sleep_kernels_in_every_lane_over_two_hundred_seeds() -> None:
-    expected = Walk(ResidentBackend()).run()
+    expected = Walk(stores.resident()).run()
     for seed in range(200):
         slots = (1, 2, 3, 4, 9)[seed % 5]
         tested = Walk(streamed(0.5 * slots, slots))
@@ -214,7 +213,7 @@ def test_sleep_kernels_in_every_lane_over_two_hundred_seeds() -> None:
 
 
 def found_wrong(seeds: int = 30) -> bool:
-    expected = Walk(ResidentBackend()).run()
+    expected = Walk(stores.resident()).run()
     for seed in range(seeds):
         tested = Walk(streamed(1.0, 2))
         random_sleeps(tested.backend.lanes, seed, longest=3_000_000)
@@ -234,7 +233,7 @@ def test_the_sleeps_find_a_missing_wait(lane: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_steps_may_come_from_different_streams() -> None:
-    expected, tested = Walk(ResidentBackend()).run(), Walk(streamed(1.0, 2))
+    expected, tested = Walk(stores.resident()).run(), Walk(streamed(1.0, 2))
     random_sleeps(tested.backend.lanes, 0, longest=3_000_000)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
@@ -247,7 +246,7 @@ def test_steps_may_come_from_different_streams() -> None:
 
 
 def test_whole_steps_may_run_in_the_compute_lane() -> None:
-    expected, tested = Walk(ResidentBackend()).run(), Walk(streamed(1.0, 2))
+    expected, tested = Walk(stores.resident()).run(), Walk(streamed(1.0, 2))
     lanes = tested.backend.lanes
     random_sleeps(lanes, 1)
     ready = lanes.event()
@@ -414,7 +413,7 @@ def test_refused_page_locking_leaves_no_error_behind_and_gives_the_same_bits(mon
     with pytest.warns(RuntimeWarning, match="it stays pageable"):
         tested.step(0)
     monkeypatch.undo()
-    expected = Layers(ResidentBackend())
+    expected = Layers(stores.resident())
     expected.step(0)
     for number in range(1, 4):
         tested.step(number)
@@ -444,7 +443,7 @@ def failing(layers: Layers, lane: str, at: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize("lane", [HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST])
 def test_a_failure_in_a_lane_stops_the_optimizer_until_a_load(lane: str) -> None:
-    tested, expected = Layers(streamed()), Layers(ResidentBackend())
+    tested, expected = Layers(streamed()), Layers(stores.resident())
     for layers in (tested, expected):
         layers.step(0)
     saved = tested.optimizer.state_dict()

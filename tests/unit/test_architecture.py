@@ -56,7 +56,7 @@ MAY_NOT_IMPORT: dict[str, tuple[str, ...]] = {
 
 
 def _part(module: str) -> str:
-    """``lightstep.state.bulk`` belongs to ``state``; the package itself is ``lightstep``."""
+    """``lightstep.state.ring`` belongs to ``state``; the package itself is ``lightstep``."""
     return module.split(".")[1] if "." in module else module
 
 
@@ -151,11 +151,11 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
             "split.py:1 imports lightstep.clipping",
         ),
         ("clipping.py", "from lightstep import state", "clipping.py:1 imports lightstep.state"),
-        ("state/bulk.py", "from ..precision import split", "bulk.py:1 imports lightstep.precision.split"),
-        ("state/bulk.py", "def f():\n    import lightstep.optimizer", "bulk.py:2 imports lightstep.optimizer"),
+        ("state/ring.py", "from ..precision import split", "ring.py:1 imports lightstep.precision.split"),
+        ("state/ring.py", "def f():\n    import lightstep.optimizer", "ring.py:2 imports lightstep.optimizer"),
         ("optimizer/base.py", "from lightstep.config import StrategyConfig", "base.py:1 imports lightstep.config"),
         ("optimizer/base.py", "from torch.distributed.tensor import DTensor", "imports torch.distributed.tensor"),
-        ("distributed.py", "from lightstep.state import bulk", "distributed.py:1 imports lightstep.state.bulk"),
+        ("distributed.py", "from lightstep.state import ring", "distributed.py:1 imports lightstep.state.ring"),
         ("strategy/base.py", "from lightstep.trainer import loop", "base.py:1 imports lightstep.trainer"),
         ("optimizer/base.py", "from lightstep import Strategy", "base.py:1 imports lightstep;"),
         ("helpers.py", "import math", "helpers.py: 'helpers' has no row in MAY_IMPORT"),
@@ -163,7 +163,7 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
 )
 def test_a_wrong_import_is_named(tmp_path: Path, file: str, line: str, message: str) -> None:
     package = tmp_path / "lightstep"
-    for name in ("clipping.py", "state/bulk.py", "precision/split.py", "trainer/loop.py", file):
+    for name in ("clipping.py", "state/ring.py", "precision/split.py", "trainer/loop.py", file):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("")
     (package / file).write_text(line + "\n")

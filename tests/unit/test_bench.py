@@ -106,7 +106,7 @@ def test_every_contender_does_the_same_step(tmp_path: Path, monkeypatch: pytest.
         assert row["largest_weight_difference"] <= 2**-11, name
     assert rows["resident"]["largest_weight_difference"] == 0.0
     assert rows["torch"]["host_bytes_per_parameter"] == 0
-    assert 12 <= rows["bulk"]["host_bytes_per_parameter"] < 16  # master and two moments, in whole pages
+    assert 10 <= rows["bulk"]["host_bytes_per_parameter"] < 13  # half of the master and two moments, in whole pages
     assert rows["layer-stream"]["host_bytes_per_parameter"] == pytest.approx(8, rel=0.01)
     assert rows["cpu-adamw"]["host_bytes_per_parameter"] >= 16
     assert values["command"].startswith("lightstep") and values["versions"]["torch"] == torch.__version__
@@ -638,8 +638,8 @@ def test_a_timeline_is_written_and_says_which_copies_were_hidden(
     assert row.note is None and written.is_file()
     assert row.extra["said"] == [
         f"{written} written",
-        "stream ring_mib=4, 32 tokens: 10 of 20 ms of copies host → device beside the main stream's kernels",
-        "stream ring_mib=4, 32 tokens: 3 of 3 ms of copies device → host beside the main stream's kernels",
+        "stream ring_mib=4, 32 tokens: 10.0 of 20.0 ms of copies host → device beside the main stream's kernels",
+        "stream ring_mib=4, 32 tokens: 3.0 of 3.0 ms of copies device → host beside the main stream's kernels",
     ]
     with pytest.raises(ValueError, match="recorded nothing on the device"):
         machine.hidden_copies(TIMELINE[:1])

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightstep.checkpoint import CheckpointError, latest_checkpoint, save
 from lightstep.checkpoint import tensors as write_module
-from lightstep.state.device_snapshot import DeviceSnapshot
+from lightstep.state.device_copies import DeviceCopies
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostMemoryError
 from tests.checkpoint_runs import content, held, same, trained
@@ -100,7 +100,7 @@ def test_an_update_waits_for_the_copies_of_the_state_that_it_changes(
     """Whether the thread that queues them has not begun, or is allocating memory for them."""
     strategy, model, optimizer = trained("resident")
     expected = content(model, optimizer)
-    kind, go = DeviceSnapshot if late == "begin" else HostCopyPool, threading.Event()
+    kind, go = DeviceCopies if late == "begin" else HostCopyPool, threading.Event()
     method = getattr(kind, late)
 
     def waits(*arguments: Any) -> Any:
@@ -127,9 +127,9 @@ def test_the_thread_waits_for_copies_that_an_update_is_queueing(
 ) -> None:
     strategy, model, optimizer = trained("resident")
     expected = content(model, optimizer)
-    begin, copy, queueing, begun = DeviceSnapshot.begin, DeviceSnapshot._copy, threading.Event(), threading.Event()
+    begin, copy, queueing, begun = DeviceCopies.begin, DeviceCopies._copy, threading.Event(), threading.Event()
 
-    def begin_meanwhile(snapshot: DeviceSnapshot) -> None:
+    def begin_meanwhile(snapshot: DeviceCopies) -> None:
         assert queueing.wait(60)
         begun.set()
         begin(snapshot)
@@ -140,8 +140,8 @@ def test_the_thread_waits_for_copies_that_an_update_is_queueing(
         time.sleep(0.1)
         return copy(*arguments)
 
-    monkeypatch.setattr(DeviceSnapshot, "begin", begin_meanwhile)
-    monkeypatch.setattr(DeviceSnapshot, "_copy", copy_slowly)
+    monkeypatch.setattr(DeviceCopies, "begin", begin_meanwhile)
+    monkeypatch.setattr(DeviceCopies, "_copy", copy_slowly)
     pending = strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True)
     optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
     optimizer.step()

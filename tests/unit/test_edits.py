@@ -8,7 +8,7 @@ import gc
 import io
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -253,25 +253,43 @@ def test_gradients_between_the_norm_and_the_step_are_refused(backend: str) -> No
     assert_same(setup.train(1, 2), expected.train(1, 2))
 
 
-@pytest.mark.parametrize("backend", ["resident", "bulk"])
+@backends
 @pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
-def test_a_model_that_is_moved_keeps_its_state(backend: str, parameters: str) -> None:
-    """There is one device here: what the optimizer knows of the weights says that they were on another one."""
+def test_a_model_that_is_moved_keeps_its_state(backend: str, parameters: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one device here: what the optimizer knows says that the weights were on another one.
+
+    Their old memory has no elements there, so the state is read before.
+    """
     setup, expected = Setup(backend, parameters).train(0, 1), Setup(backend, parameters).train(0, 1)
-    for item in setup.optimizer.managed():
+    setup.optimizer.synchronize()
+    store, old = setup.optimizer._backend, setup.optimizer.managed()
+    state = {item: store.gather(item) for item in old}
+    monkeypatch.setattr(store, "gather", lambda item: state.get(item) or type(store).gather(store, item))
+    monkeypatch.setattr(store, "_device", torch.device("meta"))
+    for item in old:
         item.local = item.local.to("meta")
     assert_same(setup.train(2, 3), expected.train(2, 3))
 
 
-def test_a_streamed_model_that_is_moved_is_refused_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, expected = Setup("stream").train(0, 1), Setup("stream").train(0, 1)
+@pytest.mark.parametrize("backend", ["stream", "bulk"])
+def test_a_model_on_two_devices_is_refused_and_loses_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, expected = Setup(backend).train(0, 1), Setup(backend).train(0, 1)
     item = setup.optimizer.managed()[0]
     here, item.local = item.local, item.local.to("meta")
     setup.backward(2)
+    register = setup.optimizer._backend.register
+
+    def on_two(managed: Sequence[Any]) -> None:
+        managed[-1].local, local = managed[-1].local.to("meta"), managed[-1].local
+        try:
+            register(managed)
+        finally:
+            managed[-1].local = local
+
     with monkeypatch.context() as patch:
-        patch.setattr(setup.optimizer._backend.lanes, "device", torch.device("meta"))
+        patch.setattr(setup.optimizer._backend, "register", on_two)
         patch.setattr(setup.optimizer._backend, "gather", lambda item: {})
-        with pytest.raises(ValueError, match="moved from meta to cpu after set-up"):
+        with pytest.raises(ValueError, match=r"parameters are on cpu, meta; .* needs all of them on one device"):
             setup.optimizer.step()
     item.local = here
     assert setup.optimizer.step()
@@ -793,7 +811,8 @@ class Failing(torch.optim.AdamW):
 def test_a_failure_in_the_very_first_step_is_cleared_by_the_state_before_it(
     backend: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightstep.state.resident.ResidentBackend.unit_elements", 1)
+    monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1)
+    monkeypatch.setattr("lightstep.state.ring_plan.RingPlan.BULK_UNIT", 1)
     Failing.left = -1
     setup, expected = (Setup(backend, optimizer_class=Failing, lr=1e-2) for _ in range(2))
     weights, state = setup.weights(), setup.optimizer.state_dict()

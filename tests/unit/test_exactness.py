@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale
-from lightstep.state.resident import ResidentBackend
 from tests.covering import every_pair, every_value
 from tests.reference.lion import Lion
 from tests.reference.pair import DTYPES, EVERY_TIME, FP16_SCALE, TWO_GROUPS, Pair, scale_for
@@ -370,7 +369,7 @@ def test_dtypes_may_be_mixed_in_one_model(name: str, backend: str) -> None:
 def test_the_division_into_units_changes_nothing(
     name: str, parameters: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ResidentBackend, "unit_elements", 64)
+    monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 64)
     pair = Pair(
         *TWO_GROUPS[name],
         parameters=parameters,

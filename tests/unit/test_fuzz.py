@@ -32,7 +32,6 @@ import lightstep
 from lightstep.checkpoint.background import finish_pending
 from lightstep.optimizer import queue
 from lightstep.state import units as units_module
-from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.snapshot import Snapshot
 from tests import one_pass_on_cpu
 from tests.reference.fuzz_model import LAYERS, FuzzModel, layers_of, loss_of
@@ -83,8 +82,8 @@ def delay_lanes(optimizer: Any, seed: int) -> None:
     backend = optimizer._backend
     with contextlib.suppress(AssertionError, NotImplementedError):
         random_delays(backend.lanes, seed, 2e-4)
-    for lanes in getattr(backend, "_lanes", None) or [] if backend.name == "resident" else []:
-        random_delays(backend._lanes[lanes], seed, 2e-3)
+    for lanes in backend._lanes if backend.name == "resident" else ():
+        random_delays(lanes, seed, 2e-3)
 
 
 @contextlib.contextmanager
@@ -93,8 +92,7 @@ def small(at_once: int, one_pass: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if one_pass:
             one_pass_on_cpu.install(patch)
-        for kind in (Snapshot, DeviceSnapshot):
-            patch.setattr(kind, "take", _slowly(kind.take))
+        patch.setattr(Snapshot, "take", _slowly(Snapshot.take))
         patch.setattr(units_module, "CUT_ELEMENTS", 16)
         patch.setattr(queue, "SUBMIT_IN_STEP", at_once)
         patch.setattr(queue, "SUBMIT_AHEAD", min(at_once, 1))

@@ -130,7 +130,7 @@ def test_large_tensors_whole_and_cut(state: dict[str, Any]) -> None:
         assert any(start for unit in optimizer._backend.units() for _, start, _ in unit.parts), "nothing was cut"
 
 
-@pytest.mark.parametrize(("state", "width"), [({}, 8), ({"backend": "bulk"}, 8), (STREAM, 6)])
+@pytest.mark.parametrize(("state", "width"), [({}, 8), ({"backend": "bulk"}, 6), (STREAM, 6)])
 def test_bytes_per_parameter(state: dict[str, Any], width: int) -> None:
     report = by_hand(state, steps=1).memory_report()
     found = report["host_bytes_per_parameter"] + report["device_bytes_per_parameter"]

@@ -13,7 +13,7 @@ import torch
 
 from lightstep.optimizer import arithmetic, one_pass, queue
 from lightstep.precision import adam_batch, adam_kernel
-from lightstep.state import segment, staging, stream
+from lightstep.state import segment, staging, store
 from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair
 from tests.one_pass_on_cpu import one_pass_fixture
@@ -134,7 +134,7 @@ def test_a_kernel_with_other_bits_steps_aside(
                     row[row.numel() // 2].add_(1)
 
     monkeypatch.setattr(staging, "LARGE", 48)  # some parameters are updated by themselves
-    monkeypatch.setattr(stream, "ChecksummedWeights", lambda splitter: splitter)
+    monkeypatch.setattr(store, "ChecksummedWeights", lambda splitter: splitter)
     for module in (arithmetic, one_pass):
         monkeypatch.setattr(module, "fused_kernel_on", lambda device: OffByOne)
     monkeypatch.setattr(one_pass, "runs_in_one_pass", functools.cache(adam_kernel.runs_in_one_pass.__wrapped__))

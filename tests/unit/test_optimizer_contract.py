@@ -22,7 +22,6 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import lightstep
-from lightstep.state.resident import ResidentBackend
 from tests.covering import every_pair, every_value
 from tests.reference.pair import (
     BACKENDS,
@@ -686,7 +685,7 @@ class Counting(Optimizer):
 
 @backends
 def test_what_an_optimizer_counts_in_its_groups_counts_steps(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ResidentBackend, "unit_elements", 1)
+    monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1)
     values = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
     strategy = lightstep.Strategy.load({**values, "optimizer_state": {"backend": backend, "ring_mib": 0.01}})
     model = strategy.prepare_model(nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 1)))

@@ -833,7 +833,7 @@ def test_the_ring_is_filled_with_what_the_next_backward_completes_first(
         taken.clear()
         losses.append(tested.step())
         tested.optimizer.synchronize()
-        assert sum(record.nbytes for record in fetched) == sum(unit.nbytes for unit in backend._records.values())
+        assert sum(record.nbytes for record in fetched) == sum(unit.nbytes for unit in backend._records)
         assert taken[: len(ready)] == ready
     assert losses == expected.train(6)
     assert_same(tested.snapshot(), expected.snapshot())
@@ -845,17 +845,17 @@ def test_where_the_ring_has_no_room_for_weights_they_do_not_travel(
 ) -> None:
     tested, expected = pair(LOOSE)
     assert tested.train(1) == expected.train(1)
-    most, made = tested.optimizer._backend._ring.slot_bytes, Ring._allocate
+    most, made = max(tested.optimizer._backend._ring.sizes), Ring._allocate
 
-    def make_slots(self: Ring, count: int, slot_bytes: int) -> None:
-        if slot_bytes > most:
+    def make_slots(self: Ring, sizes: list[int]) -> None:
+        if max(sizes) > most:
             raise torch.OutOfMemoryError("no room")
-        made(self, count, slot_bytes)
+        made(self, sizes)
 
     monkeypatch.setattr(Ring, "_allocate", make_slots)
     monkeypatch.setattr(versions, "torch", FullDevice())
     assert tested.train(4) == expected.train(4)
-    assert not verdicts and tested.optimizer._backend._ring.slot_bytes == most
+    assert not verdicts and max(tested.optimizer._backend._ring.sizes) == most
     monkeypatch.undo()
     assert_same(tested.snapshot(), expected.snapshot())
 
@@ -872,7 +872,7 @@ def test_what_comes_to_stay_on_the_device_is_not_tried(
     found = tested.train(3)
     for stays in (0.25, 0.5, 0.1):
         backend = tested.optimizer._backend
-        backend._residency.set_budget(int(stays * sum(record.nbytes for record in backend._records.values())))
+        backend._residency.set_budget(int(stays * sum(record.nbytes for record in backend._records)))
         found += tested.train(1)
     assert found + tested.train(2) == losses
     assert_same(tested.snapshot(), expected.snapshot())
@@ -886,7 +886,7 @@ def test_what_is_complete_last_stays_on_the_device_first() -> None:
     last = tested.optimizer.engine.queue.early._arrivals.last_in_backward()
     assert last and [record.unit for record in backend._by_residency_priority()][: len(last)] == last
     backend.prefer_resident(backend.units()[-1:])
-    backend.set_residency(backend._records[backend.units()[-1]].nbytes / 2**30)
+    backend.set_residency(backend._records.by_unit[backend.units()[-1]].nbytes / 2**30)
     backend.prepare()
     assert [record.unit for record in backend._residency._chosen] == list(backend.units()[-1:])
 

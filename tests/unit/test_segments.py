@@ -9,21 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightstep.precision.split import Splitter
 from lightstep.state import segment as segment_module
-from lightstep.state.backend import StateBackend
-from lightstep.state.bulk import BulkBackend
-from lightstep.state.resident import ResidentBackend
-from lightstep.state.stream import StreamBackend
+from lightstep.state.store import Store
+from tests import stores
 from tests.covering import every_pair
 from tests.reference.lion import Lion
 from tests.unit.test_stream import Run
 
 SHAPES: list[tuple[int, ...]] = [(16, 8), (32,), (5, 7), (64, 3), (), (0, 4), (48,), (33,), (16,), (4, 4, 4)]
-MAKERS: dict[str, Callable[[], StateBackend]] = {
-    "resident": ResidentBackend,
-    "bulk": BulkBackend,
-    "stream": lambda: StreamBackend(Splitter, ring_mib=1),
+MAKERS: dict[str, Callable[[], Store]] = {
+    "resident": stores.resident,
+    "bulk": stores.bulk,
+    "stream": lambda: stores.stream(ring_mib=1),
 }
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),

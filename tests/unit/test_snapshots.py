@@ -23,7 +23,6 @@ from lightstep.checkpoint.background import finish_pending
 from lightstep.checkpoint.saved import SavedCheckpoint
 from lightstep.checkpoint.tensors import Target, full_shard, read_tensors
 from lightstep.state import units as units_module
-from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
@@ -68,8 +67,7 @@ class Reader:
         self.go = threading.Event()
         self.taken = 0
         self._chance = random.Random(seed)
-        for kind in (Snapshot, DeviceSnapshot):
-            patch.setattr(kind, "take", self._slowly(kind.take))
+        patch.setattr(Snapshot, "take", self._slowly(Snapshot.take))
 
     def _slowly(self, take: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def slowly(snapshot: Any, parameter: Tensor, key: str) -> Tensor:
@@ -116,7 +114,7 @@ def check_saved(folder: Path) -> None:
 
 def hold_copies(training: Any) -> None:
     """Copies of state on the device begin when an update that did not wait for them would be over."""
-    training.optimizer._backend._lanes_for(torch.device("cpu")).delay = lambda _: time.sleep(0.1)
+    training.optimizer._backend._lanes(torch.device("cpu")).delay = lambda _: time.sleep(0.1)
 
 
 def settings(update: str) -> dict[str, Any]:

@@ -16,18 +16,16 @@ from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision.gradient_stage import GradientStage
-from lightstep.precision.split import Splitter
 from lightstep.state import host_memory
+from lightstep.state import lanes as lanes_module
 from lightstep.state import record as record_module
-from lightstep.state import stream as stream_module
 from lightstep.state import units as units_module
-from lightstep.state.backend import StateBackend
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError
 from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, CallerLane, LaneError, Lanes, ThreadLane
-from lightstep.state.resident import ResidentBackend
 from lightstep.state.schema import Managed, Unit
-from lightstep.state.stream import StreamBackend
+from lightstep.state.store import Store
 from lightstep.state.units import RingError
+from tests import stores
 from tests.covering import every_value
 
 CPU = torch.device("cpu")
@@ -42,10 +40,10 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
 
 
-def streamed(slots: int | None = None, *, slot_bytes: int = 3000, **settings: Any) -> StreamBackend:
+def streamed(slots: int | None = None, *, slot_bytes: int = 3000, **settings: Any) -> Store:
     """A ring of so many slots, each with room for so many bytes of Adam's state and its scratch."""
     count = 4 if slots is None else slots
-    return StreamBackend(Splitter, slots=slots, ring_mib=(count + 0.4) * slot_bytes / 2**20, **settings)
+    return stores.stream(slots=slots, ring_mib=(count + 0.4) * slot_bytes / 2**20, **settings)
 
 
 class Run:
@@ -53,7 +51,7 @@ class Run:
 
     def __init__(
         self,
-        backend: StateBackend,
+        backend: Store,
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         hyperparameters: Mapping[str, Any] = ADAMW[1],
         *,
@@ -183,7 +181,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def test_fifty_steps_equal_resident(name: str, dtype: torch.dtype) -> None:
     """Cut tensors, dead, late and intermittent parameters, skipped steps."""
     optimizer_class, hyperparameters = OPTIMIZERS[name]
-    runs = [Run(b, optimizer_class, hyperparameters, dtype=dtype) for b in (streamed(3), ResidentBackend())]
+    runs = [Run(b, optimizer_class, hyperparameters, dtype=dtype) for b in (streamed(3), stores.resident())]
     assert len(runs[0].backend.units()) > 4, "nothing was cut"
     for number in range(50):
         without = {7, *([1, 3] if number < 10 else []), *([6] if number % 3 else [])}
@@ -198,7 +196,7 @@ def test_fifty_steps_equal_resident(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 8, 100])
 def test_any_ring_from_one_slot_to_more_than_there_are_units(slots: int) -> None:
-    runs = [Run(streamed(slots)), Run(ResidentBackend())]
+    runs = [Run(streamed(slots)), Run(stores.resident())]
     for number in range(6):
         for run in runs:
             run.step(number, without={2} if number == 3 else ())
@@ -215,7 +213,7 @@ def test_random_delays_in_every_lane() -> None:
         for number in range(4):
             tested.step(number, without=late if number in (0, 2) else ())
         if late not in reference:
-            reference[late] = Run(ResidentBackend())
+            reference[late] = Run(stores.resident())
             for number in range(4):
                 reference[late].step(number, without=late if number in (0, 2) else ())
         assert_same(tested, reference[late], where=f"seed {seed}")
@@ -224,7 +222,7 @@ def test_random_delays_in_every_lane() -> None:
 
 def test_a_parameter_gets_its_first_state_while_its_neighbour_rests() -> None:
     """Both are in one unit: the record grows around the bytes of the one that is not updated."""
-    runs = [Run(streamed(3)), Run(ResidentBackend())]
+    runs = [Run(streamed(3)), Run(stores.resident())]
     for number, without in enumerate(({2, 4}, {1, 3}, {1, 2}, ())):
         for run in runs:
             run.step(number, without=without)
@@ -232,7 +230,7 @@ def test_a_parameter_gets_its_first_state_while_its_neighbour_rests() -> None:
 
 
 def wrong_in_some_seed(break_it: Callable[[Run], None], seeds: int = 40) -> bool:
-    expected = Run(ResidentBackend())
+    expected = Run(stores.resident())
     for number in range(4):
         expected.step(number)
     for seed in range(seeds):
@@ -265,7 +263,7 @@ def test_the_delays_find_a_missing_wait(lane: str, monkeypatch: pytest.MonkeyPat
 
 def test_whole_units_may_run_in_the_compute_lane_beside_the_caller() -> None:
     """What updates in the next forward or in backward build on: acquire, arithmetic and release in another thread."""
-    expected = Run(ResidentBackend())
+    expected = Run(stores.resident())
     for number in range(4):
         expected.step(number)
     for seed in range(10):
@@ -304,7 +302,7 @@ def test_masters_of_every_kind_survive_a_trip() -> None:
 def test_without_master_weights_the_parameter_is_its_own_master(dtype: torch.dtype) -> None:
     # Not fused: torch's fused CPU kernel leaves garbage in the last vector of a bf16 momentum buffer.
     sgd = (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": False})
-    runs = [Run(b, *sgd, dtype=dtype, master_weights=False) for b in (streamed(3), ResidentBackend())]
+    runs = [Run(b, *sgd, dtype=dtype, master_weights=False) for b in (streamed(3), stores.resident())]
     for number in range(5):
         for run in runs:
             run.step(number)
@@ -333,7 +331,7 @@ class RowScaled(torch.optim.Optimizer):
 
 def test_an_optimizer_that_needs_whole_tensors_gets_them() -> None:
     shapes = [(9, 30), (30,), (17, 33)]
-    backends = (streamed(2, slot_bytes=7000), ResidentBackend())
+    backends = (streamed(2, slot_bytes=7000), stores.resident())
     runs = [Run(b, RowScaled, {}, shapes=shapes, layers=[0, 0, 1], whole_tensors=True) for b in backends]
     for number in range(5):
         for run in runs:
@@ -363,7 +361,7 @@ def test_an_optimizer_that_does_not_say_so_is_told() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_parameters_that_are_not_contiguous(dtype: torch.dtype) -> None:
     runs = []
-    for backend in (streamed(2, slot_bytes=9000), ResidentBackend()):
+    for backend in (streamed(2, slot_bytes=9000), stores.resident()):
         run = Run(
             backend,
             torch.optim.SGD,
@@ -391,9 +389,9 @@ def test_parameters_that_are_not_contiguous(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("direction", ["stream to resident", "resident to stream", "stream to stream"])
 def test_state_moves_between_backends_in_the_middle(direction: str, dtype: torch.dtype) -> None:
-    makers = {"stream": lambda: streamed(3), "resident": ResidentBackend}
+    makers = {"stream": lambda: streamed(3), "resident": stores.resident}
     source, target = direction.split(" to ")
-    expected, first, second = (Run(b, dtype=dtype) for b in (ResidentBackend(), makers[source](), makers[target]()))
+    expected, first, second = (Run(b, dtype=dtype) for b in (stores.resident(), makers[source](), makers[target]()))
     for number in range(3):
         expected.step(number, without={5, 7})
         first.step(number, without={5, 7})
@@ -414,7 +412,7 @@ def test_entries_are_on_the_host_live_where_they_can_be_and_counters_on_the_devi
     run.backend.synchronize()
     entries = run.backend.entries(run.items[0])
     assert set(entries) == {"step", "exp_avg", "exp_avg_sq", "master"}
-    record = run.backend._record_of[run.backend._parts[run.items[0]][0]]
+    record = run.backend._records.of(run.items[0])[0]
     inside = range(record.bytes.data_ptr(), record.bytes.data_ptr() + record.nbytes)
     assert entries["exp_avg"].data_ptr() in inside
     assert entries["exp_avg_sq"].data_ptr() not in inside  # its signs are in use: a copy without them
@@ -424,12 +422,12 @@ def test_entries_are_on_the_host_live_where_they_can_be_and_counters_on_the_devi
 
 def test_loading_replaces_what_was_already_fetched_for_the_next_step() -> None:
     """After a step the ring is warm with state that a load makes stale."""
-    runs = [Run(streamed(4)), Run(ResidentBackend())]
+    runs = [Run(streamed(4)), Run(stores.resident())]
     for run in runs:
         run.step(0)
         saved, weights = run.entries(), run.weights()
         run.step(1)
-        if isinstance(run.backend, StreamBackend):
+        if run.backend.name == "stream":
             assert run.backend._ring.staged()
         for item, entries, weight in zip(run.items, saved, weights, strict=True):
             item.local.copy_(weight)
@@ -442,14 +440,14 @@ def test_loading_refills_the_same_host_memory() -> None:
     run = Run(streamed(3))
     run.step(0)
     saved = run.entries()
-    before = [record.bytes.data_ptr() for record in run.backend._records.values() if record.bytes is not None]
+    before = [record.bytes.data_ptr() for record in run.backend._records if record.bytes is not None]
     for item, entries in zip(run.items, saved, strict=True):
         run.backend.load(item, entries)
-    assert before == [record.bytes.data_ptr() for record in run.backend._records.values() if record.bytes is not None]
+    assert before == [record.bytes.data_ptr() for record in run.backend._records if record.bytes is not None]
 
 
 def test_removed_state_starts_again() -> None:
-    runs = [Run(streamed(3)), Run(ResidentBackend())]
+    runs = [Run(streamed(3)), Run(stores.resident())]
     for run in runs:
         run.step(0)
         run.backend.synchronize()
@@ -461,8 +459,8 @@ def test_removed_state_starts_again() -> None:
 
 
 def test_a_master_loaded_before_its_model_is_kept() -> None:
-    runs = [Run(streamed(3)), Run(ResidentBackend())]
-    trained = Run(ResidentBackend())
+    runs = [Run(streamed(3)), Run(stores.resident())]
+    trained = Run(stores.resident())
     for number in range(3):
         trained.step(number)
     for run in runs:
@@ -483,7 +481,7 @@ def test_a_master_loaded_before_its_model_is_kept() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_outside_changes_are_noticed_and_become_the_master(dtype: torch.dtype) -> None:
-    runs = [Run(b, dtype=dtype) for b in (streamed(3), ResidentBackend())]
+    runs = [Run(b, dtype=dtype) for b in (streamed(3), stores.resident())]
     for run in runs:
         for number in range(2):
             run.step(number, without={7})
@@ -509,7 +507,7 @@ def test_negative_second_moments_are_kept_as_they_are() -> None:
 
 
 def test_parameters_join_and_leave() -> None:
-    runs = [Run(streamed(3)), Run(ResidentBackend())]
+    runs = [Run(streamed(3)), Run(stores.resident())]
     for run in runs:
         everything = run.items
         run.register(everything[:5])
@@ -550,7 +548,7 @@ BIG = [(512, 512), (512,), (512, 300), (40_000,)]
     ],
 )
 def test_host_bytes_for_each_parameter(name: str, dtype: torch.dtype, expected: float) -> None:
-    run = Run(StreamBackend(Splitter, ring_mib=4), *OPTIMIZERS[name], dtype=dtype, shapes=BIG, layers=[0, 0, 0, 1])
+    run = Run(stores.stream(ring_mib=4), *OPTIMIZERS[name], dtype=dtype, shapes=BIG, layers=[0, 0, 0, 1])
     run.step(0)
     run.step(1)
     elements = sum(item.local.numel() for item in run.items)
@@ -560,11 +558,11 @@ def test_host_bytes_for_each_parameter(name: str, dtype: torch.dtype, expected: 
 
 
 def test_the_ring_stays_within_its_size() -> None:
-    run = Run(StreamBackend(Splitter, ring_mib=4), shapes=BIG, layers=[0, 0, 0, 1])
+    run = Run(stores.stream(ring_mib=4), shapes=BIG, layers=[0, 0, 0, 1])
     run.step(0)
-    scratch_of_the_splitter = run.backend._splitter.nbytes()
+    scratch_of_the_splitter = run.backend._splitters.nbytes()
     held = run.backend.memory()["ring_bytes"] - scratch_of_the_splitter
-    assert 0.7 * 4 * 2**20 < held <= 4 * 2**20 + 4 * len(run.backend._record_of)
+    assert 0.7 * 4 * 2**20 < held <= 4 * 2**20 + 4 * len(run.backend._records.of_part)
 
 
 class Allocations(TorchDispatchMode):
@@ -593,7 +591,7 @@ def test_a_steady_state_step_allocates_nothing_and_makes_no_stream_or_event(
         run.step(number)
     lanes = run.backend.lanes
     monkeypatch.setattr(lanes, "event", lambda: pytest.fail("a new event inside a step"))
-    monkeypatch.setattr(stream_module, "Lanes", lambda *_: pytest.fail("new lanes inside a step"))
+    monkeypatch.setattr(lanes_module, "Lanes", lambda *_: pytest.fail("new lanes inside a step"))
     gradients = run.gradients(2)
     before = {id(slot.buffer) for slot in run.backend._ring.slots}
     run.backend.synchronize()
@@ -645,30 +643,30 @@ def test_a_ring_smaller_than_the_smallest_piece_is_refused_with_the_numbers() ->
         RingError,
         match=r"ring_mib is 0\.001, which allows slots of \d+ bytes, and p\d needs 640 bytes in one piece\. Set",
     ):
-        Run(StreamBackend(Splitter, ring_mib=0.001))
+        Run(stores.stream(ring_mib=0.001))
     with pytest.raises(RingError, match=r"p3 needs 5760 bytes in one piece \(its optimizer needs whole tensors\)"):
-        Run(StreamBackend(Splitter, ring_mib=0.015), whole_tensors=True)
+        Run(stores.stream(ring_mib=0.015), whole_tensors=True)
 
 
 def test_a_matrix_that_is_larger_than_a_slot_gets_larger_slots_and_fewer() -> None:
-    backend = StreamBackend(Splitter, prefetch_layers=9, ring_mib=0.025)  # 26,214 bytes: 11 slots of about 2,300
+    backend = stores.stream(prefetch_layers=9, ring_mib=0.025)  # 26,214 bytes: 11 slots of about 2,300
     Run(backend, whole_tensors=True).step(0)
     assert backend._ring is not None
-    assert [len(backend._ring.slots), backend._ring.slot_bytes] == [3, 5760]
+    assert backend._ring.sizes == [5760] * 3
 
 
 def test_the_size_that_the_refusal_asks_for_is_enough() -> None:
     with pytest.raises(RingError) as refused:
-        Run(StreamBackend(Splitter, ring_mib=0.001))
+        Run(stores.stream(ring_mib=0.001))
     enough = float(str(refused.value).split("Set ring_mib to ")[1].split()[0])
-    Run(StreamBackend(Splitter, ring_mib=enough)).step(0)
+    Run(stores.stream(ring_mib=enough)).step(0)
 
 
 def test_small_slots_are_warned_about_once_tensors_are_cut(caplog: pytest.LogCaptureFixture) -> None:
     Run(streamed(3))
     assert "copies reach link speed from 4 MiB on" in caplog.text
     caplog.clear()
-    Run(StreamBackend(Splitter))
+    Run(stores.stream())
     assert caplog.text == ""
 
 
@@ -698,7 +696,7 @@ def steps(run: Run, first: int, end: int) -> None:
 
 @pytest.mark.parametrize("lane", [HOST_TO_DEVICE, DEVICE_TO_HOST])
 def test_a_failed_copy_is_raised_once_with_its_unit_and_stops_the_backend_until_a_load(lane: str) -> None:
-    runs = [Run(streamed(2)), Run(ResidentBackend())]
+    runs = [Run(streamed(2)), Run(stores.resident())]
     for run in runs:
         run.step(0)
     saved, weights = runs[1].entries(), runs[1].weights()
@@ -741,7 +739,7 @@ class Fragile(torch.optim.AdamW):
 
 
 def test_a_failing_optimizer_stops_the_whole_optimizer_until_a_checkpoint_is_loaded() -> None:
-    def build(backend: StateBackend) -> MixedPrecisionOptimizer:
+    def build(backend: Store) -> MixedPrecisionOptimizer:
         torch.manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((9, 30), (300,), (17, 33))]
         return MixedPrecisionOptimizer(params, Fragile, {"lr": 1e-2, "fused": False}, backend=backend, max_norm=1.0)
@@ -752,7 +750,7 @@ def test_a_failing_optimizer_stops_the_whole_optimizer_until_a_checkpoint_is_loa
             p.grad = torch.randn(p.shape, generator=generator).bfloat16()
         optimizer.step()
 
-    tested, expected = build(streamed(2, slot_bytes=1500)), build(ResidentBackend())
+    tested, expected = build(streamed(2, slot_bytes=1500)), build(stores.resident())
     for optimizer in (tested, expected):
         step(optimizer, 0)
     saved = tested.state_dict()
@@ -783,19 +781,19 @@ def test_closing_gives_everything_back() -> None:
     run = Run(streamed(3))
     run.step(0)
     threads = [lane._thread for lane in run.backend.lanes._all()]
-    slabs = [record.slab for record in run.backend._records.values() if record.slab is not None]
+    slabs = [record.slab for record in run.backend._records if record.slab is not None]
     run.backend.close()
     assert slabs
     assert all(slab.closed for slab in slabs)
     assert not any(thread.is_alive() for thread in threads)
-    assert run.backend.memory() == {"device_bytes": 0, "host_bytes": 0, "ring_bytes": run.backend._splitter.nbytes()}
+    assert run.backend.memory() == {"device_bytes": 0, "host_bytes": 0, "ring_bytes": run.backend._splitters.nbytes()}
     run.backend.close()
     run.register(run.items)
     run.step(1)
 
 
 def test_a_nan_in_a_master_costs_its_neighbours_nothing() -> None:
-    runs = [Run(streamed(3)), Run(ResidentBackend())]
+    runs = [Run(streamed(3)), Run(stores.resident())]
     for run in runs:
         run.step(0)
     broken = runs[1].entries()
@@ -811,7 +809,7 @@ def test_a_nan_in_a_master_costs_its_neighbours_nothing() -> None:
 
 
 def test_an_interrupt_while_waiting_for_a_slot_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested, expected = Run(streamed(2)), Run(ResidentBackend())
+    tested, expected = Run(streamed(2)), Run(stores.resident())
     for run in (tested, expected):
         run.step(0)
     saved, weights = expected.entries(), expected.weights()
@@ -833,7 +831,7 @@ def _interrupted(*_: object) -> None:
 
 
 def test_loading_takes_each_records_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained, tested = Run(ResidentBackend()), Run(streamed(3))
+    trained, tested = Run(stores.resident()), Run(streamed(3))
     trained.step(0)
     made = []
     slab = record_module.HostSlab
@@ -864,7 +862,7 @@ def test_descriptions_are_those_of_the_entries(dtype: torch.dtype, name: str) ->
         "SGD": (torch.optim.SGD, {"lr": 1e-2}),
         "RowScaled": (RowScaled, {}),
     }
-    for backend in (streamed(3, slot_bytes=16_000), ResidentBackend()):
+    for backend in (streamed(3, slot_bytes=16_000), stores.resident()):
         run = Run(backend, *classes[name], dtype=dtype, whole_tensors=name == "RowScaled")
         run.step(0, without={2, 5})
         for item in run.items:

@@ -198,7 +198,7 @@ def test_squares_that_are_declared_take_no_bitmap() -> None:
         _, model, optimizer = build("stream", optimizer_class)
         train(model, optimizer, 0)
         backend = optimizer._backend
-        used[optimizer_class] = sum(record.nbytes for record in backend._records.values())
+        used[optimizer_class] = sum(record.nbytes for record in backend._records)
     assert used[SignedSum] > used[Declared]
 
 

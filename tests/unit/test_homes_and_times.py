@@ -1,0 +1,100 @@
+"""Every home of the state with every update time: the bits of state on the device, updated in ``step()``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightstep.state import units as units_module
+from lightstep.state.ring_plan import RingPlan
+from tests.covering import every_pair, every_value
+from tests.unit.test_next_forward import Training, assert_same
+
+KIB = 1 / 2**20
+HOMES: dict[str, dict[str, Any]] = {
+    "resident": {"backend": "resident"},
+    "bulk": {"backend": "bulk"},
+    "stream": {"backend": "stream", "ring_mib": 0.02},
+    "stream, some resident": {"backend": "stream", "ring_mib": 0.02, "resident_gib": 6 * KIB},
+}
+TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
+LIMITS = {"clipped": 0.3, "not clipped": 1e3}
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models have several units, as large ones have."""
+    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
+    monkeypatch.setattr(units_module, "SMALL_UNIT", 1 << 10)
+    monkeypatch.setattr(RingPlan, "BULK_UNIT", 1 << 12)
+    monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1 << 7)
+
+
+def make(home: str, time: str, limit: str, parameters: str, kind: type[Training] = Training) -> Training:
+    clipping = {"max_norm": LIMITS[limit], "scope": "unit"} if time == "in_backward" else {"max_norm": LIMITS[limit]}
+    scale = {"kind": "constant", "scale": 64.0} if time == "in_backward" and parameters == "float16" else None
+    return kind({**HOMES[home], "update": time}, parameters, clipping=clipping, loss_scale=scale)
+
+
+def expected_of(time: str, limit: str, parameters: str, kind: type[Training] = Training) -> Training:
+    """Layers are clipped by themselves, or all by one norm, as in the run that is held against it."""
+    return make("resident", time if time == "in_backward" else "at_step", limit, parameters, kind)
+
+
+@every_pair(home=HOMES, time=TIMES, limit=LIMITS, parameters=["bfloat16", "float16", "float32"])
+def test_the_same_bits(home: str, time: str, limit: str, parameters: str) -> None:
+    expected = expected_of(time, limit, parameters)
+    losses, wanted = expected.train(6), expected.snapshot()
+    for seed in range(3):
+        tested = make(home, time, limit, parameters)
+        found = tested.train(2)
+        tested.delays(seed)
+        assert found + tested.train(4) == losses, seed
+        assert_same(tested.snapshot(), wanted)
+        store = tested.optimizer._backend
+        assert len(store.units()) > 3
+        if time == "overlap" and home != "resident" and limit == "not clipped":
+            assert store._versions.host_bytes() > 0, "nothing was updated before the norm was known"
+        tested.optimizer.close()
+
+
+@every_value(home=HOMES, time=TIMES)
+def test_saves_loads_and_released_memory_in_between(home: str, time: str, tmp_path: Path) -> None:
+    expected, tested = expected_of(time, "clipped", "bfloat16"), make(home, time, "clipped", "bfloat16")
+    losses = expected.train(8)
+    assert tested.train(2) == losses[:2]
+    tested.delays(1)
+    saved = tested.strategy.save_checkpoint(tmp_path / "a", tested.model, tested.optimizer, asynchronous=True)
+    assert tested.train(2) == losses[2:4]
+    saved.result(60)
+    tested.optimizer.release_device_memory()
+    assert tested.optimizer.memory_report()["device_bytes"] == 0
+    assert tested.train(4) == losses[4:]
+    assert_same(tested.snapshot(), expected.snapshot())
+    again = make(home, time, "clipped", "bfloat16")
+    again.strategy.load_checkpoint(tmp_path / "a", again.model, again.optimizer)
+    again.steps = 2
+    assert again.train(6) == losses[2:]
+    assert_same(again.snapshot(), expected.snapshot())
+
+
+@every_value(home=HOMES, time=["at_step", "next_forward", "overlap"])
+def test_a_step_that_overflows_changes_nothing(home: str, time: str) -> None:
+    tested = make(home, time, "not clipped", "bfloat16")
+    tested.train(2)
+    before = tested.snapshot()
+    tested.delays(2)
+    tested.optimizer.backward(tested.loss() * torch.inf)
+    assert not tested.optimizer.step()
+    assert_same(tested.snapshot(), before)
+
+
+def test_bulk_keeps_nothing_on_the_device_between_steps() -> None:
+    tested = make("bulk", "next_forward", "clipped", "bfloat16")
+    tested.train(2)
+    tested.optimizer.synchronize()
+    assert tested.optimizer._backend._ring is None
+    assert tested.optimizer.memory_report()["device_bytes"] == 0
