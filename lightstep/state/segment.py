@@ -187,7 +187,9 @@ class Segment(Run):
         if self._history is None:
             return {}
         assert self._views is not None, "the segment is not open"
-        entries = {**self._views.entries, **self._widen_entries(self._views, self._staging)}
+        entries = dict(self._views.entries)
+        if self.kept:
+            entries |= self._widen_entries(self._views, self._staging)
         return {key: entries[key] if key in entries else self.values[key] for key in self.parts[0].keys}
 
     def _widen_entries(self, views: Views, staging: Staging) -> dict[str, Tensor]:
@@ -317,6 +319,8 @@ class Segment(Run):
             assert self._history is not None
             self._history.values, self._history.origin = self.values, None
             return {}
+        if self._keeps_layout():
+            return {}
         schema = self.parts[0].owner.schema
         rows = {k: v for k, v in self.state.items() if is_record_entry(k, v, schema)}
         layout = make_layout(self.coding, rows, self.shape, schema)
@@ -336,6 +340,25 @@ class Segment(Run):
         for part in self.parts:
             part.keys, part.history = keys, history
         return {} if layout.entries == self.layout.entries else dict.fromkeys(self.parts, layout)
+
+    def _keeps_layout(self) -> bool:
+        """Store the entries that are not in the record, if all entries are laid out as before."""
+        state, history = self.state, self._history
+        if self._views is None or history is None or tuple(state) != self.parts[0].keys:
+            return False
+        others = {}
+        for key, value in state.items():
+            row = self._views.entries.get(key)
+            if row is None:
+                if isinstance(value, Tensor) and value.dim():
+                    return False
+                others[key] = value
+            elif not isinstance(value, Tensor) or value.shape != row.shape:
+                return False
+            elif value.dtype != row.dtype and key not in self.kept:
+                return False
+        history.values, history.origin = others, None
+        return True
 
     def copy_out(self) -> None:
         """Copy everything out of the slot: the record is about to get another layout."""
@@ -371,7 +394,7 @@ class Segment(Run):
                 if value is not place and value.data_ptr() != place.data_ptr():
                     place.copy_(value)
         left = self._write_master(views, staging, splitter)
-        if self.has_state and self._state is not None:
+        if self.kept and self.has_state:
             self._round_entries(views, staging)
         self._state, self._views, self._master, self._to_join = {}, None, None, None
         return left
