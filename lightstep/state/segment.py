@@ -353,9 +353,9 @@ class Segment(Run):
                 if isinstance(value, Tensor) and value.dim():
                     return False
                 others[key] = value
-            elif not isinstance(value, Tensor) or value.shape != row.shape:
-                return False
-            elif value.dtype != row.dtype and key not in self.kept:
+                continue
+            same = isinstance(value, Tensor) and value.shape == row.shape
+            if not same or (value.dtype != row.dtype and key not in self.kept):
                 return False
         history.values, history.origin = others, None
         return True
