@@ -262,6 +262,14 @@ class RolloutServers(_Frozen):
     """What happens to running requests; ``None`` is ``wait`` for vLLM and ``keep`` for SGLang."""
     backend: Literal["gloo", "nccl"] | None = None
     """Of the process group; ``None`` is nccl for weights on a GPU, else gloo."""
+    deltas: bool = False
+    """vLLM: weights that did not change since the last set are not sent."""
+
+    @model_validator(mode="after")
+    def _only_vllm_takes_deltas(self) -> RolloutServers:
+        if self.deltas and self.kind != "vllm":
+            raise ValueError(f"rollout servers of kind {self.kind} with deltas: leave deltas out")
+        return self
 
 
 class Rollout(_Frozen):

@@ -12,16 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightstep.rollout.deltas import HeldWeights, receive_bucket
 from lightstep.rollout.link import WeightLink
 from lightstep.rollout.server_protocols import refuse_other_names
-from lightstep.rollout.transport import Bucket, WeightInfo
+from lightstep.rollout.transport import WeightInfo
 
 
 class Refusal(Exception):
@@ -46,6 +47,9 @@ class Process:
     version: str = "default"
     paused: bool = False
     updating: bool = False
+
+    def __post_init__(self) -> None:
+        self.held, self.loading = HeldWeights(), False
 
     def begin(self, status: int) -> None:
         if self.updating:
@@ -219,7 +223,7 @@ class FakeVllm(FakeServer):
             "/resume": lambda: setattr(process, "paused", False),
             "/start_weight_update": lambda: process.begin(500),
             "/update_weights": lambda: self._update(process, payload["update_info"]),
-            "/finish_weight_update": lambda: (process.refuse_outside(500), process.end(payload.get("weight_version"))),
+            "/finish_weight_update": lambda: self._finish(process, payload.get("weight_version")),
             "/reset_prefix_cache": lambda: None,
         }
         if path not in acts:
@@ -234,14 +238,49 @@ class FakeVllm(FakeServer):
     def _update(self, process: Process, info: dict[str, Any]) -> None:
         process.refuse_outside(500)
         infos = infos_of(info, "dtype_names")
+        place = Place(**{key: value for key, value in info.items() if key in Place.__dataclass_fields__})
         if info.get("check_only"):
             process.updating = False  # what an error leaves behind
-            refuse_other_names(infos, process.weights, "the server")
+            if place.base:
+                process.held.refuse_other_base(place.base)
+            else:
+                refuse_other_names(infos, process.weights, "the server")
             process.updating = True
             return
         assert process.paused, "a request now would end the engine"
-        for each, tensor in Bucket(infos, self.receive("only", Bucket.nbytes_of(infos))):
+        process.loading = True
+        link = cast(WeightLink, Broadcasts(self))
+        for each, tensor in receive_bucket(link, process.held, infos, place):
             process.weights[each.name].copy_(tensor)
+
+    def _finish(self, process: Process, version: str | None) -> None:
+        process.refuse_outside(500)
+        if process.loading:
+            process.loading = False
+            process.held.end()
+        process.end(version)
+
+
+@dataclass
+class Place:
+    """As ``BucketInfo`` of the plugin."""
+
+    set_id: str = ""
+    base: str = ""
+    is_last: bool = False
+    changed: int | None = None
+
+
+class Broadcasts:
+    """The links of all workers of a server, which get the same."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, server: FakeServer) -> None:
+        self._server = server
+
+    def broadcast(self, tensor: Tensor) -> None:
+        tensor.copy_(self._server.receive("only", len(tensor)))
 
 
 class FakeSglang(FakeServer):

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,23 @@ from lightstep.checkpoint.huggingface import find_senders
 from lightstep.distributed import Ranks, gather_tensor, local_tensor
 from lightstep.optimizer.param_groups import layer_of
 from lightstep.rollout.file_names import infos_in_files, tensors_in_files
-from lightstep.rollout.transport import Bucket, WeightInfo, WeightTransferError, WeightTransport, buckets_of
+from lightstep.rollout.transport import (
+    Bucket,
+    BucketDelta,
+    WeightInfo,
+    WeightTransferError,
+    WeightTransport,
+    buckets_of,
+)
 from lightstep.sharding.dtypes import planned_by_tensor
 from lightstep.sharding.model_names import NamedTensor, named_tensors
 
 __all__ = ["GatheredWeights", "Publication", "PublishedModel", "PublishedWeights", "WeightSource"]
 
 _MIB = 2**20
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""A dtype of each size, in which elements are moved as they are."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +42,13 @@ class PublishedWeights:
     Attributes:
         version: of the set.
         nbytes: bytes that the first trainer sent to each receiver; 0 on the other trainers.
+        whole_nbytes: bytes that it would have sent without deltas.
         seconds: from the first message to the receivers until all of them had the set.
     """
 
     version: int
     nbytes: int
+    whole_nbytes: int
     seconds: float
 
 
@@ -86,6 +99,14 @@ class WeightSource(ABC):
             buffer: 1-D uint8, which may be used for the bucket; ``None`` on trainers that only take part.
         """
 
+    def prepare_deltas(self) -> Sequence[bool]:
+        """Compare with the base, before any bucket. Called by all trainers. Which buckets are smaller as deltas."""
+        return [False] * len(self.buckets)
+
+    def delta(self, number: int, is_sender: bool) -> BucketDelta | None:
+        """What changed in a bucket since the base. Called by all trainers, and returned on the one that sends."""
+        raise NotImplementedError
+
 
 class GatheredWeights(WeightSource):
     """The present weights, gathered by the process groups that training uses."""
@@ -123,7 +144,10 @@ class Publication:
     def __init__(self, source: WeightSource, transport: WeightTransport | None, ranks: Ranks) -> None:
         self._source, self._transport, self._ranks = source, transport, ranks
         self._sent: Sequence[Sequence[WeightInfo]] = source.buckets
-        self._nbytes = 0
+        self._nbytes = self._whole_nbytes = 0
+        self._buffer: Tensor | None = None
+        self._files_buffer: Tensor | None = None
+        """For a bucket as the model's files have it, if these differ."""
 
     @torch.no_grad()
     def send(self, version: int) -> PublishedWeights:
@@ -135,46 +159,72 @@ class Publication:
         transport, begin = self._transport, time.monotonic()
         try:
             self._run_on_all(lambda: self._begin(transport, version) if transport else None)
-            buffer, converted = self._buffer(self._source.buckets), None
-            if self._sent is not self._source.buckets:
-                converted = self._buffer(self._sent)
-            for number in range(len(self._sent)):
-                self._run_on_all(lambda number=number: self._send_bucket(number, buffer, converted))  # type: ignore[misc]
+            if self._ranks.gather(transport is not None and transport.accepts_deltas)[0]:
+                are_deltas = self._source.prepare_deltas()
+            else:
+                are_deltas = [False] * len(self._source.buckets)
+            for number, is_delta in enumerate(are_deltas):
+                step = self._send_delta if is_delta else self._send_bucket
+                self._run_on_all(partial(step, number))
             self._run_on_all(lambda: transport.finish() if transport else None)
         except BaseException as error:
             if transport is not None:
                 transport.abort(f"{type(error).__name__}: {error}")
             raise
-        return PublishedWeights(version, self._nbytes, time.monotonic() - begin)
-
-    def _buffer(self, buckets: Sequence[Sequence[WeightInfo]]) -> Tensor | None:
-        if self._transport is None:
-            return None
-        size = max(map(Bucket.nbytes_of, buckets), default=0)
-        return torch.empty(size, dtype=torch.uint8, device=self._source.device)
+        return PublishedWeights(version, self._nbytes, self._whole_nbytes, time.monotonic() - begin)
 
     def _begin(self, transport: WeightTransport, version: int) -> None:
+        self._buffer = self._new_buffer(self._source.buckets)
         if transport.uses_file_names:
             found = infos_in_files(self._source.model, self._source.buckets)
             if found != list(map(list, self._source.buckets)):
-                self._sent = found
+                self._sent, self._files_buffer = found, self._new_buffer(found)
         transport.begin(version, self._sent)
 
-    def _send_bucket(self, number: int, buffer: Tensor | None, converted: Tensor | None) -> None:
-        bucket = self._source.bucket(number, buffer)
+    def _new_buffer(self, buckets: Sequence[Sequence[WeightInfo]]) -> Tensor:
+        size = max(map(Bucket.nbytes_of, buckets), default=0)
+        return torch.empty(size, dtype=torch.uint8, device=self._source.device)
+
+    def _send_bucket(self, number: int) -> None:
+        bucket = self._source.bucket(number, self._buffer)
         if self._transport is None or bucket is None:
             return
-        if converted is not None:
-            bucket = self._converted(bucket, Bucket(self._sent[number], converted))
+        if self._files_buffer is not None:
+            bucket = self._in_files(bucket, Bucket(self._sent[number], self._files_buffer))
         self._transport.send(bucket)
         self._nbytes += len(bucket.buffer)
+        self._whole_nbytes += len(bucket.buffer)
 
-    def _converted(self, bucket: Bucket, target: Bucket) -> Bucket:
-        """Fill ``target`` with the same tensors, as the model's files have them."""
-        found = tensors_in_files(self._source.model, {info.name: tensor for info, tensor in bucket})
+    def _in_files(self, bucket: Bucket, target: Bucket) -> Bucket:
+        """Fill ``target`` with the same tensors, bit for bit, as the model's files have them."""
+        bits = {info.name: tensor.view(_BITS[info.dtype.itemsize]) for info, tensor in bucket}
+        found = tensors_in_files(self._source.model, bits)
         for info, tensor in target:
-            tensor.copy_(found[info.name])
+            tensor.view(_BITS[info.dtype.itemsize]).copy_(found[info.name])
         return target
+
+    def _send_delta(self, number: int) -> None:
+        delta = self._source.delta(number, self._transport is not None)
+        if self._transport is None or delta is None:
+            return
+        if self._files_buffer is not None:
+            delta = self._delta_in_files(number, delta)
+        self._transport.send_delta(delta)
+        self._nbytes += len(delta.buffer)
+        self._whole_nbytes += Bucket.nbytes_of(self._sent[number])
+
+    def _delta_in_files(self, number: int, delta: BucketDelta) -> BucketDelta:
+        """The same changes, as positions in the bucket that the model's files have."""
+        assert self._buffer is not None and self._files_buffer is not None
+        bucket, target = Bucket(delta.infos, self._buffer), Bucket(self._sent[number], self._files_buffer)
+        positions, words = delta.positions.long(), bucket.buffer.view(torch.int16)
+        words.zero_()
+        words[positions] = 1
+        target.buffer.zero_()
+        found = self._in_files(bucket, target).buffer.view(torch.int16).nonzero().view(-1)
+        words[positions] = delta.values
+        values = self._in_files(bucket, target).buffer.view(torch.int16)[found]
+        return BucketDelta.of_words(target.infos, found, values)
 
     def _run_on_all(self, step: Callable[[], object]) -> None:
         """Run ``step`` on all ranks. If it fails on one of them, all raise."""

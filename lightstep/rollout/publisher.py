@@ -48,6 +48,7 @@ class Publisher:
         self._sets: list[_Set] = []  # whose results nobody has asked for
         self._free: list[HostCopyPool] = []
         self._last: PublishedWeights | None = None
+        self._base: StagedWeights | None = None  # the last set, if its receivers keep it
 
     def wait(self) -> PublishedWeights | None:
         """Wait for all sets. Returns the last one that was sent.
@@ -131,22 +132,42 @@ class Publisher:
     def _send(self, item: _Set, previous: _Set | None) -> PublishedWeights | None:
         if previous is not None:
             previous.pending.join()
-        self._begin(item)
+        keeps = self._begin(item)
+        staged, done = item.staged, None
         try:
-            if item.dropped:
-                return None
-            with _own_stream(item.staged.origin):
-                return Publication(item.staged, item.transport, self._thread_ranks).send(item.version)
+            if not item.dropped:
+                with _own_stream(staged.origin):
+                    done = self._publication(item, keeps).send(item.version)
+            return done
         finally:
-            with self._changed:
-                self._free.append(item.staged.pool)
+            staged.base = None
+            if not item.dropped:
+                self._keep(staged if keeps and done is not None else None, staged)
 
-    def _begin(self, item: _Set) -> None:
+    def _begin(self, item: _Set) -> bool:
+        """Whether the set's receivers keep it for deltas."""
         with self._changed:
             self._changed.wait_for(lambda: not self._holds)
             if self._thread_ranks.is_first:
                 item.begun = True
-        self._thread_ranks.gather(None)  # the first trainer's thread decides when
+        # the first trainer's thread decides when
+        return bool(self._thread_ranks.gather(item.transport is not None and item.transport.deltas)[0])
+
+    def _publication(self, item: _Set, keeps: bool) -> Publication:
+        staged, base = item.staged, self._base
+        if keeps:
+            follows = base is not None and staged.can_follow(base)
+            staged.base = base if all(self._thread_ranks.gather(follows)) else None
+            if item.transport is not None:
+                item.transport.identify(staged.set_id, None if staged.base is None else staged.base.set_id)
+        return Publication(staged, item.transport, self._thread_ranks)
+
+    def _keep(self, base: StagedWeights | None, sent: StagedWeights) -> None:
+        """Keep what was sent as the base of deltas, or nothing. After a failure nobody knows what receivers hold."""
+        with self._changed:
+            unused = [each for each in (self._base, sent) if each is not None and each is not base]
+            self._free += [each.pool for each in unused]
+            self._base = base
 
 
 def _own_stream(device: torch.device) -> torch.cuda.StreamContext:

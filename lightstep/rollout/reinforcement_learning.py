@@ -114,12 +114,14 @@ class ReinforcementLearning:
             def published(ranks: Ranks) -> PublishedModel:
                 return PublishedModel(inner, dtype, self._config.bucket_mib, ranks)
 
-            if wait:
-                ranks = Ranks()
+            ranks = Ranks()
+            if wait and not ranks.gather(transport is not None and transport.deltas)[0]:
                 self._last = Publication(GatheredWeights(published(ranks), ranks), transport, ranks).send(number)
             else:
                 self._publisher = self._publisher or Publisher()
                 self._publisher.publish(published, number, transport, replace)
+                if wait:
+                    self.wait()
             self._version = number
             return number
 
@@ -150,7 +152,13 @@ class ReinforcementLearning:
     def _server_transport(self, config: RolloutServers) -> ServerTransport:
         if self._servers is None:
             kind = {"vllm": VllmServer, "sglang": SglangServer}[config.kind]
-            self._servers = kind(config.urls, pause=config.pause, backend=config.backend, timeout_s=self._timeout)
+            self._servers = kind(
+                config.urls,
+                pause=config.pause,
+                backend=config.backend,
+                timeout_s=self._timeout,
+                deltas=config.deltas,
+            )
         return self._servers
 
     def _workers(self) -> tuple[MessageBoard, tuple[int, ...]]:

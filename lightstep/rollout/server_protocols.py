@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import urllib.error
@@ -36,12 +37,14 @@ class Server(ABC):
         kind: what it is a server of.
         first, stop: the first version whose protocol is known, and the first one whose is not.
         pauses: what may happen to running requests, by the server's own names. The first is the default.
+        takes_deltas: it can keep a set, and apply deltas to it.
     """
 
     kind: ClassVar[str]
     first: ClassVar[str]
     stop: ClassVar[str]
     pauses: ClassVar[Mapping[Pause, str]]
+    takes_deltas: ClassVar[bool] = False
 
     def __init__(self, url: str, timeout_s: float, api_key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -94,8 +97,16 @@ class Server(ABC):
         """A set begins."""
 
     @abstractmethod
-    def update(self, bucket: Bucket, group: str) -> None:
-        """Receive and load a bucket. Returns when it is loaded."""
+    def update(self, infos: Sequence[WeightInfo], group: str, keeping: Mapping[str, Any]) -> None:
+        """Receive and load a bucket. Returns when it is loaded.
+
+        Args:
+            keeping: how the bucket belongs to a set that is kept; empty if none is.
+        """
+
+    def holds(self, set_id: str, infos: Sequence[WeightInfo]) -> bool:
+        """Whether all workers keep this set, which has tensors such as ``infos``. Nothing is paused or written."""
+        return False
 
     @abstractmethod
     def end(self, version: int) -> None:
@@ -152,6 +163,7 @@ class Vllm(Server):
     :class:`~lightstep.rollout.vllm_plugin.ProcessGroupEngine`."""
 
     kind, first, stop = "vLLM", "0.28", "0.34"
+    takes_deltas = True
     pauses: ClassVar[Mapping[Pause, str]] = {"wait": "wait", "keep": "keep", "abort": "abort"}
 
     def version(self) -> str:
@@ -181,8 +193,19 @@ class Vllm(Server):
     def start(self) -> None:
         self.post("/start_weight_update")
 
-    def update(self, bucket: Bucket, group: str) -> None:
-        self.post("/update_weights", update_info=_described(bucket.infos))
+    def update(self, infos: Sequence[WeightInfo], group: str, keeping: Mapping[str, Any]) -> None:
+        self.post("/update_weights", update_info={**_described(infos), **keeping})
+
+    def holds(self, set_id: str, infos: Sequence[WeightInfo]) -> bool:
+        try:
+            self.post("/start_weight_update")
+            self.post("/update_weights", update_info={**_described(infos[:1]), "check_only": True, "base": set_id})
+            self.post("/finish_weight_update")
+        except WeightTransferError:  # whatever it is, a whole set is right
+            with contextlib.suppress(WeightTransferError):
+                self.give_up()
+            return False
+        return True
 
     def end(self, version: int) -> None:
         self.post("/finish_weight_update", weight_version=str(version))
@@ -240,8 +263,8 @@ class Sglang(Server):
     def start(self) -> None:
         self.post("/begin_weight_update")
 
-    def update(self, bucket: Bucket, group: str) -> None:
-        listed = _described(bucket.infos)
+    def update(self, infos: Sequence[WeightInfo], group: str, keeping: Mapping[str, Any]) -> None:
+        listed = _described(infos)
         listed["dtypes"] = listed.pop("dtype_names")
         self.post("/update_weights_from_distributed", **listed, group_name=group, load_format="flattened_bucket")
 

@@ -18,10 +18,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightstep.rollout.link import WeightLink
 from lightstep.rollout.server_protocols import Pause, Server, Sglang, Vllm
-from lightstep.rollout.transport import Bucket, WeightInfo, WeightTransferError, WeightTransport
+from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo, WeightTransferError, WeightTransport
 
 __all__ = ["ServerTransport", "SglangServer", "VllmServer"]
 
@@ -43,9 +44,11 @@ class ServerTransport(WeightTransport):
         address: of this host as the servers see it; ``None``: that of the interface by which the first one is reached.
         api_key: sent as a bearer token.
         check: compare names with the servers' models before anything is sent.
+        deltas: only vLLM. Weights that did not change since the last set are not sent. Each worker keeps a set in host
+            memory for that, and each trainer its shards of one.
 
     Raises:
-        ValueError: there is no URL, or one is not ``http(s)://...``; or an unknown ``pause``.
+        ValueError: there is no URL, or one is not ``http(s)://...``; an unknown ``pause``; ``deltas`` for SGLang.
     """
 
     protocol: ClassVar[type[Server]]
@@ -61,7 +64,12 @@ class ServerTransport(WeightTransport):
         address: str | None = None,
         api_key: str | None = None,
         check: bool = True,
+        deltas: bool = False,
     ) -> None:
+        if deltas and not self.protocol.takes_deltas:
+            raise ValueError(f"deltas with {self.protocol.kind}: it loads whole tensors only; leave deltas out")
+        self.deltas = deltas
+        self._set_id, self._base, self._buckets_left = "", "", 0
         allowed = list(self.protocol.pauses)
         if pause is not None and pause not in allowed:
             raise ValueError(f"pause is {pause!r}; {self.protocol.kind} has {', '.join(map(repr, allowed))}")
@@ -105,6 +113,9 @@ class ServerTransport(WeightTransport):
 
     # -- one set
 
+    def identify(self, set_id: str, base: str | None) -> None:
+        self._set_id, self._base = set_id, base or ""
+
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
         infos = [info for bucket in buckets for info in bucket]
         if not infos:
@@ -113,7 +124,9 @@ class ServerTransport(WeightTransport):
             self._servers = [server for server in self._servers if server in self._next_servers]
             self._disconnect()
             self._servers = self._next_servers
-        if self._link is not None and not self._all_know_the_last_version():
+        self.accepts_deltas = bool(self._base) and all(self._on_all(lambda server: server.holds(self._base, infos)))
+        is_foreign = bool(self._base) and not self.accepts_deltas  # some server has another set
+        if self._link is not None and (is_foreign or not self._all_know_the_last_version()):
             self._disconnect()
         if self._link is None:
             self._connect()
@@ -122,6 +135,7 @@ class ServerTransport(WeightTransport):
             self._on_all(lambda server: server.give_up())
         if self._checks:
             self._on_all(lambda server: server.check(infos))
+        self._buckets_left = len(buckets)
         self._half_sent = True  # from here on, only a complete set makes them go on
         self._on_all(lambda server: server.pause(self._pause))
         self._on_all(lambda server: server.start())
@@ -135,21 +149,37 @@ class ServerTransport(WeightTransport):
         return self._half_sent or all(version in (None, str(self._version)) for version in found)
 
     def send(self, bucket: Bucket) -> None:
+        self._transfer(bucket.infos, self._servers[0].packed(bucket), None)
+
+    def send_delta(self, delta: BucketDelta) -> None:
+        self._transfer(delta.infos, delta.buffer, delta.changed)
+
+    def _transfer(self, infos: Sequence[WeightInfo], data: Tensor, changed: int | None) -> None:
+        """One broadcast, beside a call to each server. An empty delta needs no broadcast."""
         assert self._link is not None
         link, group = self._link, self._group
-        data = self._servers[0].packed(bucket).to(link.device)
-        calls = [_in_thread(server.update, bucket, group) for server in self._servers]
+        keeping = self._keeping(changed)
+        calls = [_in_thread(server.update, infos, group, keeping) for server in self._servers]
         try:
-            self._wait_for(calls, _in_thread(link.broadcast, data))
+            self._wait_for(calls, _in_thread(link.broadcast, data.to(link.device)) if changed != 0 else None)
         except BaseException:
             self._close_link()  # the others must not wait for their part of the broadcast
             raise
 
-    def _wait_for(self, calls: Sequence[Future[Any]], broadcast: Future[None]) -> None:
+    def _keeping(self, changed: int | None) -> dict[str, Any]:
+        """What receivers are told that keep the set."""
+        self._buckets_left -= 1
+        if not self.deltas:
+            return {}
+        base = self._base if self.accepts_deltas else ""
+        told = {"set_id": self._set_id, "base": base, "is_last": self._buckets_left == 0}
+        return told if changed is None else {**told, "changed": changed}
+
+    def _wait_for(self, calls: Sequence[Future[Any]], broadcast: Future[None] | None) -> None:
         """Wait for all, or raise the first error: a server's own, if there is one, says most."""
-        work = [*calls, broadcast]
+        work = [*calls, *([] if broadcast is None else [broadcast])]
         _, left = wait(work, self._timeout, FIRST_EXCEPTION)
-        if broadcast.done() and broadcast.exception() is not None:
+        if broadcast is not None and broadcast.done() and broadcast.exception() is not None:
             wait(calls, _GRACE, FIRST_EXCEPTION)
         failed = next((one.exception() for one in work if one.done() and one.exception() is not None), None)
         if failed is not None or left:

@@ -7,7 +7,8 @@ the first trainer, in a process group of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,15 @@ from torch import Tensor
 
 from lightstep.checkpoint.tensors import shard_of
 from lightstep.distributed import Ranks, local_tensor
+from lightstep.rollout.deltas import changed_positions, has_words, joined, shard_in_bucket, words_at
 from lightstep.rollout.publication import PublishedModel, WeightSource
-from lightstep.rollout.transport import Bucket, WeightInfo
+from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo
 from lightstep.state.host_copy_pool import HostCopyPool
 
 __all__ = ["StagedWeights", "staging_memory"]
+
+_LARGEST = 2**31
+"""Bytes of a bucket from which on it is sent whole."""
 
 
 def staging_memory() -> HostCopyPool:
@@ -59,13 +64,18 @@ class StagedWeights(WeightSource):
     Attributes:
         pool: as given.
         origin: the device of the model.
+        set_id: identifies the set on the first trainer.
+        base: an earlier set, to which :meth:`delta` gives deltas.
     """
 
     def __init__(self, published: PublishedModel, pool: HostCopyPool, ranks: Ranks, gathering: Ranks) -> None:
         super().__init__(published.model, published.buckets, torch.device("cpu"))
         self.pool, self.origin, self._ranks = pool, published.device, gathering
         self._parts = _parts(published, ranks)
+        self.set_id = uuid.uuid4().hex
+        self.base: StagedWeights | None = None
         self._own: list[Bucket] = []
+        self._changed: list[list[int]] = []
         self._incoming = torch.empty(0, dtype=torch.uint8, device="cpu")
         own = [[part.shard for part in parts[ranks.rank]] for parts in self._parts]
         sizes = [Bucket.nbytes_of(shards) for shards in own]
@@ -103,12 +113,63 @@ class StagedWeights(WeightSource):
         return bucket
 
     def _receive(self, trainer: int, shards: Sequence[WeightInfo]) -> Bucket:
-        nbytes = Bucket.nbytes_of(shards)
+        return Bucket(shards, self._received(trainer, Bucket.nbytes_of(shards)))
+
+    def _received(self, trainer: int, nbytes: int) -> Tensor:
         if len(self._incoming) < nbytes:
             self._incoming = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        bucket = Bucket(shards, self._incoming)
-        dist.recv(bucket.buffer, group=self._ranks.group, group_src=trainer)
-        return bucket
+        dist.recv(self._incoming[:nbytes], group=self._ranks.group, group_src=trainer)
+        return self._incoming[:nbytes]
+
+    # -- deltas
+
+    def can_follow(self, base: StagedWeights) -> bool:
+        """Whether this trainer has the same parts of the same tensors as in ``base``."""
+        return self._parts == base._parts
+
+    def prepare_deltas(self) -> Sequence[bool]:
+        self.pool.wait_for(self._incoming)
+        own = [self._count(number) for number in range(len(self.buckets))]
+        self._changed = self._ranks.gather(own)
+        sums = [sum(counts) for counts in zip(*self._changed, strict=True)]
+        return [
+            has_words(infos) and BucketDelta.nbytes_of(changed) <= Bucket.nbytes_of(infos) < _LARGEST
+            for infos, changed in zip(self.buckets, sums, strict=True)
+        ]
+
+    def _count(self, number: int) -> int:
+        return sum(len(positions) for *_, positions in self._changes(number))
+
+    def _changes(self, number: int) -> Iterator[tuple[_Part, Tensor, Tensor]]:
+        """Each own part of a bucket, its tensor, and the positions of changed words in it."""
+        assert self.base is not None
+        if not has_words(self.buckets[number]):
+            return
+        own = self._parts[number][self._ranks.rank]
+        for part, (_, now), (_, before) in zip(own, self._own[number], self.base._own[number], strict=True):
+            yield part, now, changed_positions(now, before)
+
+    def delta(self, number: int, is_sender: bool) -> BucketDelta | None:
+        infos, starts = self.buckets[number], dict(Bucket(self.buckets[number], self._incoming).starts())
+        found = [
+            BucketDelta.of_words(
+                infos,
+                shard_in_bucket(positions, starts[part.info], part.info, part.region, part.shard.shape),
+                words_at(now, positions),
+            )
+            for part, now, positions in self._changes(number)
+        ]
+        own = joined(infos, found) if found else BucketDelta(infos, self._incoming[:0])
+        if not is_sender:
+            if own.changed:
+                dist.send(own.buffer, group=self._ranks.group, group_dst=0)
+            return None
+        deltas = [own]
+        for trainer, counts in enumerate(self._changed):
+            if trainer and counts[number]:
+                nbytes = BucketDelta.nbytes_of(counts[number])
+                deltas.append(BucketDelta(infos, self._received(trainer, nbytes).clone()))
+        return joined(infos, deltas)
 
 
 def _reserve(pool: HostCopyPool, nbytes: int) -> None:

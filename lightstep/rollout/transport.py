@@ -96,13 +96,57 @@ class Bucket:
         return sum(-(-info.nbytes // _ALIGNMENT) * _ALIGNMENT for info in infos)
 
     def __iter__(self) -> Iterator[tuple[WeightInfo, Tensor]]:
+        for info, start in self.starts():
+            yield info, self.buffer[start : start + info.nbytes].view(info.dtype).view(info.shape)
+
+    def starts(self) -> Iterator[tuple[WeightInfo, int]]:
+        """Each tensor's description, and its first byte in the buffer."""
         start = 0
         for info in self.infos:
-            yield info, self.buffer[start : start + info.nbytes].view(info.dtype).view(info.shape)
+            yield info, start
             start += -(-info.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 _ALIGNMENT = 16  # bytes
+
+
+class BucketDelta:
+    """What changed in a bucket since an earlier set. :attr:`buffer` has the bytes to send.
+
+    Args:
+        infos: the tensors in the bucket.
+        buffer: 1-D uint8: the positions, then the values.
+
+    Attributes:
+        infos: the tensors in the bucket.
+        buffer: as given.
+        changed: how many words of 2 bytes changed.
+        positions: of these words in the bucket's buffer, int32.
+        values: the words, int16.
+    """
+
+    def __init__(self, infos: Sequence[WeightInfo], buffer: Tensor) -> None:
+        self.infos, self.buffer = infos, buffer
+        self.changed = len(buffer) // self.nbytes_of(1)
+
+    @staticmethod
+    def nbytes_of(changed: int) -> int:
+        """The bytes of a delta of so many words."""
+        return 6 * changed
+
+    @classmethod
+    def of_words(cls, infos: Sequence[WeightInfo], positions: Tensor, values: Tensor) -> BucketDelta:
+        """From positions (any integers) and values (int16)."""
+        buffer = torch.cat([positions.int().view(torch.uint8), values.contiguous().view(torch.uint8)])
+        return cls(infos, buffer)
+
+    @property
+    def positions(self) -> Tensor:
+        return self.buffer[: 4 * self.changed].view(torch.int32)
+
+    @property
+    def values(self) -> Tensor:
+        return self.buffer[4 * self.changed :].view(torch.int16)
 
 
 class WeightTransport(ABC):
@@ -115,9 +159,14 @@ class WeightTransport(ABC):
     Attributes:
         uses_file_names: tensors are sent as the model's files have them. transformers joins some in memory, such as
             those of experts.
+        deltas: the receivers keep each set, and get what changed since the last one. Sets have identifiers then: see
+            :meth:`identify`.
+        accepts_deltas: read after ``begin``: every receiver holds the set to which deltas were announced.
     """
 
     uses_file_names: ClassVar[bool] = False
+    deltas: bool = False
+    accepts_deltas: bool = False
 
     @abstractmethod
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
@@ -130,6 +179,18 @@ class WeightTransport(ABC):
         They are on the trainer's device. With ``publish_weights(wait=False)`` they are on the host, and all methods are
         called by a thread.
         """
+
+    def identify(self, set_id: str, base: str | None) -> None:  # noqa: B027  (most transports send whole sets)
+        """Called before ``begin`` if there are :attr:`deltas`.
+
+        Args:
+            set_id: of the set that is sent; no other one has it.
+            base: the set to which buckets may be deltas; ``None``: all buckets will be whole.
+        """
+
+    def send_delta(self, delta: BucketDelta) -> None:
+        """Instead of ``send``, if :attr:`accepts_deltas`."""
+        raise NotImplementedError
 
     @abstractmethod
     def finish(self) -> None:

@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from lightstep.rollout.deltas import HeldWeights, receive_bucket
 from lightstep.rollout.link import WeightLink
 from lightstep.rollout.server_protocols import refuse_other_names
 from lightstep.rollout.transport import Bucket, WeightInfo
@@ -52,12 +53,23 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """The tensors of a bucket; with ``check_only`` those of a whole set, of which nothing is sent now."""
+    """The tensors of a bucket; with ``check_only`` those of a whole set, of which nothing is sent now.
+
+    Attributes:
+        set_id: of the set, if it is to be kept for deltas.
+        base: of the set to which deltas are sent.
+        is_last: the set's last bucket.
+        changed: the bucket comes as a delta with so many words.
+    """
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     check_only: bool = False
+    set_id: str = ""
+    base: str = ""
+    is_last: bool = False
+    changed: int | None = None
 
     @property
     def infos(self) -> list[WeightInfo]:
@@ -75,6 +87,7 @@ class ProcessGroupEngine(WeightTransferEngine):
         super().__init__(*arguments, **keywords)
         self._link: WeightLink | None = None
         self._loading = False
+        self._held = HeldWeights()
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         self.shutdown()
@@ -92,12 +105,14 @@ class ProcessGroupEngine(WeightTransferEngine):
     def receive_weights(self, update_info: BucketInfo) -> None:
         infos = update_info.infos
         if update_info.check_only:
-            self._check(infos)
+            if update_info.base:
+                self._held.refuse_other_base(update_info.base)
+            else:
+                self._check(infos)
             return
         if self._link is None:
             raise RuntimeError("no process group with a trainer: /init_weight_transfer_engine comes first")
-        bucket = Bucket(infos, torch.empty(Bucket.nbytes_of(infos), dtype=torch.uint8, device=self._link.device))
-        self._link.broadcast(bucket.buffer)
+        bucket = receive_bucket(self._link, self._held, infos, update_info)
         if not self._loading:
             self._loading = True
             initialize_layerwise_reload(self.model)
@@ -110,6 +125,7 @@ class ProcessGroupEngine(WeightTransferEngine):
     def finish_weight_update(self) -> None:
         if self._loading:
             self._loading = False
+            self._held.end()
             finalize_layerwise_reload(self.model, self.model_config)
 
     def _check(self, infos: list[WeightInfo]) -> None:

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightstep import Strategy, TransformersEngine, WeightTransferError
+from lightstep import Strategy, TransformersEngine, VllmServer, WeightTransferError
 from lightstep.checkpoint.huggingface import full_weights
+from lightstep.sharding.model_names import unwrap_model
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
+from tests.rollout_servers import FakeVllm
 from tests.unit.test_publishing import Slow
 
 FSDP2: dict[str, Any] = {"kind": "fsdp2"}
@@ -152,3 +154,45 @@ def test_rollout_workers_get_whole_sets(pool: Pool) -> None:
     assert received[-1][0] == 6
     for version, weights in received:
         assert same(weights, published[version]), version
+
+
+def check_deltas(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any]) -> None:
+    training = Training(rank, sharding, state)
+    strategy = training.strategy
+    names = [name for name, _ in unwrap_model(training.model).named_parameters()]
+    shapes = {name: torch.zeros_like(tensor) for name, tensor in training.weights().items() if name in names}
+    fake = FakeVllm(shapes) if rank == 0 else None
+    url = [fake.url if fake else ""]
+    dist.broadcast_object_list(url)
+    servers = VllmServer(url[0], timeout_s=10, deltas=True)
+    for group in training.optimizer.param_groups:
+        group["lr"] = 1e-5
+    for version in range(1, 7):
+        training.step()
+        expected = training.weights()
+        wait = version % 3 == 0
+        strategy.publish_weights(training.model, servers, wait=wait)
+        training.be_late()
+        training.step()
+        report = strategy.wait_for_publication()
+        assert report is not None
+        if fake is not None:
+            assert fake.process.version == str(version) and same(fake.process.weights, expected)
+            assert (report.nbytes < report.whole_nbytes) == (version not in (1, 5)), version
+            if version == 4:
+                fake.restart(shapes)
+    strategy.close()
+    if fake is not None:
+        servers.close()
+        fake.kill()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sharding", "state"),
+    [(3, FSDP2, RESIDENT), (4, HSDP, DEFERRED), (2, DDP, OVERLAP)],
+    ids=["fsdp2", "hsdp-deferred", "ddp-overlap"],
+)
+def test_trainers_send_what_changed_in_their_shards(
+    pool: Pool, world_size: int, sharding: dict[str, Any], state: dict[str, Any]
+) -> None:
+    pool.run(check_deltas, world_size, sharding=sharding, state=state)

@@ -1,0 +1,426 @@
+"""Deltas: only what changed is sent, and what servers have afterwards is what a whole set would have given them."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from lightstep import ConfigError, SglangServer, Strategy, VllmServer, WeightTransferError
+from lightstep.rollout.deltas import HeldWeights, changed_positions, shard_in_bucket
+from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo
+from tests.rollout_servers import FakeServer, FakeVllm, Refusal
+from tests.unit.test_rollout_servers import Breaking, Training
+
+waits = pytest.mark.parametrize("wait", [True, False])
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30), nn.Linear(30, 8))
+
+
+class Run(Training):
+    """A model whose weights change little, and servers that take deltas."""
+
+    def __init__(self, servers: int = 1, **settings: Any) -> None:
+        settings = {"model": make_model(), **settings}
+        super().__init__("vllm", servers, deltas=True, **settings)
+        self.sent = 0
+
+    def step(self) -> None:
+        """Changes a few weights of the first and the last layer."""
+        with torch.no_grad():
+            for parameter in (next(iter(self.model.parameters())), list(self.model.parameters())[-1]):
+                chosen = torch.randperm(parameter.numel())[: max(1, parameter.numel() // 50)]
+                parameter.view(-1)[chosen] += torch.randn(len(chosen)).to(parameter.dtype)
+
+    def publish(self, wait: bool = True, **options: Any) -> int:
+        version = self.strategy.publish_weights(self.model, to=self.servers, wait=wait, **options)
+        report = self.strategy.wait_for_publication()
+        assert report is not None and report.version == version
+        self.is_delta = report.nbytes < report.whole_nbytes
+        self.report = report
+        return version
+
+
+@waits
+@pytest.mark.parametrize("servers", [1, 3])
+def test_only_what_changed_is_sent(servers: int, wait: bool) -> None:
+    run = Run(servers)
+    for version in range(1, 6):
+        run.step()
+        assert run.publish(wait) == version and run.serves(str(version))
+        assert run.is_delta == (version > 1)
+    assert run.report.nbytes < 0.1 * run.report.whole_nbytes
+    run.publish()  # nothing has changed
+    assert run.serves("6") and run.report.nbytes == 0
+    run.close()
+
+
+def test_above_a_third_a_bucket_is_sent_whole() -> None:
+    run = Run()
+    run.publish()
+    first = next(iter(run.model.parameters()))
+    for share, whole in ((0.30, False), (0.37, True)):
+        with torch.no_grad():
+            first.view(-1)[: int(share * first.numel())] += 1
+        run.publish()
+        assert run.serves(str(run.strategy.rollout._version)) and run.is_delta
+        assert (run.report.nbytes >= first.nbytes) == whole
+    run.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0])
+def test_bits_are_compared(value: float) -> None:
+    run = Run()
+    with torch.no_grad():
+        run.model[0].weight.zero_()
+    run.publish()
+    with torch.no_grad():
+        run.model[0].weight.view(-1)[7] = value
+    run.publish()
+    found = run.fakes[0].process.weights["0.weight"].view(torch.int16)
+    assert run.report.nbytes == 6 and torch.equal(found, run.model[0].weight.view(torch.int16))
+    run.close()
+
+
+def test_any_training_is_followed() -> None:
+    """Steps of AdamW, edits and replaced sets, between publications that the loop does not wait for."""
+    chance, run = random.Random(0), Run()
+    sets: dict[str, dict[str, Tensor]] = {}
+    for version in range(1, 25):
+        for group in run.optimizer.param_groups:
+            group["lr"] = chance.choice([1e-6, 1e-4, 1e-2])
+        run.optimizer.backward(run.model(torch.randn(4, 40).bfloat16()).float().square().mean())
+        run.optimizer.step()
+        if chance.random() < 0.3:
+            Run.step(run)
+        sets[str(version)] = run.weights()
+        run.strategy.publish_weights(run.model, to=run.servers, wait=False, replace=chance.random() < 0.5)
+        if chance.random() < 0.5:
+            run.strategy.wait_for_publication()
+            process = run.fakes[0].process
+            assert process.version == str(version)
+            assert all(torch.equal(process.weights[name], t) for name, t in sets[process.version].items())
+    run.close()
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
+def test_experts_have_the_names_that_files_have(kept: torch.dtype) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    others = {"num_key_value_heads": 1, "num_local_experts": 3, "vocab_size": 40}
+    run = Run(model=MixtralForCausalLM(MixtralConfig(**sizes, **others)))
+    run.strategy.rollout._config = run.strategy.rollout._config.model_copy(update={"bucket_mib": 1.0})
+    (server,) = run.fakes
+
+    def served() -> dict[str, Tensor]:
+        from lightstep.rollout.file_names import tensors_in_files
+
+        tensors = {name: p.detach().to(kept) for name, p in run.model.named_parameters()}
+        return tensors_in_files(run.model, tensors)
+
+    server.process.weights = {name: torch.zeros_like(tensor) for name, tensor in served().items()}
+
+    def publish() -> None:
+        number = run.strategy.rollout._version + 1
+        run.strategy.rollout.publish(run.model, kept, run.servers, number)
+        assert all(torch.equal(server.process.weights[name], tensor) for name, tensor in served().items())
+
+    publish()
+    for parameter in run.model.parameters():
+        with torch.no_grad():
+            parameter.view(-1)[:: max(7, parameter.numel() // 20)] += 1
+    publish()
+    report = run.strategy.wait_for_publication()
+    assert report is not None and 0 < report.nbytes < 0.5 * report.whole_nbytes
+    run.close()
+
+
+# -- a whole set, whenever it is not known what a server has -----------------------------------------------------------
+
+
+def restarted(run: Run) -> None:
+    run.fakes[0].restart(run.initial)
+
+
+def restarted_as_the_same_version(run: Run) -> None:
+    """Another trainer's version has the same number."""
+    run.fakes[0].restart(run.initial)
+    run.fakes[0].process.version = str(run.strategy.rollout._version)
+
+
+def another_server(run: Run) -> None:
+    new = FakeVllm(run.initial, 10.0)
+    run.servers.add(new.url)
+    run.fakes.append(new)
+
+
+def another_trainer(run: Run) -> None:
+    """Has published a set with the same number."""
+    other = Training("vllm", deltas=True, model=make_model())
+    mine = VllmServer(run.fakes[0].url, timeout_s=10, deltas=True)
+    other.strategy.publish_weights(other.model, to=mine, version=run.strategy.rollout._version)
+    mine.close()
+    other.close()
+
+
+def a_set_without_deltas(run: Run) -> None:
+    mine = VllmServer(run.fakes[0].url, timeout_s=10)
+    run.step()
+    run.strategy.publish_weights(run.model, to=mine)
+    mine.close()
+
+
+def broken_off(run: Run) -> None:
+    run.step()
+    run.fakes[0].before = Breaking("/update_weights", 3, "refuses", run.fakes[0])
+    with pytest.raises(WeightTransferError, match="the engine is unwell"):
+        run.publish()
+    run.fakes[0].before = lambda path: None
+
+
+def not_finished(run: Run) -> None:
+    """All of it has arrived, but the trainer does not know."""
+
+    def before(path: str) -> None:
+        if path == "/reset_prefix_cache":
+            raise Refusal(500, "no cache")
+
+    run.step()
+    run.fakes[0].before = before
+    with pytest.raises(WeightTransferError, match="no cache"):
+        run.publish()
+    run.fakes[0].before = lambda path: None
+
+
+@waits
+@pytest.mark.parametrize(
+    "event",
+    [
+        restarted,
+        restarted_as_the_same_version,
+        another_server,
+        another_trainer,
+        a_set_without_deltas,
+        broken_off,
+        not_finished,
+    ],
+)
+def test_a_whole_set_is_sent_after(event: Callable[[Run], None], wait: bool) -> None:
+    run = Run()
+    for _ in range(2):
+        run.step()
+        run.publish(wait)
+    assert run.is_delta
+    event(run)
+    run.step()
+    version = run.publish(wait)
+    assert run.serves(str(version)) and not run.is_delta
+    run.step()
+    version = run.publish(wait)
+    assert run.serves(str(version)) and run.is_delta
+    run.close()
+
+
+def test_a_server_that_lost_its_copy_gets_a_whole_set() -> None:
+    run = Run()
+    run.publish()
+    run.fakes[0].process.held.forget()
+    run.step()
+    run.publish()
+    assert run.serves("2") and not run.is_delta
+    run.close()
+
+
+def test_servers_that_are_killed_at_random_moments_never_serve_anything_but_a_whole_set() -> None:
+    chance = random.Random(3)
+    run = Run(timeout_s=3.0)
+    (server,) = run.fakes
+    sets = [run.initial]
+    deltas = 0
+    for attempt in range(14):
+        run.step()
+        sets.append(run.weights())
+        timer = threading.Timer(chance.random() * 0.15, server.restart, [run.initial])
+        if attempt % 2:
+            timer.start()
+        try:
+            run.publish(wait=attempt % 3 > 0)
+            deltas += run.is_delta
+        except WeightTransferError:
+            pass
+        if attempt % 2:
+            timer.join()
+        known = server.process.weights
+        assert server.process.paused or any(all(torch.equal(known[n], t) for n, t in one.items()) for one in sets)
+    run.step()
+    run.publish()
+    assert run.serves(str(run.strategy.rollout._version)) and deltas
+    run.close()
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_receiver_applies_deltas_to_nothing_else_than_their_base() -> None:
+    infos = [WeightInfo(("a",), (5,), torch.bfloat16)]
+    bucket = Bucket(infos, torch.arange(16, dtype=torch.uint8))
+    delta = BucketDelta.of_words(infos, torch.tensor([1]), torch.tensor([9], dtype=torch.int16))
+    held = HeldWeights()
+    held.begin("one", "")
+    held.keep(bucket, is_last=True)
+    with pytest.raises(RuntimeError, match="no complete set is here"):
+        held.begin("two", "one")  # "one" has not ended
+    held.end()
+    with pytest.raises(RuntimeError, match="deltas to set none, and one is here"):
+        held.begin("two", "none")
+    held.begin("two", "one")
+    assert held.apply(infos, delta.buffer, is_last=False).buffer.view(torch.int16)[1] == 9
+    held.end()  # half of it
+    with pytest.raises(RuntimeError, match="no complete set is here"):
+        held.begin("three", "two")
+    held.begin("three", "")
+    with pytest.raises(RuntimeError, match="a bucket that is not here"):
+        held.apply(infos, delta.buffer, is_last=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_positions_of_a_shard_in_its_bucket(dtype: torch.dtype, dim: int) -> None:
+    infos = [WeightInfo(("a",), (3,), torch.bfloat16), WeightInfo(("b",), (4, 6, 8), dtype)]
+    before = Bucket(infos, torch.zeros(Bucket.nbytes_of(infos), dtype=torch.uint8))
+    after = Bucket(infos, torch.zeros(Bucket.nbytes_of(infos), dtype=torch.uint8))
+    region = [slice(None)] * 3
+    region[dim] = slice(1, 3)
+    place = [slice(0, size) if i != dim else slice(1, 3) for i, size in enumerate((4, 6, 8))]
+    whole = dict(after)[infos[1]]
+    shard = whole[tuple(region)]
+    shard.copy_(torch.randint(0, 2, shard.shape))
+    found = changed_positions(shard.contiguous(), torch.zeros(shard.shape, dtype=dtype))
+    start = dict(after.starts())[infos[1]]
+    positions = shard_in_bucket(found, start, infos[1], place, shard.shape)
+    assert torch.equal(positions.sort()[0], changed_positions(after.buffer, before.buffer))
+
+
+def test_only_vllm_takes_deltas() -> None:
+    with pytest.raises(ValueError, match="leave deltas out"):
+        SglangServer("http://host", deltas=True)
+    servers = {"kind": "sglang", "urls": ["http://host"], "deltas": True}
+    with pytest.raises(ConfigError, match="leave deltas out"):
+        Strategy.load("resident", overrides={"roles.rollout": {"servers": servers}})
+
+
+def test_a_strategy_file_asks_for_deltas() -> None:
+    fake: FakeServer = FakeVllm({name: torch.zeros_like(p) for name, p in make_model().named_parameters()})
+    servers = {"kind": "vllm", "urls": [fake.url], "deltas": True}
+    strategy = Strategy.load("resident", overrides={"roles.rollout": {"servers": servers, "timeout_s": 10}})
+    model = strategy.prepare_model(make_model())
+    strategy.publish_weights(model)
+    strategy.publish_weights(model)
+    report = strategy.wait_for_publication()
+    assert report is not None and report.nbytes == 0 < report.whole_nbytes
+    strategy.close()
+    fake.kill()
+
+
+# -- the plugin, with as much of vLLM as it touches --------------------------------------------------------------------
+
+
+class _Base:
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.device = model, torch.device("cpu")
+        self.parallel_config = types.SimpleNamespace(pipeline_parallel_size=1)
+        self.model_config = types.SimpleNamespace(quantization=None)
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(8, dtype=torch.bfloat16)) for _ in range(2))
+
+    @torch.no_grad()
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).copy_(tensor)
+
+
+class _Link:
+    """What the trainer broadcasts next."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        tensor.copy_(self.data)
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_plugin_keeps_sets_and_applies_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
+    reloads: list[str] = []
+    base = dict.fromkeys(("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo"), _Base)
+    base |= {"WeightTransferInitInfo": object, "WeightTransferUpdateInfo": object}
+    reload = {
+        "initialize_layerwise_reload": lambda model: reloads.append("begin"),
+        "finalize_layerwise_reload": lambda model, config: reloads.append("end"),
+    }
+    modules: dict[str, dict[str, Any]] = {
+        "vllm.distributed.weight_transfer.base": base,
+        "vllm.distributed.weight_transfer.factory": {"WeightTransferEngineFactory": object},
+        "vllm.model_executor.model_loader.reload": reload,
+    }
+    for name in modules:
+        parts = name.split(".")
+        for length in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:length]), types.ModuleType(".".join(parts[:length])))
+    for name, content in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "lightstep.rollout.vllm_plugin", raising=False)
+    plugin = importlib.import_module("lightstep.rollout.vllm_plugin")
+    monkeypatch.delitem(sys.modules, "lightstep.rollout.vllm_plugin")
+    engine, link = plugin.ProcessGroupEngine(_Model()), _Link()
+    engine._link = link
+
+    def receive(data: Tensor, name: str, **place: Any) -> None:
+        link.data = data
+        engine.receive_weights(plugin.BucketInfo([name], ["bfloat16"], [[8]], **place))
+
+    def check(base: str) -> None:
+        engine.receive_weights(plugin.BucketInfo([], [], [], check_only=True, base=base))
+
+    values = {name: torch.randn(8).bfloat16() for name in "ab"}
+    for name, tensor in values.items():
+        receive(tensor.view(torch.uint8), name, set_id="one", is_last=name == "b")
+    engine.finish_weight_update()
+    check("one")
+    with pytest.raises(RuntimeError, match="deltas to set two, and one is here"):
+        check("two")
+    infos = [WeightInfo(("a",), (8,), torch.bfloat16)]
+    values["a"][3] = 5.0
+    delta = BucketDelta.of_words(infos, torch.tensor([3]), values["a"].view(torch.int16)[[3]])
+    receive(delta.buffer, "a", set_id="two", base="one", changed=1)
+    receive(delta.buffer[:0], "b", set_id="two", base="one", changed=0, is_last=True)
+    engine.finish_weight_update()
+    check("two")
+    assert all(torch.equal(engine.model.get_parameter(name), tensor) for name, tensor in values.items())
+    assert reloads == ["begin", "end"] * 2
+    receive(values["a"].view(torch.uint8), "a")  # a set that is not kept
+    engine.finish_weight_update()
+    with pytest.raises(RuntimeError, match="no complete set is here"):
+        check("two")
