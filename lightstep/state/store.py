@@ -884,7 +884,8 @@ class Store:
             return
         ring = self._ring
         if ring is None or not self._suits(ring.sizes):
-            self._lanes.wait_until_idle(self.lanes.device)
+            if ring is not None:  # its memory is freed
+                self._lanes.wait_until_idle(self.lanes.device)
             ring = self._ring = None
             sizes = self._slot_sizes()
             try:

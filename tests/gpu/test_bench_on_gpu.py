@@ -133,7 +133,7 @@ def test_a_timeline_shows_copies_beside_the_computation(
     for number in ("SUBMIT_IN_STEP", "SUBMIT_AHEAD"):  # else all of a small model is updated before its forward begins
         monkeypatch.setattr(queue, number, 2)
     ours = "stream-overlap:optimizer_state.ring_mib=32:optimizer_state.resident_gib=0"
-    asked = {**SMALL, "tokens": "8192", "strategies": ours, "device": str(device)}
+    asked = {**SMALL, "params": 3e8, "layers": 8, "tokens": "16384", "strategies": ours, "device": str(device)}
     measure(plan("timeline", asked, tmp_path), tmp_path)
     (file,) = tmp_path.glob("*-timeline.json")
     events = json.loads(file.read_text())["traceEvents"]

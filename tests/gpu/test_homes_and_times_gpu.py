@@ -58,3 +58,16 @@ def test_bulk_frees_its_slots_while_copies_are_under_way() -> None:
         for _ in range(64):  # others take the memory that was freed
             torch.full((1 << 13,), 7.0, device="cuda")
     assert_same(tested.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_the_host_does_not_wait_in_a_steady_step(home: str) -> None:
+    tested = make(home, "at_step", "not clipped", "bfloat16", Training)
+    tested.train(3)
+    tested.optimizer.backward(tested.loss())
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tested.optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
