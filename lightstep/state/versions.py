@@ -185,11 +185,6 @@ class Versions:
     def __contains__(self, record: Record) -> bool:
         return record in self._speculative
 
-    @property
-    def any_speculative(self) -> bool:
-        """Whether there are speculative updates that were neither committed nor rolled back."""
-        return bool(self._speculative)
-
     def get(self, record: Record) -> Version | None:
         """The record's speculative update, if there is one."""
         return self._speculative.get(record)

@@ -35,7 +35,7 @@ class Training:
     def __init__(
         self, rank: int, sharding: dict[str, Any], state: dict[str, Any], rollout: dict[str, Any] | None = None
     ) -> None:
-        sent = {"parameters": "bfloat16", "bucket_mib": 0.001, "timeout_s": 20, **(rollout or {})}
+        sent = {"parameters": "bfloat16", "bucket_mib": 0.001, "timeout_s": 60, **(rollout or {})}
         if "mode" not in sent:
             del sent["timeout_s"]
         precision = {"parameters": "float32"} if state is RESIDENT else {}
@@ -164,7 +164,7 @@ def check_deltas(rank: int, world_size: int, sharding: dict[str, Any], state: di
     fake = FakeVllm(shapes) if rank == 0 else None
     url = [fake.url if fake else ""]
     dist.broadcast_object_list(url)
-    servers = VllmServer(url[0], timeout_s=10, deltas=True)
+    servers = VllmServer(url[0], timeout_s=60, deltas=True)
     for group in training.optimizer.param_groups:
         group["lr"] = 1e-5
     for version in range(1, 7):
