@@ -213,8 +213,7 @@ class Engine:
     def start_over(self, backend: Store) -> None:
         """Before the set-up: the groups have got other parameters, and state will live in ``backend``."""
         self.remove_hooks()
-        if type(backend) is type(self.backend):  # it may have settings (set_residency)
-            backend = self.backend
+        backend.take_residency_of(self.backend)
         self._build(backend, self.gradients.float32, self.managed.places)
         self.watch_gradients()
 

@@ -73,16 +73,16 @@ PROFILES = {
     "H100": Profile(
         "H100",
         409,
-        11.0,
+        10.3,
         85.0,
         Link(54.9, 46.99, _TOTAL_OF_TWO, "measured: h100-3b-iteration.json; of two GPUs h200-x2-8b-16k.json"),
         "measured: h100-3b-iteration.json; AdamW is H200's, by the data sheets' 3.35 of 4.8 TB/s",
     ),
-    "H200": Profile("H200", 442, 7.7, 150.7, LINKS["pcie5"], "measured: h200-3b-tokens.json, h200-1b.json"),
+    "H200": Profile("H200", 442, 7.2, 150.7, LINKS["pcie5"], "measured: h200-3b-tokens.json, h200-1b.json"),
     "A100": Profile(
         "A100",
         129,
-        18.1,
+        16.9,
         85.0,
         LINKS["pcie4"],
         "H100's, by the data sheets' 312 of 989 TFLOP/s and 2.04 of 3.35 TB/s; an estimate",
@@ -90,12 +90,12 @@ PROFILES = {
     "B200": Profile(
         "B200",
         930,
-        4.6,
+        4.3,
         192.0,
         LINKS["pcie5"],
         "H100's, by the data sheets' 2250 of 989 TFLOP/s and 8.0 of 3.35 TB/s; an estimate",
     ),
-    "GH200": Profile("GH200", 409, 11.0, 96.0, LINKS["nvlink-c2c"], "H100's, which it holds; an estimate"),
+    "GH200": Profile("GH200", 409, 10.3, 96.0, LINKS["nvlink-c2c"], "H100's, which it holds; an estimate"),
 }
 
 

@@ -832,6 +832,12 @@ class Store:
                 self._ensure_ring()
             self._prepared = False
 
+    def take_residency_of(self, other: Store) -> None:
+        """Before :meth:`register`: what :meth:`set_residency` has set there holds here, too."""
+        if self.name == other.name:
+            self._settings["resident_gib"] = other._settings["resident_gib"]
+            self._versions.has_resident_state = other._versions.has_resident_state
+
     def _budget(self, device: torch.device) -> Budget:
         gib = self._settings["resident_gib"]
         return AutoBudget(device_memory(device)) if gib == "auto" else int(gib * GIB)
