@@ -4,8 +4,8 @@ An asynchronous save returns when training can no longer change what it will wri
 
 - *Optimizer state in host records* (``stream``, ``bulk``) is pinned, not copied. The thread reads the records; an
   update of a record that has not been read yet is written to a spare slab (:mod:`lightstep.state.snapshot`).
-- *Optimizer state on the device* (``resident``) is copied to the host in a lane of its own during the next iteration.
-  The thread allocates the memory for it. An update of a record that is not copied yet waits
+- *Optimizer state on the device* (``resident``, ``resident_gib``) is copied to the host in a lane of its own during the
+  next iteration. The thread allocates the memory for it. An update of a record that is not copied yet waits
   (:mod:`lightstep.state.device_copies`).
 - *Weights, buffers, and all else that users may write to at any time* (state of plain torch optimizers, state that was
   handed out) is copied on the current stream. The host does not wait; the next forward is queued after the copies. On

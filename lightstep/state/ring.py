@@ -51,6 +51,7 @@ class Ring:
         self._free.clear()
         self.slots.clear()
         self.sizes = list(sizes)
+        self._are_alike = len(set(sizes)) == 1
         self.slots.extend(Slot(nbytes, self._lanes) for nbytes in sizes)
         self._lanes.wait_for_caller()
         self._free.extend(self.slots)
@@ -106,6 +107,8 @@ class Ring:
 
     def _take_free(self, record: Record) -> Slot:
         """Of the smallest free slots that suffice for the record, the one that has been free longest."""
+        if self._are_alike:
+            return self._free.popleft()
         needed = self._needed(record)
         slot = min((one for one in self._free if one.buffer.nbytes >= needed), key=_size)
         self._free.remove(slot)

@@ -365,6 +365,7 @@ class Store:
         if self._on_host:
             wanted = frozenset(managed)
             self._walk = self._walk_in(self._records.by_unit if order is None else order, wanted.__contains__)
+            self._ensure_ring()
             self._live_ring().prefetch(self._walk)
         if self._computed is not None:
             self.lanes.caller().wait(self._computed)  # the last step may have used the staging on another stream
@@ -912,7 +913,8 @@ class Store:
         return largest >= self._slot_bytes() and len(sizes) == self._slot_count(largest)
 
     def _live_ring(self) -> Ring:
-        self._ensure_ring()
+        if self._ring is None:
+            self._ensure_ring()
         assert self._ring is not None, "records live on the device"
         return self._ring
 
