@@ -221,8 +221,8 @@ class OptimizerState(_Frozen):
     resident_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = 0.0
     """Stream: optimizer state that stays on the device, in GiB."""
     spare_host_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
-    """Stream: host memory for second versions of records (update overlap, asynchronous saves), in GiB; ``auto`` takes
-    what is free, but for a tenth."""
+    """Stream, bulk: host memory for second versions of records (update overlap, asynchronous saves), in GiB; ``auto``
+    takes what is free, but for a tenth."""
     previous_weights: Literal["auto", "device", "host"] = "auto"
     """Update overlap: where weights are kept as they were until their update counts; ``auto``: on the host if state
     stays on the device (``resident_gib``), else on the device while it has room."""

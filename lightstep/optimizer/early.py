@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 
 from lightstep.optimizer.arrivals import Arrivals
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.optimizer.queue import AdoptWrites, EarlyStep, Queue
-from lightstep.optimizer.unit_updater import Gradients, Update
+from lightstep.optimizer.queue import Early, EarlyStep, Queue
 from lightstep.state.schema import Managed, Unit
 
 __all__ = ["EarlyUpdates"]
 
 
-class EarlyUpdates(ABC):
-    """Updates units in backward, when their gradients are complete; subclasses say which ones, and by which factor.
-
-    Here the rest of the queue runs as if this object did not exist.
+class EarlyUpdates(Early):
+    """Counts gradients and begins a step in backward; subclasses say which units are updated, and by which factor.
 
     Args:
         queue: holds this object, so this one must not hold it: a weak reference.
@@ -28,18 +24,6 @@ class EarlyUpdates(ABC):
     def __init__(self, queue: Queue) -> None:
         self._queue, self._updater, self._backend = queue, queue.updater, queue.backend
         self._arrivals = Arrivals()
-
-    @property
-    @abstractmethod
-    def is_half_done(self) -> bool: ...
-
-    @property
-    def is_speculating(self) -> bool:
-        return False
-
-    @property
-    def awaits_step(self) -> bool:
-        return False
 
     @contextlib.contextmanager
     def updating(self, step: EarlyStep, retain_graph: bool) -> Iterator[None]:
@@ -73,30 +57,6 @@ class EarlyUpdates(ABC):
             "of sharded weights themselves does it beside that of the model (give each a backward of its own); or set "
             f"optimizer_state.update: {self._queue.time.without_early.name}"
         )
-
-    def complete(self, step: EarlyStep) -> None:
-        raise AssertionError("no step has started")
-
-    def validate(self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites) -> bool:
-        return False
-
-    def start(self, updates: Sequence[Update]) -> bool:
-        return False
-
-    def overflows(self, updates: Sequence[Update]) -> bool | None:
-        return None
-
-    def skip(self) -> None:  # noqa: B027  (an optional hook)
-        pass
-
-    def resolve(self, items: Iterable[Managed] | None) -> bool:
-        return True
-
-    def drop_gradients(self) -> None:  # noqa: B027  (an optional hook)
-        pass
-
-    @abstractmethod
-    def reset(self) -> None: ...
 
     def close(self) -> None:
         self._arrivals.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class EarlyStep(Protocol):
         """The update of one layer whose gradients have been taken; ``None`` if the layer is to be skipped."""
 
 
-class Early(Protocol):
+class Early(ABC):
     """Updates units in backward, when their gradients are complete: an :class:`UpdateTime` says which ones and how.
 
     Attributes:
@@ -93,12 +94,18 @@ class Early(Protocol):
     """
 
     @property
+    @abstractmethod
     def is_half_done(self) -> bool: ...
-    @property
-    def is_speculating(self) -> bool: ...
-    @property
-    def awaits_step(self) -> bool: ...
 
+    @property
+    def is_speculating(self) -> bool:
+        return False
+
+    @property
+    def awaits_step(self) -> bool:
+        return False
+
+    @abstractmethod
     def updating(self, step: EarlyStep, retain_graph: bool) -> contextlib.AbstractContextManager[None]:
         """The last backward of a step runs in the body.
 
@@ -109,17 +116,21 @@ class Early(Protocol):
 
     def complete(self, step: EarlyStep) -> None:
         """In ``step()``, if it has started in backward: update what is left."""
+        raise AssertionError("no step has started")
 
     def validate(self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites) -> bool:
         """See :meth:`Queue.validate_speculation`."""
+        return False
 
     def start(self, updates: Sequence[Update]) -> bool:
         """In ``step()``: update the units that are not updated yet. ``False``: none are, and this does nothing."""
+        return False
 
     def overflows(self, updates: Sequence[Update]) -> bool | None:
         """Whether the step is to be skipped, if this object knows it."""
+        return None
 
-    def skip(self) -> None:
+    def skip(self) -> None:  # noqa: B027  (an optional hook)
         """The step is skipped."""
 
     def resolve(self, items: Iterable[Managed] | None) -> bool:
@@ -127,13 +138,16 @@ class Early(Protocol):
 
         If so, it has not iterated over them.
         """
+        return True
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:  # noqa: B027  (an optional hook)
         """Drop gradients that wait for others of their layer (``zero_grad``)."""
 
+    @abstractmethod
     def reset(self) -> None:
         """The step has failed: forget it."""
 
+    @abstractmethod
     def close(self) -> None:
         """Remove the hooks from the parameters."""
 

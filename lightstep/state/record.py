@@ -269,13 +269,14 @@ class Slot:
     """Device memory that holds a record.
 
     Attributes:
+        staged: event of the last copy into it; ``None`` if no lane copies into it.
         arriving: a lane copies the record into it, and nobody has waited for that yet.
     """
 
-    arriving = False
-
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
+        self.staged: Any = None
+        self.arriving = False
 
 
 class Record:

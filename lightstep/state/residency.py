@@ -180,9 +180,10 @@ class Residency:
         lane.wait(lanes.caller().record(queued))
         for record in records:
             slot, target = record.slot, record.host
-            if isinstance(slot, Slot):
+            assert slot is not None
+            if slot.staged is not None:
                 lane.wait(slot.staged)
-            if slot is not None and target is not None:
+            if target is not None:
                 lane.copy(target, slot.buffer, f"writing back {record.unit.label}")
             record.written_back = lane.record(lanes.event() if record.written_back is None else record.written_back)
         lanes.synchronize()

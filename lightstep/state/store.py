@@ -200,8 +200,17 @@ class Store:
     @property
     def lanes(self) -> Lanes:
         """Streams (threads on the CPU) of the parameters' device, for updates that run concurrently with the caller's
-        own work."""
-        assert self._device is not None, "no parameters are registered, or they are on several devices"
+        own work.
+
+        Raises:
+            ValueError: the parameters are on several devices.
+        """
+        if self._device is None:
+            listed = sorted({str(record.device) for record in self._records})
+            raise ValueError(
+                f"parameters are on {', '.join(listed) or 'no device'}; updates that run beside the model need all of "
+                "them on one device: set optimizer_state.update: at_step"
+            )
         return self._lanes(self._device)
 
     @property
@@ -421,7 +430,8 @@ class Store:
 
     def _arrived(self, record: Record) -> Slot:
         """The slot of a record that lives on the device, ready for the caller's next work."""
-        slot: Any = record.slot
+        slot = record.slot
+        assert slot is not None
         if slot.arriving:
             self._lanes(record.device).caller().wait(slot.staged)
             slot.arriving = False

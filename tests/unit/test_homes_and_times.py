@@ -10,6 +10,8 @@ import torch
 
 from lightstep.state import units as units_module
 from lightstep.state.ring_plan import RingPlan
+from lightstep.state.schema import Managed
+from tests import stores
 from tests.covering import every_pair, every_value
 from tests.unit.test_next_forward import Training, assert_same
 
@@ -98,3 +100,14 @@ def test_bulk_keeps_nothing_on_the_device_between_steps() -> None:
     tested.optimizer.synchronize()
     assert tested.optimizer._backend._ring is None
     assert tested.optimizer.memory_report()["device_bytes"] == 0
+
+
+def test_deferred_updates_of_parameters_on_several_devices_are_refused() -> None:
+    store = stores.resident()
+    items = [
+        Managed(weight, weight, {}, name, own_master=True)
+        for name, weight in (("here", torch.zeros(4)), ("there", torch.zeros(4, device="meta")))
+    ]
+    store.register(items)
+    with pytest.raises(ValueError, match=r"parameters are on cpu, meta; .*set optimizer_state\.update: at_step"):
+        store.lanes.event()
