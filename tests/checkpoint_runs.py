@@ -19,6 +19,8 @@ from torch import Tensor, nn
 import lightstep
 from lightstep.checkpoint import save
 from lightstep.checkpoint.background import finish_pending
+from tests.reference.pair import scale_for, strategy_values
+from tests.reference.tiny_model import TinyModel, loss_of
 
 OLD = Path(__file__).parent / "data" / "checkpoints"
 
@@ -40,6 +42,36 @@ def trained(backend: str, steps: int = 2, **changes: Any) -> tuple[Any, nn.Modul
     torch.manual_seed(0)
     model = strategy.prepare_model(nn.Linear(5, 3))
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    for step in range(steps):
+        torch.manual_seed(10 + step)
+        optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
+        optimizer.step()
+    return strategy, model, optimizer
+
+
+def tiny_run(parameters: str = "bfloat16", steps: int = 3) -> tuple[Any, Any, Any]:
+    """A strategy, and a :class:`TinyModel` and its optimizer, with two groups, after some steps."""
+    strategy = lightstep.Strategy.load(strategy_values(parameters, **scale_for(parameters)))
+    model = strategy.prepare_model(TinyModel())
+    first, second = model.split()
+    groups = [{"params": first, "lr": 3e-3}, {"params": second, "lr": 1e-3, "weight_decay": 0.0}]
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, param_groups=groups)
+    for step in range(steps):
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+    return strategy, model, optimizer
+
+
+def partly_frozen(backend: str, steps: int, frozen_in_groups: bool) -> tuple[Any, nn.Module, Any]:
+    """The first of two layers is frozen. Groups of the previous version held no frozen parameters."""
+    strategy = lightstep.Strategy.load({"optimizer_state": {"backend": backend}})
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    model = strategy.prepare_model(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = None if frozen_in_groups else [{"params": trainable}]
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, param_groups=groups, lr=1e-2 / (1 + steps))
     for step in range(steps):
         torch.manual_seed(10 + step)
         optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
@@ -77,6 +109,17 @@ class Adapted(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.norm(self.base(rows)) + self.adapter(rows)
+
+
+def adapted(steps: int, backend: str = "resident", **arguments: Any) -> tuple[Any, Adapted, Any]:
+    strategy = lightstep.Strategy.load({"optimizer_state": {"backend": backend}})
+    model = strategy.prepare_model(Adapted(**arguments))
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.backward(model(torch.randn(4, 6, dtype=torch.bfloat16)).float().square().sum())
+        optimizer.step()
+    return strategy, model, optimizer
 
 
 class Tied(nn.Module):

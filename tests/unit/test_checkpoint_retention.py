@@ -1,109 +1,158 @@
-"""Which checkpoints stay: never fewer than one whole one, nothing of the user's is removed, and room is made first."""
+"""Which checkpoints stay, and which is the newest: never fewer than one whole one, and nothing of the user's goes."""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
-from torch import nn
 
-from lightstep import Strategy
-from lightstep.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, save, save_checkpoint
+from lightstep.checkpoint import (
+    CheckpointError,
+    latest_checkpoint,
+    layout,
+    load_checkpoint,
+    retention,
+    save,
+    save_checkpoint,
+    verify_checkpoints,
+)
+from lightstep.checkpoint.background import finish_pending
+from lightstep.checkpoint.layout import remove_checkpoint
+from lightstep.checkpoint.storage import location
 from lightstep.checkpoint.verify import is_undamaged
-from tests.checkpoint_runs import dies_at, flip, model_of, trained, values_of
+from tests.checkpoint_runs import DISK_IS_FULL, contents, dies_at, model_of, trained, values_of
 
 
-def saved(folder: Path, *numbers: int, **options: Any) -> None:
+@pytest.fixture(params=["", "file://", "memory://"], ids=["folder", "file", "memory"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A run's folder, or a URL."""
+    yield f"memory://{uuid.uuid4().hex}" if request.param == "memory://" else f"{request.param}{tmp_path}/run"
+    fsspec.filesystem("memory").store.clear()
+
+
+def saved(folder: Any, *numbers: int, **options: Any) -> None:
     for number in numbers:
-        save_checkpoint(folder / f"step-{number}", *full(float(number)), **options)
+        model = model_of(float(number))
+        save_checkpoint(f"{folder}/step-{number}", model, torch.optim.SGD(model.parameters()), **options)
 
 
-def full(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = model_of(value)
-    return model, torch.optim.SGD(model.parameters())
+def damage(path: str) -> None:
+    system, root = fsspec.core.url_to_fs(path)
+    (file,) = [each for each in system.find(root) if each.endswith("__0_0_0.distcp")]
+    data = bytearray(system.cat_file(file))
+    data[1000] ^= 4
+    system.pipe_file(file, bytes(data))
 
 
-def left(folder: Path) -> list[str]:
-    names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
-    return sorted(names, key=lambda name: int(name.rpartition("-")[2]))
+def left(folder: Any) -> list[int]:
+    """The numbers of what is left."""
+    system, root = fsspec.core.url_to_fs(folder)
+    return sorted({int(path[len(root) :].split("/")[1].rpartition("-")[2]) for path in system.find(root)})
 
 
-def test_the_newest_and_every_so_manieth_are_kept(tmp_path: Path) -> None:
-    saved(tmp_path, *range(100, 900, 100), keep_last=2, keep_every=300)
-    assert left(tmp_path) == ["step-300", "step-600", "step-700", "step-800"]
-    saved(tmp_path, 900, keep_last=1)
-    assert left(tmp_path) == ["step-900"]
+# each save: number, options, what is left
+WEIGHTS = {"weights_only": True}
+ROTATIONS: dict[str, list[tuple[int, dict[str, Any], list[int]]]] = {
+    "the newest": [(1, {}, [1]), (2, {"keep_last": 2}, [1, 2]), (3, {"keep_last": 2}, [2, 3])],
+    "one": [(1, {"keep_last": 1}, [1]), (2, {"keep_last": 1}, [2]), (3, {"keep_last": 1}, [3])],
+    "every so manieth": [
+        *((n, {"keep_last": 1, "keep_every": 3}, [*range(3, n, 3), n]) for n in range(1, 8)),
+        (8, {"keep_last": 1}, [8]),
+    ],
+    "higher numbers": [(9, {}, [9]), (3, {}, [3, 9]), (4, {"keep_last": 1}, [4, 9])],
+    "weights alone are counted by themselves": [
+        (1, {"keep_last": 1}, [1]),
+        *((n, {"keep_last": 2, **WEIGHTS}, [1, *range(max(2, n - 1), n + 1)]) for n in range(2, 6)),
+        (6, {"keep_last": 1}, [4, 5, 6]),
+    ],
+}
 
 
-def test_only_checkpoints_of_lower_numbers_and_the_same_name_are_removed(tmp_path: Path) -> None:
-    saved(tmp_path, 1, 2, 3, 9)
+@pytest.mark.parametrize("what", ROTATIONS)
+def test_what_a_save_keeps(run: str, what: str) -> None:
+    for number, options, expected in ROTATIONS[what]:
+        saved(run, number, **options)
+        assert left(run) == expected, number
+
+
+def test_only_checkpoints_of_the_same_name_are_removed_and_no_users_files(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
     save_checkpoint(tmp_path / "other-1", model_of(0.0))
     for name in ("step-0", "step-01b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights.distcp").write_text("of another library")
     (tmp_path / "step-2" / "notes.txt").write_text("precious")
     saved(tmp_path, 4, keep_last=1)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-0", "step-01b", "step-2", "step-4", "step-9", "other-1"}
-    assert [path.name for path in (tmp_path / "step-2").iterdir()] == ["notes.txt"]
-    assert (tmp_path / "step-0" / "weights.distcp").is_file()
+    assert contents(tmp_path) == ["other-1", "step-0", "step-01b", "step-2", "step-4"]
+    assert contents(tmp_path / "step-2") == ["notes.txt"] and contents(tmp_path / "step-0") == ["weights.distcp"]
 
 
-def test_weights_alone_do_not_count_for_the_whole_state(tmp_path: Path) -> None:
-    strategy, model, optimizer = trained("resident")
-    strategy.save_checkpoint(tmp_path / "step-1", model, optimizer, keep_last=1)
-    for number in range(2, 6):
-        extra = {"step": number}
-        strategy.save_checkpoint(
-            tmp_path / f"step-{number}", model, optimizer, extra=extra, weights_only=True, keep_last=2
-        )
-    assert left(tmp_path) == ["step-1", "step-4", "step-5"]
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-1", "what a run goes on from"
-    strategy.save_checkpoint(tmp_path / "step-6", model, optimizer, keep_last=1)
-    assert left(tmp_path) == ["step-4", "step-5", "step-6"]
-    _, fresh, fresh_optimizer = trained("stream", steps=0)
-    assert strategy.load_checkpoint(tmp_path / "step-5", fresh, fresh_optimizer) == {"step": 5}
-    assert torch.equal(fresh.weight, model.weight)
-    sizes = [sum(file.stat().st_size for file in (tmp_path / f"step-{n}").glob("*.distcp")) for n in (5, 6)]
-    assert sizes[0] < sizes[1] / 2
+# before: which are damaged, keep_last; after a save that fails; after one that succeeds
+ROOM: dict[str, tuple[list[int], int, list[int], list[int]]] = {
+    "there is room": ([], 9, [1, 2, 3, 4], [1, 2, 3, 4, 5]),
+    "the surplus goes first": ([], 2, [3, 4], [4, 5]),
+    "one whole one stays": ([], 1, [4], [5]),
+    "the damaged one is not what is kept": ([4], 1, [3], [5]),
+    "nor are all but one": ([2, 3, 4], 1, [1], [5]),
+    "none goes before one is whole": ([1, 2, 3, 4], 1, [1, 2, 3, 4], [5]),
+}
 
 
-def test_a_full_disk_with_a_lower_number_makes_room_and_keeps_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ROOM)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_with_a_lower_number_makes_room(
+    run: str, what: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved(tmp_path, 1, 2, 3, 4)
+    damaged, keep_last, after_failure, after_success = ROOM[what]
+    saved(run, 1, 2, 3, 4)
+    for number in damaged:
+        damage(f"{run}/step-{number}")
 
     def full_disk(*_: Any) -> Any:
-        assert "step-3" in left(tmp_path)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise DISK_IS_FULL
 
     monkeypatch.setattr(save, "write_tensors", full_disk)
-    with pytest.raises(CheckpointError, match="No space left"):
-        saved(tmp_path, 5, keep_last=9)
-    assert left(tmp_path) == ["step-1", "step-2", "step-3", "step-4"], "nothing is removed that may stay"
-    flip(tmp_path / "step-4" / "__0_0_0.distcp", 3000)
-    with pytest.raises(CheckpointError, match="No space left"):
-        saved(tmp_path, 5, keep_last=1)
-    assert left(tmp_path) == ["step-3"], "the damaged one is not what is kept"
+
+    def save_and_wait() -> None:
+        saved(run, 5, keep_last=keep_last, asynchronous=asynchronous)
+        finish_pending()
+
+    with pytest.raises(CheckpointError, match="step-5 was not saved: No space left"):
+        save_and_wait()
+    assert left(run) == after_failure
     monkeypatch.undo()
-    saved(tmp_path, 5, keep_last=1)
-    assert left(tmp_path) == ["step-5"]
+    save_and_wait()
+    assert left(run) == after_success
 
 
-def test_when_all_are_damaged_none_is_removed_before_one_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_manifest_is_written_last_and_older_checkpoints_go_after_it(
+    run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved(tmp_path, 1, 2, 3)
-    for number in (1, 2, 3):
-        flip(tmp_path / f"step-{number}" / "__0_0_0.distcp", 3000)
-    monkeypatch.setattr(save, "write_tensors", lambda *_: 1 / 0)
-    with pytest.raises(CheckpointError):
-        saved(tmp_path, 4, keep_last=1)
-    assert left(tmp_path) == ["step-1", "step-2", "step-3"]
+    done: list[str] = []
+    write, remove = layout.write_file, retention.remove_checkpoint
+
+    def written(path: Path, data: bytes) -> Any:
+        assert path.name == "lightstep.json" and not path.exists()
+        done.append("write")
+        return write(path, data)
+
+    monkeypatch.setattr(layout, "write_file", written)
+    monkeypatch.setattr(retention, "remove_checkpoint", lambda path: done.append(f"remove {path.name}") or remove(path))
+    for number in range(1, 5):
+        saved(run, number, asynchronous=True, keep_last=2)
+    finish_pending()
+    assert done == ["write", "write", "write", "remove step-1", "write", "remove step-2"]
 
 
 def test_a_crash_at_any_moment_of_a_rotation_leaves_a_whole_one(tmp_path: Path) -> None:
@@ -120,20 +169,93 @@ def test_a_crash_at_any_moment_of_a_rotation_leaves_a_whole_one(tmp_path: Path) 
     assert died >= 3
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("step", {"keep_last": 1}, "a path that ends in a number"),
-        ("step-1", {"keep_last": 0}, "keep_last is 0"),
-        ("step-1", {"keep_every": 5}, "keep_every is 5 without keep_last"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_at_once(
-    tmp_path: Path, name: str, options: dict[str, int], message: str, asynchronous: bool
+# -- which is the newest -----------------------------------------------------------------------------------------------
+
+
+def test_the_newest_is_the_one_saved_last_whatever_the_clock_says(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert latest_checkpoint(run) is None
+    for hours, number in enumerate((9, 10, 7)):  # the last one of a run that went back and saved again
+        monkeypatch.setattr(time, "time_ns", lambda now=time.time_ns, hours=hours: now() - hours * 3600 * 10**9)
+        saved(run, number)
+        assert str(latest_checkpoint(run)) == f"{run}/step-{number}"
+    damage(f"{run}/step-7")
+    assert [bool(each.damage) for each in verify_checkpoints(run)] == [True, False, False]
+    remove_checkpoint(location(f"{run}/step-7"))
+    assert str(latest_checkpoint(run)) == f"{run}/step-10"
+
+
+def test_what_is_incomplete_is_not_the_newest_and_what_a_crash_renamed_may_be(tmp_path: Path) -> None:
+    saved(tmp_path, 9, 10, 11)
+    (tmp_path / "step-11" / "state.pt").unlink()
+    (tmp_path / "logs").mkdir()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-10"
+    os.replace(tmp_path / "step-10", tmp_path / ".step-10.saving-01234567")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-10"
+    load_checkpoint(tmp_path / "step-10", model_of(0.0))
+
+
+def test_the_newest_has_optimizer_state_if_any_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model that was saved alone afterwards (``best``), or weights alone, is not what a run continues from."""
+    strategy, model, optimizer = trained("resident")
+    strategy.save_checkpoint(tmp_path / "weights", model, optimizer, weights_only=True)
+    assert latest_checkpoint(tmp_path) is None
+    strategy.save_checkpoint(tmp_path / "best", model)
+    assert latest_checkpoint(tmp_path) == tmp_path / "best"
+    strategy.save_checkpoint(tmp_path / "step-1", model, optimizer)
+    for name, options in (("best", {}), ("weights", {"weights_only": True})):
+        strategy.save_checkpoint(tmp_path / name, model, *([] if not options else [optimizer]), **options)
+        assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
+        strategy.load_checkpoint(tmp_path / name, model)
+        assert f"{name} holds no optimizer state" not in caplog.text
+        strategy.load_checkpoint(tmp_path / name, model, optimizer)
+        assert f"{name} holds no optimizer state; only its weights were loaded" in caplog.text
+    sizes = [sum(file.stat().st_size for file in (tmp_path / n).glob("*.distcp")) for n in ("weights", "step-1")]
+    assert sizes[0] < sizes[1] / 2
+
+
+def test_looking_for_the_newest_beside_a_process_that_rotates(tmp_path: Path) -> None:
+    looks = threading.Semaphore(0)
+
+    def rotate() -> None:
+        for number in range(15):
+            saved(tmp_path, number)
+            looks.acquire()  # not faster than somebody looks, and beside the looks
+            if number >= 2:
+                remove_checkpoint(tmp_path / f"step-{number - 2}")
+
+    thread = threading.Thread(target=rotate)
+    thread.start()
+    try:
+        while thread.is_alive():
+            latest_checkpoint(tmp_path)
+            looks.release()
+    finally:
+        looks.release(15)
+        thread.join()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-14"
+
+
+def test_what_is_removed_during_a_look_was_not_the_newest_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    strategy = Strategy.load("fp32")
-    model = strategy.prepare_model(model_of(1.0))
-    with pytest.raises(CheckpointError, match=message):
-        strategy.save_checkpoint(tmp_path / name, model, **options, asynchronous=asynchronous)
-    assert not list(tmp_path.iterdir())
+    """``keep_every`` keeps step-2; step-3 goes when step-5 is there, which was not when the look began."""
+    saved(tmp_path, 2, 3)
+    read: Callable[[Path], Any] = layout.read_manifest
+
+    def late(folder: Path) -> Any:
+        if folder.name == "step-3" and folder.exists():
+            saved(tmp_path, 5)
+            shutil.rmtree(folder)
+        return read(folder)
+
+    monkeypatch.setattr(layout, "read_manifest", late)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-5"
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would start anew."""
+    saved(tmp_path, 1)
+    stale = OSError(errno.ESTALE, "stale file handle")
+    monkeypatch.setattr(Path, "iterdir", lambda _: (_ for _ in ()).throw(stale))
+    with pytest.raises(OSError, match="stale"):
+        latest_checkpoint(tmp_path)

@@ -1,0 +1,336 @@
+"""What is refused, by name, in a sentence that says what to do; and what was there is still there."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from lightstep import Strategy
+from lightstep.checkpoint import (
+    CheckpointError,
+    export_model,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoints,
+)
+from lightstep.checkpoint.formats import convert_checkpoint, describe_checkpoint
+from lightstep.extras import MissingLibraryError
+from tests.checkpoint_runs import Adapted, Tied, Unloadable, contents, model_of, partly_frozen, trained, values_of
+from tests.faults import forge
+from tests.reference.pair import BACKENDS, same_tree
+
+Run = tuple[nn.Module, torch.optim.Optimizer | None]
+
+# -- loads of what does not fit ----------------------------------------------------------------------------------------
+
+
+def layers(value: float = 1.0, **changes: nn.Module) -> nn.Sequential:
+    """Linear, BatchNorm, Linear; ``_2=module`` puts another one at a place, or one more."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    for number, module in changes.items():
+        model.add_module(number.removeprefix("_"), module)
+    return model
+
+
+def counted(dtype: torch.dtype) -> Run:
+    """A whole number that an 8-bit buffer cannot hold."""
+    model = layers()
+    model[1].num_batches_tracked = torch.tensor(99, dtype=dtype)
+    return model, None
+
+
+def adam(model: nn.Module, parameters: nn.Module | None = None, kind: Any = torch.optim.AdamW) -> Run:
+    return model, kind((parameters or model).parameters())
+
+
+def sgd(*groups: int, model: Any = None) -> Run:
+    """A group for the first so many layers, and so on."""
+    model = model or layers()
+    parts, each = [list(layer.parameters()) for layer in model], iter(range(3))
+    return model, torch.optim.SGD(
+        [
+            {"params": [p for _ in range(count) for p in parts[next(each)]], "lr": 0.1 * number}
+            for number, count in enumerate(groups, 1)
+        ]
+    )
+
+
+def changed(model: nn.Module, **modules: nn.Module | None) -> Run:
+    for name, module in modules.items():
+        setattr(model, name, module)
+    return model, None
+
+
+def frozen_in_part(steps: int, in_groups: bool, thawed: bool = False) -> Run:
+    _, model, optimizer = partly_frozen("resident", 0 if thawed else steps, in_groups)
+    if thawed:
+        model[0].requires_grad_(True)
+        optimizer = Strategy.load("resident").create_optimizer(model, torch.optim.AdamW)
+        for _ in range(steps):
+            optimizer.backward(model(torch.ones(4, 5, dtype=torch.bfloat16)).float().sum())
+            optimizer.step()
+    return model, optimizer
+
+
+def with_nan() -> Run:
+    _, model, optimizer = trained("resident", steps=4)
+    optimizer.state[model.weight]["exp_avg_sq"].view(-1)[-1] = torch.nan
+    return model, optimizer
+
+
+MISFITS: dict[str, tuple[Callable[[], Run], Callable[[], Run], str]] = {
+    "a weight of another shape, and two more": (
+        lambda: (layers(), None),
+        lambda: (layers(_2=nn.Linear(4, 3), _3=nn.Linear(1, 1)), None),
+        r"another model \(not in the checkpoint: 3\.weight, 3\.bias; "
+        r"different: 2\.weight is \[2, 4\] in the checkpoint and \[3, 4\] in the model, 2\.bias",
+    ),
+    "weights that the model does not have": (
+        lambda: (layers(), None),
+        lambda: (nn.Sequential(nn.Linear(3, 4)), None),
+        r"not in the model: 1\.bias, 1\.num_batches_tracked",
+    ),
+    "whole numbers that do not fit": (
+        lambda: counted(torch.int64),
+        lambda: counted(torch.uint8),
+        r"tracked is torch\.int64 in the checkpoint and torch\.uint8 in the",
+    ),
+    "different weights for tied ones": (
+        lambda: (Tied(tie=False), None),
+        lambda: (Tied(), None),
+        r"embed\.weight, head\.weight are tied in the model, and in the",
+    ),
+    "a base of another shape": (
+        lambda: (Adapted(), None),
+        lambda: changed(Adapted(), base=nn.Linear(6, 7)),
+        r"base.weight is \[6, 6\] in the checkpoint and \[7, 6\]",
+    ),
+    "no base": (
+        lambda: (Adapted(), None),
+        lambda: changed(Adapted(), base=None),
+        "not in the model: base.bias, base.weight",
+    ),
+    "more than base and adapter": (
+        lambda: (Adapted(), None),
+        lambda: changed(Adapted(), more=nn.Linear(1, 1)),
+        "not in the checkpoint: more.weight",
+    ),
+    "an optimizer of fewer parameters": (
+        lambda: adam(layers()),
+        lambda: adam(model := layers(), model[0]),
+        r"another optimizer \(not in the optimizer: 1\.bias",
+    ),
+    "an optimizer of more parameters": (
+        lambda: adam(model := layers(), model[0]),
+        lambda: adam(layers()),
+        r"another optimizer \(not in the checkpoint: 1\.bias",
+    ),
+    "what was frozen is trained": (
+        lambda: frozen_in_part(2, in_groups=False),
+        lambda: frozen_in_part(0, in_groups=True, thawed=True),
+        r"another optimizer \(not in the checkpoint: 0.bias, 0.weight\)",
+    ),
+    "what was trained is frozen": (
+        lambda: frozen_in_part(1, in_groups=True, thawed=True),
+        lambda: frozen_in_part(0, in_groups=False),
+        r"another optimizer \(not in the optimizer: 0.bias, 0.weight\)",
+    ),
+    "an optimizer of another class": (
+        lambda: adam(layers()),
+        lambda: adam(layers(), kind=torch.optim.SGD),
+        "holds the state of AdamW, the optimizer is SGD",
+    ),
+    "an optimizer of another model": (
+        lambda: adam(layers()),
+        lambda: adam(layers(), layers()),
+        r"6 parameters of the optimizer .* are not the model's",
+    ),
+    "groups that are joined": (
+        lambda: sgd(1, 2),
+        lambda: sgd(3),
+        r"group 0 .* joins groups \[0, 1\]",
+    ),
+    **{
+        f"state with NaN into {backend}": (
+            with_nan,
+            lambda backend=backend: trained(backend)[1:],  # type: ignore[misc]
+            r"state 'exp_avg_sq' of weight holds 1 NaN .*load an",
+        )
+        for backend in BACKENDS
+    },
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(tmp_path: Path, what: str) -> None:
+    saved, loaded, sentence = MISFITS[what]
+    save_checkpoint(tmp_path / "a", *saved())
+    model, optimizer = loaded()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state, drawn = None if optimizer is None else _copied(optimizer), torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=rf"a was not loaded: .*{sentence}"):
+        load_checkpoint(tmp_path / "a", model, optimizer)
+    same_tree("model", dict(model.state_dict()), weights)
+    assert optimizer is None or same_tree("state", _copied(optimizer), state) is None
+    assert torch.equal(torch.get_rng_state(), drawn)
+    save_checkpoint(tmp_path / "b", model)  # it counts as whole
+
+
+def _copied(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    packed = optimizer.state_dict()
+    state = {n: {k: torch.as_tensor(v).clone() for k, v in own.items()} for n, own in packed["state"].items()}
+    return {"state": state, "param_groups": packed["param_groups"]}
+
+
+def test_a_base_that_was_not_saved_cannot_be_asked_for(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", Adapted())
+    with pytest.raises(CheckpointError, match="holds only what was trained, and trainable_only=False"):
+        load_checkpoint(tmp_path / "a", Adapted(), trainable_only=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("none", "none does not exist"),
+        ("", r"it has no lightstep\.json"),
+        ("run", r"run is a folder of checkpoints; the newest is .*run/a"),
+        ("run/b", "format 99"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(tmp_path: Path, path: str, sentence: str) -> None:
+    for name in ("b", "a"):
+        save_checkpoint(tmp_path / "run" / name, model_of(0.0))
+    forge(tmp_path / "run" / "b", format=99)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_checkpoint(tmp_path / path, model_of(0.0))
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
+
+
+class Planned:
+    """A scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": 3, "plan": Unloadable()}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        (
+            "a",
+            {"extra": {"a": {"b": [1, Unloadable()]}}},
+            r"a was not saved: extra\['a'\]\['b'\]\[1\] is a .*Unloadable",
+        ),
+        ("a", {"extra": {"loss": numpy.float64(0.5)}}, r"a was not saved: extra\['loss'\] is a numpy\.float64"),
+        ("a", {"extra": {"hook": lambda: 0}}, r"a was not saved: extra\['hook'\] is a builtins\.function"),
+        ("a", {"extra": {"where": Path("a")}}, r"a was not saved: extra\['where'\] is a pathlib"),
+        ("a", {"scheduler": Planned()}, r"a was not saved: scheduler\['plan'\] is a .*Unloadable"),
+        ("step", {"keep_last": 1}, "a path that ends in a number"),
+        ("step-1", {"keep_last": 0}, "keep_last is 0"),
+        ("step-1", {"keep_every": 5}, "keep_every is 5 without keep_last"),
+        ("nonsense://a/b", {}, r"nonsense://a/b was not saved: .*nonsense"),
+        ("user/folder", {}, "folder exists and is not a checkpoint; choose another path or remove it"),
+        ("user/file", {}, "file exists and is not a checkpoint; choose another path or remove it"),
+        ("file://USER/user/folder", {}, "folder exists and is not a checkpoint; choose another path or remove it"),
+    ],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(
+    tmp_path: Path, name: str, options: dict[str, Any], sentence: str, asynchronous: bool
+) -> None:
+    (tmp_path / "user" / "folder").mkdir(parents=True)
+    (tmp_path / "user" / "folder" / "thesis.tex").write_text("precious")
+    (tmp_path / "user" / "file").write_text("precious")
+    path = name.replace("USER", str(tmp_path)) if "://" in name else tmp_path / name
+
+    def save() -> None:
+        pending = save_checkpoint(path, model_of(1.0), **options, asynchronous=asynchronous)
+        assert pending is not None and pending.result(60)
+
+    with pytest.raises((CheckpointError, TypeError), match=sentence):
+        save()
+    assert contents(tmp_path) == ["user"] and contents(tmp_path / "user") == ["file", "folder"]
+    assert contents(tmp_path / "user" / "folder") == ["thesis.tex"]
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name.partition(".")[0] == "fsspec":
+            raise ModuleNotFoundError("No module named 'fsspec'", name="fsspec")
+        return real(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises((CheckpointError, MissingLibraryError), match=r"pip install 'lightstep-optim\[urls\]'"):
+        save_checkpoint("memory://a/b", model_of(1.0))
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+S3 = Path("s3://bucket/run/step-1")
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        *(
+            (call, r"is a pathlib\.Path that was made of a URL; pass the URL as a string")
+            for call in (
+                lambda: save_checkpoint(S3, model_of(1.0)),
+                lambda: load_checkpoint(S3, model_of(1.0)),
+                lambda: latest_checkpoint(S3),
+                lambda: verify_checkpoints(S3),
+                lambda: convert_checkpoint(S3, "x", "lightstep"),
+                lambda: describe_checkpoint(S3),
+            )
+        ),
+        *(
+            (
+                lambda url=url: export_model(url, nn.Linear(2, 2)),
+                "is a URL, and save_pretrained writes to local folders; ",
+            )
+            for url in ("s3://bucket/model", "memory://model", S3)
+        ),
+        (
+            lambda: export_model("file", nn.Linear(2, 2)),
+            r"file was not exported: .*file exists and is not a folder; ",
+        ),
+        (lambda: export_model(".", nn.Linear(2, 2)), "is the working directory, which cannot be replaced; choose"),
+        (lambda: save_checkpoint(".", nn.Linear(2, 2)), "is the working directory, which cannot be replaced; choose"),
+    ],
+)
+def test_a_place_that_cannot_be_written_to_is_named_before_anything_is_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object], sentence: str
+) -> None:
+    """A path made of a URL would be a local folder named ``s3:``."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=sentence):
+        call()
+    assert contents(tmp_path) == ["file"]
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    export_model(tmp_path / "link", nn.Linear(2, 2))
+    save_checkpoint(tmp_path / "link" / "a", model_of(1.0))
+    load_checkpoint(tmp_path / "here" / "a", model := model_of(0.0))
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "here" / "model.safetensors").is_file()
+    assert values_of(model) == {1.0}
