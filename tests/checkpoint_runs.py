@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import lightstep
 from lightstep.checkpoint import save
 from lightstep.checkpoint.background import finish_pending
+from tests.patience import PATIENCE
 from tests.reference.pair import scale_for, strategy_values
 from tests.reference.tiny_model import TinyModel, loss_of
 
@@ -205,7 +206,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     write, go = save.write_tensors, threading.Event()
 
     def waits(*arguments: Any) -> Any:
-        assert go.wait(60)
+        assert go.wait(PATIENCE)
         return write(*arguments)
 
     monkeypatch.setattr(save, "write_tensors", waits)

@@ -38,12 +38,10 @@ from lightstep.checkpoint.background import finish_pending
 from lightstep.checkpoint.layout import seal
 from lightstep.checkpoint.storage import LocalStorage
 from lightstep.checkpoint.verify import is_undamaged
+from tests.patience import PATIENCE
 
 STEPS = 6
 """Of the run that is killed; a checkpoint after each."""
-
-_PATIENCE = 60
-"""Seconds after which a process counts as hanging."""
 
 Counts = Counter[str]
 
@@ -110,7 +108,7 @@ def kills(
         if alone:
             first.kill()
             for process in processes:
-                process.join(_PATIENCE)
+                process.join(PATIENCE)
                 counts["waited for a dead rank"] += process.is_alive()
         for process in [first, *processes]:
             process.kill()
@@ -204,7 +202,7 @@ def full_disks(folder: Path, count: int, asynchronous: bool = False) -> Counts:
         with disk_of(total * number // count), suppress(CheckpointError):
             pending = save_checkpoint(place, new[0], new[1], asynchronous=asynchronous)
             if pending is not None:
-                pending.result(_PATIENCE)
+                pending.result(PATIENCE)
             counts["saved all the same"] += 1
         found = model_of(0.0)
         load_checkpoint(place, found[0], found[1])

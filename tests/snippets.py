@@ -26,10 +26,11 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.patience import PATIENCE
 from tests.ports import free_port
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-SECONDS = 240.0
+SECONDS = PATIENCE
 """Of one script."""
 
 _BEGIN = re.compile(r"^<!-- run\b", re.MULTILINE)

@@ -26,12 +26,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.patience import PATIENCE
 from tests.ports import free_port
 
-TIMEOUT = datetime.timedelta(seconds=120)
+TIMEOUT = datetime.timedelta(seconds=PATIENCE)
 """Of one collective. A rank that waits longer for the others fails."""
 
-CHECK_SECONDS = 280.0
+CHECK_SECONDS = 2 * PATIENCE
 """Of one whole check, the start of its processes included."""
 
 CHECKS = 16

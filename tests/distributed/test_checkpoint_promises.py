@@ -17,6 +17,7 @@ from lightstep.checkpoint import CheckpointError, load, save
 from tests.checkpoint_runs import OLD, Adapted
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import full
+from tests.patience import PATIENCE
 
 
 def made(module: nn.Module, steps: int, width: int) -> tuple[Any, nn.Module, Any]:
@@ -195,7 +196,7 @@ def check_asynchronous(rank: int, world_size: int, folder: str) -> None:
             optimizer.backward(model(rows).float().square().sum())
             optimizer.step()
         if number == 1:
-            pending.result(60)
+            pending.result(PATIENCE)
             other, model2, optimizer2 = made(nn.Linear(6, 4), 1, 6)
             assert other.load_checkpoint(f"{folder}/step-1", model2, optimizer2) == {"at": 1}
             same(content(model2, optimizer2), expected)
@@ -228,11 +229,11 @@ def check_asynchronous_error(rank: int, world_size: int, folder: str, failing: i
                 patch.setattr(save, "write_tensors", fails)
             pending = strategy.save_checkpoint(f"{folder}/step-2", model, optimizer, asynchronous=True, keep_last=1)
             train()
-            assert isinstance(pending.exception(60), CheckpointError)
+            assert isinstance(pending.exception(PATIENCE), CheckpointError)
         train()
         with pytest.raises(CheckpointError, match=f"step-2 was not saved: {expected}$"):
             raises()
-    strategy.save_checkpoint(f"{folder}/step-4", model, optimizer, asynchronous=True).result(60)
+    strategy.save_checkpoint(f"{folder}/step-4", model, optimizer, asynchronous=True).result(PATIENCE)
     dist.barrier()
     assert {path.name for path in Path(folder).iterdir()} == {"step-1", "step-4"}
     dist.barrier()

@@ -42,6 +42,7 @@ from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.test_next_forward import Training
+from tests.patience import PATIENCE
 from tests.reference import peft_stand_in
 from tests.reference.pair import FP16_SCALE
 from tests.reference.tiny_llama import ROWS, Rows, make_llama, training_arguments
@@ -556,7 +557,7 @@ def accelerate(rank: int, world_size: int, kind: str, folder: str) -> None:
         assert accelerated_steps(accelerator, model, optimizer, scheduler, range(2)) == 1
         pending = accelerator.save_state(f"{folder}/state", asynchronous=True)
         accelerated_steps(accelerator, model, optimizer, scheduler, range(2, STEPS))
-        assert pending.result(60) == Path(folder, "state") and Path(folder, "state").is_dir()
+        assert pending.result(PATIENCE) == Path(folder, "state") and Path(folder, "state").is_dir()
         weights, rate = whole(strategy.unwrap_model(model)), scheduler.get_last_lr()
         given = accelerator.get_state_dict(model)
         if rank == 0:

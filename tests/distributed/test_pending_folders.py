@@ -13,6 +13,7 @@ from lightstep.integrations.folders import PendingFolder, SavedFolders
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool
 from tests.distributed.test_integrations import STRATEGIES, accelerated, fresh_state
+from tests.patience import PATIENCE
 
 FOLDERS = SavedFolders("a test's folder", "saved-", ("*.txt",), lambda _: True, lambda _: True)
 PLACES = ["before the checkpoint", "after the checkpoint", "without a checkpoint"]
@@ -49,7 +50,7 @@ def check_failures(rank: int, world_size: int, folder: str) -> None:
                 assert not list(Path(folder).iterdir()), f"{place}, {failing}"
                 torch.distributed.barrier()
             pending = save(path, run, place, False, asynchronous)
-            assert pending.result(60) == path
+            assert pending.result(PATIENCE) == path
             pending.finish()
             torch.distributed.barrier()
             assert {file.name for file in path.glob("*.txt")} == {"0.txt", "1.txt", "2.txt"}

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightstep.state.snapshot import Snapshot
 from tests.distributed.ranks import Pool
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Training
+from tests.patience import PATIENCE
 from tests.unit.test_snapshots import ask_twice, check_saved, hold_copies
 
 
@@ -42,7 +43,7 @@ def check_snapshots(rank: int, world_size: int, folder: str, values: dict[str, A
         for number in range(2):
             pending = ask_twice(tested, Path(folder, str(number)))
             losses = [tested.step() for _ in range(2)]
-            pending.result(60)
+            pending.result(PATIENCE)
             check_saved(Path(folder, str(number)))
             assert taken and len([*groupby(taken)]) == len({*taken})  # each is read, and its master joined, once
             taken.clear()

@@ -26,6 +26,7 @@ from lightstep.trainer.loop import Loop
 from lightstep.trainer.session import train
 from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.ranks import Pool
+from tests.patience import PATIENCE
 from tests.unit.test_trainer import MODEL
 from tests.unit.test_trainer_data import word_tokenizer
 
@@ -219,7 +220,7 @@ def test_torchrun_reports_once_and_passes_a_signal_on(values: dict[str, Any], tm
             if "step 1/" in line:
                 break
         process.send_signal(signal.SIGTERM)
-        said, errors = process.communicate(timeout=240)
+        said, errors = process.communicate(timeout=PATIENCE)
     said = "".join(lines) + said
     assert process.returncode == 1, "torchrun's own"
     found = re.findall(r"SIGTERM: stopped after step (\d+); continue from \S*checkpoint-\1 with --resume", said)

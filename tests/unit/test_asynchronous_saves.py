@@ -32,6 +32,7 @@ from lightstep.distributed import Ranks
 from lightstep.integrations.folders import PendingFolder, SavedFolders
 from lightstep.integrations.trainer_checkpoints import CHECKPOINTS, is_read_on_save
 from lightstep.integrations.transformers import LightstepTrainer
+from tests.patience import PATIENCE
 from tests.python import python
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
 from tests.unit.test_accelerate import VALUES, Training
@@ -75,7 +76,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Semaphore]:
     write, go = save.write_tensors, threading.Semaphore(0)
 
     def waits(*arguments: Any) -> Any:
-        assert threading.current_thread() is threading.main_thread() or go.acquire(timeout=60)
+        assert threading.current_thread() is threading.main_thread() or go.acquire(timeout=PATIENCE)
         return write(*arguments)
 
     monkeypatch.setattr(save, "write_tensors", waits)
@@ -239,7 +240,7 @@ def test_an_error_of_the_writer_ends_training(tmp_path: Path, monkeypatch: pytes
     written = threading.Event()
 
     def fails(*_: Any) -> Any:
-        assert raised_by == "step" or written.wait(60)
+        assert raised_by == "step" or written.wait(PATIENCE)
         raise OSError(28, "No space left on device")
 
     def late(pending: PendingFolder, writers: Ranks) -> None:
@@ -491,7 +492,7 @@ def test_save_state_goes_on_behind_training(tmp_path: Path, held: threading.Sema
     first.train(range(2, 5))
     assert not pending.done() and not (tmp_path / "asked").exists()
     held.release()
-    assert pending.result(60) == tmp_path / "asked"
+    assert pending.result(PATIENCE) == tmp_path / "asked"
     assert names(tmp_path) == ["asked", "waited"]
     loaded = []
     for folder in ("waited", "asked"):
@@ -513,7 +514,7 @@ def test_total_limit_and_the_newest_state(tmp_path: Path, held: threading.Semaph
     pending = training.accelerator.save_state(asynchronous=True)
     assert [path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")] == ["checkpoint_0"]
     held.release()
-    assert pending.result(60).name == "checkpoint_1"
+    assert pending.result(PATIENCE).name == "checkpoint_1"
     assert names(tmp_path / "checkpoints") == ["checkpoint_1"]
     training.accelerator.save_state(asynchronous=True)
     threading.Timer(0.2, held.release).start()
@@ -595,7 +596,7 @@ def test_an_error_of_the_writer_reaches_accelerate_s_loop_once(
     training = Training(VALUES | {"optimizer_state": STATES["stream"]})
     training.train(range(1))
     pending = training.accelerator.save_state(str(tmp_path / "a"), asynchronous=True)
-    assert isinstance(pending.exception(60), CheckpointError)
+    assert isinstance(pending.exception(PATIENCE), CheckpointError)
     monkeypatch.undo()
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
     raises = {

@@ -44,6 +44,7 @@ from tests.checkpoint_runs import (
     values_of,
 )
 from tests.covering import every_pair, every_value
+from tests.patience import PATIENCE
 from tests.reference.pair import BACKENDS, TWO_GROUPS, Pair, same_tree, scale_for
 from tests.reference.tiny_model import loss_of
 
@@ -106,7 +107,7 @@ def test_a_run_goes_on_bit_for_bit(
     if pending is not None:
         assert not pending.done() and latest_checkpoint(root) is None
         held.set()
-        assert str(pending.result(timeout=60)) == str(path)
+        assert str(pending.result(timeout=PATIENCE)) == str(path)
     assert str(latest_checkpoint(root)) == str(path)
 
     pair.values["optimizer_state"] = BACKENDS[loaded]

@@ -50,6 +50,7 @@ from tests.checkpoint_runs import (
     values_of,
 )
 from tests.covering import every_pair, every_value
+from tests.patience import PATIENCE
 from tests.reference.pair import BACKENDS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
@@ -345,7 +346,7 @@ def test_the_lock_of_a_killed_saver_is_free(tmp_path: Path) -> None:
     held = context.Event()
     other = context.Process(target=hold, args=(str(tmp_path / "step"), held))
     other.start()
-    assert held.wait(60)
+    assert held.wait(PATIENCE)
     with pytest.raises(CheckpointError, match=rf"process {other.pid} on .* is saving to .*; wait for it, or"):
         save_checkpoint(tmp_path / "step", model_of(1.0))
     os.kill(other.pid or 0, signal.SIGKILL)

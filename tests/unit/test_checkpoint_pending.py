@@ -22,6 +22,7 @@ from lightstep.state.device_copies import DeviceCopies
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostMemoryError
 from tests.checkpoint_runs import content, held, same, trained
+from tests.patience import PATIENCE
 from tests.python import python
 
 __all__ = ["held"]
@@ -43,7 +44,7 @@ def test_training_goes_first_where_processors_are_scarce_unless_it_waits(
     def written(*arguments: Any, **keywords: Any) -> None:
         if threading.current_thread().name == "checkpoint-worker":
             seen.append(niceness())
-            assert go.wait(60)
+            assert go.wait(PATIENCE)
         write(*arguments, **keywords)
 
     def fetched(source: Any) -> torch.Tensor:
@@ -88,7 +89,7 @@ def test_the_thread_allocates_the_memory_for_state_on_the_device(
         return allocate(copies, tensor)
 
     monkeypatch.setattr(HostCopyPool, "allocate", counted)
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True).result(60)
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True).result(PATIENCE)
     weights = sum(p.nbytes for p in model.parameters())
     assert nbytes[True] == weights and nbytes[False] >= 5 * weights
 
@@ -105,7 +106,7 @@ def test_an_update_waits_for_the_copies_of_the_state_that_it_changes(
 
     def waits(*arguments: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            assert go.wait(60)
+            assert go.wait(PATIENCE)
         return method(*arguments)
 
     monkeypatch.setattr(kind, late, waits)
@@ -116,7 +117,7 @@ def test_an_update_waits_for_the_copies_of_the_state_that_it_changes(
         optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
         optimizer.step()
     go.set()
-    pending.result(60)
+    pending.result(PATIENCE)
     _, other, optimizer2 = trained("resident", steps=1)
     strategy.load_checkpoint(tmp_path / "a", other, optimizer2)
     same(content(other, optimizer2), expected)
@@ -130,13 +131,13 @@ def test_the_thread_waits_for_copies_that_an_update_is_queueing(
     begin, copy, queueing, begun = DeviceCopies.begin, DeviceCopies._copy, threading.Event(), threading.Event()
 
     def begin_meanwhile(snapshot: DeviceCopies) -> None:
-        assert queueing.wait(60)
+        assert queueing.wait(PATIENCE)
         begun.set()
         begin(snapshot)
 
     def copy_slowly(*arguments: Any) -> Any:
         queueing.set()
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE)
         time.sleep(0.1)
         return copy(*arguments)
 
@@ -145,7 +146,7 @@ def test_the_thread_waits_for_copies_that_an_update_is_queueing(
     pending = strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True)
     optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
     optimizer.step()
-    pending.result(60)
+    pending.result(PATIENCE)
     _, other, optimizer2 = trained("resident", steps=1)
     strategy.load_checkpoint(tmp_path / "a", other, optimizer2)
     same(content(other, optimizer2), expected)
@@ -165,12 +166,12 @@ def test_memory_that_the_thread_does_not_get_is_an_error_of_the_save(
     with monkeypatch.context() as patch:
         patch.setattr(HostCopyPool, "allocate", refused)
         pending = strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True)
-        assert "a was not saved: HostMemoryError: no memory" in str(pending.exception(60))
+        assert "a was not saved: HostMemoryError: no memory" in str(pending.exception(PATIENCE))
     with pytest.raises(CheckpointError, match="no memory"):
         pending.result()
     optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
     optimizer.step()
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True).result(60)
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True).result(PATIENCE)
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, held: threading.Event) -> None:
@@ -214,7 +215,7 @@ def test_an_error_of_the_writer_reaches_the_loop_once(
     with monkeypatch.context() as patch:
         patch.setattr(save, "write_tensors", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         pending = strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True)
-        assert isinstance(pending.exception(60), CheckpointError)
+        assert isinstance(pending.exception(PATIENCE), CheckpointError)
 
     def step() -> None:
         optimizer.backward(model(torch.ones(4, 5).to(torch.bfloat16)).float().sum())
@@ -238,7 +239,7 @@ def test_a_save_cannot_be_cancelled(tmp_path: Path, held: threading.Event) -> No
     pending = strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True)
     assert not pending.cancel() and not pending.done()
     held.set()
-    assert pending.result(60) == tmp_path / "a"
+    assert pending.result(PATIENCE) == tmp_path / "a"
     assert not pending.cancel() and not pending.cancelled()
 
 
@@ -248,7 +249,7 @@ def test_an_error_after_a_wait_that_timed_out_is_still_raised(tmp_path: Path, mo
     go = threading.Event()
 
     def fails(*_: Any) -> None:
-        assert go.wait(60)
+        assert go.wait(PATIENCE)
         raise OSError(28, "No space left on device")
 
     def times_out(pending: Future[Path], timeout: float | None = None) -> Path:
@@ -286,7 +287,7 @@ def test_the_next_save_waits_for_callbacks(tmp_path: Path, held: threading.Event
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)

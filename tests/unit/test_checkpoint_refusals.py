@@ -25,6 +25,7 @@ from lightstep.checkpoint.formats import convert_checkpoint, describe_checkpoint
 from lightstep.extras import MissingLibraryError
 from tests.checkpoint_runs import Adapted, Tied, Unloadable, contents, model_of, partly_frozen, trained, values_of
 from tests.faults import forge
+from tests.patience import PATIENCE
 from tests.reference.pair import BACKENDS, same_tree
 
 Run = tuple[nn.Module, torch.optim.Optimizer | None]
@@ -260,7 +261,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
 
     def save() -> None:
         pending = save_checkpoint(path, model_of(1.0), **options, asynchronous=asynchronous)
-        assert pending is not None and pending.result(60)
+        assert pending is not None and pending.result(PATIENCE)
 
     with pytest.raises((CheckpointError, TypeError), match=sentence):
         save()

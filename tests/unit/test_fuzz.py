@@ -34,6 +34,7 @@ from lightstep.optimizer import queue
 from lightstep.state import units as units_module
 from lightstep.state.snapshot import Snapshot
 from tests import one_pass_on_cpu
+from tests.patience import PATIENCE
 from tests.reference.fuzz_model import LAYERS, FuzzModel, layers_of, loss_of
 from tests.reference.pair import FP16_SCALE, TWO_GROUPS, check_state, same, through_bytes
 from tests.reference.plain_loop import ReferenceAverage, ReferenceLoop
@@ -662,7 +663,7 @@ SECONDS = float(os.environ.get("LIGHTSTEP_FUZZ_SECONDS", 0)) / len(CASES)
 
 
 @pytest.mark.parametrize(("kind", "by_unit"), CASES)
-@pytest.mark.timeout(300 + 2 * SECONDS)
+@pytest.mark.timeout(3 * PATIENCE + 2 * SECONDS)
 def test_random_programs(kind: str, by_unit: bool) -> None:
     start, seed = time.monotonic(), time.time_ns() if SECONDS else 0
     settings = hypothesis.settings(

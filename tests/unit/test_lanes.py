@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, LaneError, Lanes
+from tests.patience import PATIENCE
 
 CPU = torch.device("cpu")
 
@@ -39,7 +40,7 @@ def test_a_lane_keeps_the_order_it_was_given(lanes: Lanes) -> None:
 
 def test_lanes_run_beside_each_other_and_beside_the_caller(lanes: Lanes) -> None:
     """Each of three jobs needs the other two to be running: in one thread they would wait for ever."""
-    meeting = threading.Barrier(4, timeout=20)
+    meeting = threading.Barrier(4, timeout=PATIENCE)
     for lane in (lanes.host_to_device, lanes.compute, lanes.device_to_host):
         lane.run(meeting.wait)
     meeting.wait()
@@ -225,7 +226,7 @@ def test_forgotten_lanes_end_their_threads() -> None:
     gc.collect()
     assert gone() is None
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=PATIENCE)
         assert not thread.is_alive()
 
 
@@ -265,6 +266,6 @@ for each in (lanes, dropped):
 del each, dropped
 """
     for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
         assert ended.returncode == 0, ended.stderr
         assert sorted(ended.stdout.splitlines()) == ["done", "done", "late job"]

@@ -17,6 +17,7 @@ from lightstep.state import segment, staging, store
 from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair
 from tests.one_pass_on_cpu import one_pass_fixture
+from tests.patience import PATIENCE
 from tests.reference.pair import EVERY_TIME, Pair, scale_for
 from tests.unit.test_moments import ShortPair
 from tests.unit.test_next_forward import Training, assert_same, small_cuts
@@ -290,7 +291,7 @@ def test_a_save_leaves_state_that_is_released_on_the_host(
     pending = tested.strategy.save_checkpoint(tmp_path / "a", tested.model, tested.optimizer, asynchronous=asynchronous)
     assert tested.optimizer.memory_report()["device_bytes"] == 0
     if pending is not None:
-        pending.result(60)
+        pending.result(PATIENCE)
     loaded.strategy.load_checkpoint(tmp_path / "a", loaded.model, loaded.optimizer)
     loaded.steps = 2
     for training in (tested, loaded, expected):

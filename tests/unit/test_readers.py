@@ -22,6 +22,7 @@ from lightstep import Strategy
 from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.optimizer.step_guard import StepGuard
 from lightstep.sharding.parameter_reads import DeferredUpdates
+from tests.patience import PATIENCE
 from tests.unit.test_stream import random_delays, random_sleeps
 
 STATES: dict[str, dict[str, Any]] = {
@@ -143,7 +144,7 @@ def in_thread(work: Callable[[], object]) -> Iterator[list[BaseException]]:
         yield errors
     finally:
         stop.set()
-        thread.join(60)
+        thread.join(PATIENCE)
     assert not thread.is_alive(), "a deadlock"
 
 
@@ -247,7 +248,7 @@ def test_threads_of_autograd_are_not_kept_out(name: str, history: History) -> No
     def hook(*_: Any) -> None:
         thread = threading.Thread(target=of_a_device)
         thread.start()
-        thread.join(30)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), "a deadlock"
 
     handle = run.model[1].register_full_backward_hook(hook)
@@ -438,7 +439,7 @@ def in_fork(work: Callable[[], Any]) -> Any:
     process = context.Process(target=child)
     process.start()
     try:
-        assert mine.poll(60), "the child hangs"
+        assert mine.poll(PATIENCE), "the child hangs"
         return mine.recv()
     finally:
         process.kill()
@@ -525,7 +526,7 @@ def test_workers_of_a_data_loader_read_the_dtype(name: str, persistent: bool, hi
         4,
         num_workers=2,
         collate_fn=collate,
-        timeout=60,
+        timeout=PATIENCE,
         multiprocessing_context="fork",
         persistent_workers=persistent,
     )
@@ -544,10 +545,10 @@ def test_a_fork_while_another_thread_runs_a_step(name: str, history: History) ->
     run.train(2)
     run.optimizer.synchronize()
     begun, free = threading.Event(), threading.Event()
-    calls.append(lambda: (begun.set(), free.wait(60)))
+    calls.append(lambda: (begun.set(), free.wait(PATIENCE)))
     thread = threading.Thread(target=run.step)
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE)
     weight = run.model._modules["4"]._modules["0"]._parameters
     assert in_fork(lambda: str(weight["weight"].dtype)) == "torch.bfloat16"
     assert "was forked while the parameter" in in_fork(lambda: weight["weight"].tolist())

@@ -27,6 +27,7 @@ from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
 from tests.covering import every_pair
+from tests.patience import PATIENCE
 from tests.unit.test_next_forward import Training, assert_same
 
 STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.02}
@@ -71,7 +72,7 @@ class Reader:
 
     def _slowly(self, take: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def slowly(snapshot: Any, parameter: Tensor, key: str) -> Tensor:
-            assert self.go.wait(60)
+            assert self.go.wait(PATIENCE)
             time.sleep(self._chance.random() * 1e-3)
             self.taken += 1
             return take(snapshot, parameter, key)
@@ -149,7 +150,7 @@ def test_training_meanwhile_changes_nothing_that_is_saved(
             reader.go.set()
         tested.train(3)
         reader.go.set()
-        pending.result(60)
+        pending.result(PATIENCE)
         check_saved(folder)
         assert not tested.optimizer._backend._versions.pinned
     assert reader.taken and moved
@@ -177,7 +178,7 @@ def test_state_on_the_device_and_in_bulk_is_that_of_the_moment_too(
         tested.train(3)
         assert not pending.done()
         reader.go.set()
-        pending.result(60)
+        pending.result(PATIENCE)
         check_saved(tmp_path / str(number))
     assert reader.taken and all(moved) and bool(moved) == (backend == "bulk")
     expected.train(8)
@@ -289,7 +290,7 @@ def test_whatever_is_done_to_the_run_meanwhile(tmp_path: Path, reader: Reader, b
     pending = ask_twice(training, tmp_path)
     EVENTS[event](training)
     reader.go.set()
-    pending.result(60)
+    pending.result(PATIENCE)
     assert reader.taken
     check_saved(tmp_path)
 
@@ -331,7 +332,7 @@ def test_what_was_edited_before_is_saved_as_ever(
         view.zero_()
     training.train(2)
     reader.go.set()
-    pending.result(60)
+    pending.result(PATIENCE)
     check_saved(tmp_path)
 
 
@@ -364,7 +365,7 @@ def test_a_writer_that_fails_lets_go_of_everything(tmp_path: Path, monkeypatch: 
         pending = training.strategy.save_checkpoint(
             tmp_path / "a", training.model, training.optimizer, asynchronous=True
         )
-        assert isinstance(pending.exception(60), CheckpointError)
+        assert isinstance(pending.exception(PATIENCE), CheckpointError)
     assert not training.optimizer._backend._versions.pinned
     with pytest.raises(CheckpointError, match="No space left"):
         training.train(1)
@@ -381,7 +382,9 @@ def test_a_save_that_does_not_come_about_lets_go_of_everything(tmp_path: Path, m
             training.strategy.save_checkpoint(tmp_path / "a", training.model, training.optimizer, asynchronous=True)
     assert not training.optimizer._backend._versions.pinned
     training.train(1)
-    training.strategy.save_checkpoint(tmp_path / "a", training.model, training.optimizer, asynchronous=True).result(60)
+    training.strategy.save_checkpoint(tmp_path / "a", training.model, training.optimizer, asynchronous=True).result(
+        PATIENCE
+    )
 
 
 def test_the_records_are_not_copied(tmp_path: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,4 +399,4 @@ def test_the_records_are_not_copied(tmp_path: Path, reader: Reader, monkeypatch:
     beside = {tuple(tensor.shape) for tensor in copied if tensor.dtype == torch.float32}
     assert beside == {(3, 3), (3,)}  # from what the masters of a layer start that was never updated
     reader.go.set()
-    pending.result(60)
+    pending.result(PATIENCE)

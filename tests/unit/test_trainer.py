@@ -31,6 +31,7 @@ from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.loop import Loop
 from lightstep.trainer.output import TRAINING, VALIDATION, read_scalars
 from lightstep.trainer.session import Outcome, train
+from tests.patience import PATIENCE
 from tests.unit.test_trainer_data import word_tokenizer
 
 MODEL = {
@@ -461,7 +462,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     next_step = threading.Event()
 
     def held(*arguments: Any) -> Any:
-        meanwhile.append(not asynchronous or next_step.wait(60))
+        meanwhile.append(not asynchronous or next_step.wait(PATIENCE))
         return write(*arguments)
 
     def step(loop: Loop) -> None:

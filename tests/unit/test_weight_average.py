@@ -12,6 +12,7 @@ from torch import nn
 from lightstep import Strategy, WeightAverage
 from lightstep.checkpoint.formats import describe_checkpoint
 from tests.covering import every_pair
+from tests.patience import PATIENCE
 from tests.reference.pair import EVERY_TIME, IN_BACKWARD, TWO_GROUPS, Pair, scale_for
 from tests.reference.plain_loop import ReferenceAverage
 from tests.reference.tiny_model import loss_of
@@ -78,7 +79,7 @@ def test_a_checkpoint_holds_the_average(tmp_path: Path, asynchronous: bool) -> N
     saved = {name: tensor.clone() for name, tensor in average.tensors.items()}
     average.update()
     if pending is not None:
-        pending.result(60)
+        pending.result(PATIENCE)
     loaded = WeightAverage(other)
     strategy.load_checkpoint(tmp_path / "step-3", other)
     strategy.load_checkpoint(tmp_path / "step-3", plain)
