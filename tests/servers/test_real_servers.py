@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightstep import SglangServer, Strategy, VllmServer, WeightTransferError
+from lightstep.rollout.publication import PublishedWeights
 from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(1800)
@@ -125,13 +126,20 @@ class Training:
         self.optimizer = self.strategy.create_optimizer(self.model, lr=1e-2)
         self.servers = {"vllm": VllmServer, "sglang": SglangServer}[server.kind](server.url, **settings)
 
-    def step(self) -> None:
+    def step(self, lr: float = 1e-2) -> None:
+        self.optimizer.param_groups[0]["lr"] = lr
         batch = torch.randint(1, 256, (4, 12))
         self.optimizer.backward(self.model(input_ids=batch, labels=batch).loss)
         self.optimizer.step()
 
     def publish(self, version: int | None = None) -> int:
         return self.strategy.publish_weights(self.model, to=self.servers, version=version)
+
+    def report(self) -> PublishedWeights:
+        """Of the last set."""
+        report = self.strategy.wait_for_publication()
+        assert report is not None
+        return report
 
 
 def test_what_is_published_is_what_the_server_would_load_from_disk(server: RealServer) -> None:
@@ -148,6 +156,33 @@ def test_what_is_published_is_what_the_server_would_load_from_disk(server: RealS
     assert training.publish() == 3
     assert server.checksums() == from_disk
     training.servers.close()
+
+
+def test_deltas_leave_what_the_server_would_load_from_disk(server: RealServer) -> None:
+    """A whole set, then deltas; the same bits as whole sets have; and to a restarted server a whole set."""
+    if server.kind != "vllm":
+        pytest.skip("SGLang loads whole tensors only")
+    training, whole = Training(server, deltas=True), Training(server)
+    sent = []
+    for number in range(4):
+        if number:
+            training.step(lr=1e-4)
+        training.publish()
+        sent.append(training.report())
+    assert sent[0].nbytes == sent[0].whole_nbytes
+    assert all(0 < report.nbytes < report.whole_nbytes for report in sent[1:])
+    by_deltas, tokens = server.checksums(), server.tokens()
+    server.kill()
+    server.start()
+    assert server.checksums() != by_deltas
+    training.publish()
+    assert training.report().nbytes == training.report().whole_nbytes
+    assert server.checksums() == by_deltas and server.tokens() == tokens
+    training.servers.close()
+    whole.model.load_state_dict(training.model.state_dict())
+    whole.publish()
+    assert server.checksums() == by_deltas
+    whole.servers.close()
 
 
 def test_another_model_is_refused_and_the_server_goes_on(server: RealServer) -> None:

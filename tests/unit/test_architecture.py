@@ -172,7 +172,7 @@ def test_a_wrong_import_is_named(tmp_path: Path, file: str, line: str, message: 
 
 
 # Modules that need one of these are imported only where it is installed.
-OPTIONAL_LIBRARIES = ("deepspeed", "torchao", "triton", "vllm")
+OPTIONAL_LIBRARIES = ("deepspeed", "torchao", "triton", "verl", "vllm")
 
 # Every way to a device or a process group is closed before lightstep is imported, so that the test can fail on a
 # machine without a GPU too.

@@ -1,0 +1,166 @@
+"""verl's engine on a strategy, compared with its own FSDP2 engine. ``make test-verl`` installs verl and runs this."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightstep import ConfigError
+from tests.distributed.ranks import Pool
+from tests.verl_engines import (
+    HAS_VERL,
+    import_verl,
+    log_probs,
+    make_batch,
+    make_engine,
+    save_model,
+    train,
+    weights_for_rollout,
+)
+
+pytestmark = pytest.mark.skipif(not HAS_VERL, reason="verl is not installed: make test-verl")
+
+LENGTHS = [5, 9, 7, 12]
+
+
+def batches(rank: int, count: int, first: int = 0) -> list[Any]:
+    return [make_batch(100 * rank + number, LENGTHS, micro_batch=2) for number in range(first, first + count)]
+
+
+def trained(backend: str, folder: Path, rank: int, steps: int = 4, **settings: Any) -> tuple[Any, ...]:
+    """Losses and norms of updates between rollouts, the weights for rollout, and log-probabilities after it all.
+
+    With torch's fused AdamW, which lightstep runs anyway: torch's default rounds otherwise.
+    """
+    engine = make_engine(backend, folder, override_optimizer_config={"fused": True}, **settings)
+    results = []
+    for batch in batches(rank, steps):
+        results += train(engine, batch)
+        weights = weights_for_rollout(engine)
+    return results, weights, log_probs(engine, make_batch(7, LENGTHS))
+
+
+def check_equal(rank: int, world_size: int, folder: Path, lightstep: Any, **settings: Any) -> None:
+    import_verl()
+    own = {key: value for key, value in settings.items() if key != "overrides"}
+    expected, expected_weights, expected_probs = trained("fsdp2", folder, rank, **own)
+    found, weights, probs = trained("lightstep", folder, rank, lightstep=lightstep, **settings)
+    assert found == expected
+    assert weights.keys() == expected_weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, expected_weights[name].to(tensor.dtype)), name
+    assert all(map(torch.equal, probs, expected_probs))
+
+
+@pytest.fixture(scope="module", name="folder")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lightstep", "settings"),
+    [
+        (1, "fsdp2", {"optimizer_offload": True, "param_offload": True}),
+        (2, "fsdp2-fp32", {}),
+        (2, "fsdp2", {"optimizer_offload": True, "param_offload": True}),
+        (2, "fsdp2-stream", {"optimizer_offload": True, "clip_grad": 0.5}),
+        (2, "fsdp2", {"overrides": {"optimizer_state.update": "next_forward"}}),
+        (2, "fsdp2-stream-overlap", {"use_no_sync_for_gradient_accumulation": False}),
+    ],
+    ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else str(value),
+)
+def test_the_same_losses_and_weights_as_with_verls_engine(
+    pool: Pool, folder: Path, ranks: int, lightstep: str, settings: dict[str, Any]
+) -> None:
+    pool.run(check_equal, ranks, cpu=True, folder=folder, lightstep=lightstep, **settings)
+
+
+def check_resumed(rank: int, world_size: int, folder: Path, target: Path) -> None:
+    """And the folder for rollout or evaluation has the trained weights."""
+    from transformers import AutoModelForCausalLM
+
+    import_verl()
+    engine = make_engine("lightstep", folder, lightstep="fsdp2-stream", optimizer_offload=True)
+    train(engine, *batches(rank, 2))
+    engine.save_checkpoint(str(target / "global_step_2"), global_step=2, max_ckpt_to_keep=1)
+    weights = weights_for_rollout(engine)
+    expected = train(engine, *batches(rank, 2, first=2)), weights_for_rollout(engine)
+    other = make_engine("lightstep", folder, lightstep="fsdp2-stream", optimizer_offload=True)
+    other.load_checkpoint(str(target / "global_step_2"))
+    assert train(other, *batches(rank, 2, first=2)) == expected[0]
+    assert all(torch.equal(tensor, expected[1][name]) for name, tensor in weights_for_rollout(other).items())
+    exported = AutoModelForCausalLM.from_pretrained(target / "global_step_2" / "huggingface").state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in exported.items())
+    engine.save_checkpoint(str(target / "global_step_4"), global_step=4, max_ckpt_to_keep=1)
+    torch.distributed.barrier()
+    assert [path.name for path in target.iterdir()] == ["global_step_4"]
+
+
+def test_checkpoints_go_on_where_they_were_saved(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    pool.run(check_resumed, 2, cpu=True, folder=folder, target=tmp_path)
+
+
+def check_reference(rank: int, world_size: int, folder: Path) -> None:
+    import_verl()
+    settings = {"forward_only": True}
+    own, ours = make_engine("lightstep", folder, **settings), make_engine("lightstep", folder)
+    batch = make_batch(rank, LENGTHS)
+    assert own.optimizer is None and all(map(torch.equal, log_probs(own, batch), log_probs(ours, batch)))
+
+
+def test_a_reference_has_no_optimizer(pool: Pool, folder: Path) -> None:
+    pool.run(check_reference, 2, cpu=True, folder=folder)
+
+
+def check_adapters(rank: int, world_size: int, folder: Path) -> None:
+    """Only the adapters are trained, and merged weights are sent."""
+    import_verl()
+    settings: dict[str, Any] = {"model": {"lora_rank": 4, "lora": {"merge": True}}}
+    torch.manual_seed(0)
+    expected, expected_weights, _ = trained("fsdp2", folder, rank, **settings)
+    torch.manual_seed(0)
+    found, weights, _ = trained("lightstep", folder, rank, lightstep="fsdp2-fp32", **settings)
+    assert found == expected
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in expected_weights.items())
+
+
+def test_adapters(pool: Pool, folder: Path) -> None:
+    pool.run(check_adapters, 1, cpu=True, folder=folder)
+
+
+def check_loss_scale(rank: int, world_size: int, folder: Path) -> None:
+    """Backward is the optimizer's. A step that is not finite changes nothing; others do."""
+    import_verl()
+    for scale, trains in (({"kind": "constant", "scale": 2.0**40}, False), ({"kind": "constant", "scale": 64.0}, True)):
+        scaled = {"precision.parameters": "float16", "precision.loss_scale": scale}
+        engine = make_engine("lightstep", folder, overrides=scaled)
+        before = weights_for_rollout(engine)
+        (_, norm), *_ = train(engine, *batches(rank, 2))
+        assert math.isfinite(norm) == trains
+        assert (
+            any(not torch.equal(tensor, before[name]) for name, tensor in weights_for_rollout(engine).items()) == trains
+        )
+
+
+def test_a_loss_scale(pool: Pool, folder: Path) -> None:
+    pool.run(check_loss_scale, 2, cpu=True, folder=folder)
+
+
+def check_refusals(rank: int, world_size: int, folder: Path) -> None:
+    import_verl()
+    with pytest.raises(ConfigError, match=r"needs 'fsdp2'"):
+        make_engine("lightstep", folder, lightstep="stream")
+    with pytest.raises(ConfigError, match=r"offload_policy is set"):
+        make_engine("lightstep", folder, offload_policy=True)
+    with pytest.raises(ConfigError, match=r"enable_activation_offload is set"):
+        make_engine("lightstep", folder, model={"enable_activation_offload": True})
+
+
+def test_refusals(pool: Pool, folder: Path) -> None:
+    pool.run(check_refusals, 1, cpu=True, folder=folder)
