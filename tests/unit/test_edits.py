@@ -89,9 +89,7 @@ def assert_same(tested: Setup, expected: Setup) -> None:
 # -- weights
 
 
-@backends
-@pytest.mark.parametrize("target", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("exchanged", [False, True])
+@every_pair(backend=BACKENDS, target=["bfloat16", "float16", "float32"], exchanged=[False, True])
 def test_edited_weights_are_what_is_saved(backend: str, exchanged: bool, target: str, tmp_path: Path) -> None:
     setup = Setup(backend).train(0, 1)
     with torch.no_grad():
@@ -131,8 +129,7 @@ def test_a_state_that_was_just_loaded_waits_for_its_model(backend: str) -> None:
     assert_same(other.train(3), trained.train(3))
 
 
-@backends
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@every_value(backend=BACKENDS, parameters=["bfloat16", "float32"])
 def test_an_exchange_or_edit_before_a_parameter_joins_is_noticed(backend: str, parameters: str) -> None:
     setup, expected = Setup(backend, parameters).train(0), Setup(backend, parameters).train(0)
     for one in (setup, expected):
@@ -172,8 +169,7 @@ def cast(model: nn.Module) -> None:
     model.float()
 
 
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
+@every_value(kind=[*EVERY_TIME, *IN_BACKWARD], parameters=["bfloat16", "float32"])
 def test_a_parameter_of_another_shape_starts_anew_or_is_refused(kind: str, parameters: str) -> None:
     """As ``resize_token_embeddings`` of transformers does it: other data in the same parameter."""
     state = {**EVERY_TIME, **IN_BACKWARD}[kind]
@@ -198,8 +194,7 @@ def test_a_parameter_of_another_shape_starts_anew_or_is_refused(kind: str, param
     assert not torch.equal(last.bias[3:], large[1][3:])
 
 
-@backends
-@pytest.mark.parametrize("to", [torch.float32, torch.float16])
+@every_value(backend=BACKENDS, to=[torch.float32, torch.float16])
 def test_state_may_be_read_between_a_cast_and_the_next_step(backend: str, to: torch.dtype) -> None:
     setup = Setup(backend)
     single = nn.Parameter(torch.tensor(0.5, dtype=torch.bfloat16))
@@ -253,8 +248,7 @@ def test_gradients_between_the_norm_and_the_step_are_refused(backend: str) -> No
     assert_same(setup.train(1, 2), expected.train(1, 2))
 
 
-@backends
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@every_value(backend=BACKENDS, parameters=["bfloat16", "float32"])
 def test_a_model_that_is_moved_keeps_its_state(backend: str, parameters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one device here: what the optimizer knows says that the weights were on another one.
 
@@ -297,8 +291,7 @@ def test_a_model_on_two_devices_is_refused_and_loses_nothing(backend: str, monke
     assert_same(setup.train(3), expected.train(3))
 
 
-@backends
-@pytest.mark.parametrize("to", [torch.float32, torch.float16])
+@every_value(backend=BACKENDS, to=[torch.float32, torch.float16])
 def test_a_model_that_is_cast_keeps_its_moments(backend: str, to: torch.dtype) -> None:
     setup = Setup(backend).train(0, 1)
     moment = setup.optimizer.state[setup.model[0].weight]["exp_avg"].clone()
@@ -317,9 +310,7 @@ def test_a_model_that_is_cast_keeps_its_moments(backend: str, to: torch.dtype) -
     assert not torch.equal(setup.model[0].weight, weights["0.weight"])
 
 
-@backends
-@pytest.mark.parametrize("by_refresh", [False, True])
-@pytest.mark.parametrize("scope", ["global", "unit"])
+@every_pair(backend=BACKENDS, by_refresh=[False, True], scope=["global", "unit"])
 def test_gradients_are_measured_and_clipped_after_a_cast(backend: str, by_refresh: bool, scope: str) -> None:
     clipping = {"max_norm": 0.01, "scope": scope}
     setup = Setup(backend, clipping=clipping, optimizer_class=torch.optim.SGD, lr=1.0).train(0)
@@ -376,8 +367,7 @@ def test_a_refresh_after_a_cast_makes_masters_of_the_new_weights(backend: str) -
 # -- gradients
 
 
-@backends
-@pytest.mark.parametrize("give_up", ["model.zero_grad", "grad = None", "optimizer.zero_grad"])
+@every_value(backend=BACKENDS, give_up=["model.zero_grad", "grad = None", "optimizer.zero_grad"])
 def test_a_batch_that_is_given_up_leaves_nothing(backend: str, give_up: str) -> None:
     setup, expected = Setup(backend), Setup(backend)
     setup.backward(7, parts=3)
@@ -522,9 +512,11 @@ def test_frozen_parameters_get_their_state_back(backend: str, tmp_path: Path) ->
     assert_same(by_dict, original)
 
 
-@backends
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
-@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "checkpoint"])
+@every_pair(
+    backend=BACKENDS,
+    optimizer_class=[torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop],
+    way=["state_dict", "deepcopy", "checkpoint"],
+)
 def test_16_bit_parameters_without_masters_resume(
     backend: str, optimizer_class: type[torch.optim.Optimizer], way: str, tmp_path: Path
 ) -> None:
@@ -542,8 +534,7 @@ def test_16_bit_parameters_without_masters_resume(
     assert_same(resumed.train(2), original.train(2))
 
 
-@backends
-@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "checkpoint"])
+@every_value(backend=BACKENDS, way=["state_dict", "deepcopy", "checkpoint"])
 def test_masters_of_an_optimizer_without_state_survive_load_and_save(backend: str, way: str, tmp_path: Path) -> None:
     original = Setup(backend, optimizer_class=torch.optim.SGD, lr=1e-3).train(*range(5))
     twice = original
@@ -591,8 +582,7 @@ def move_to_the_next_group(setup: Setup) -> Tensor:
     return second["params"][0]
 
 
-@pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
-@pytest.mark.parametrize("between", [False, True], ids=["before backward", "after backward"])
+@every_pair(kind=[*EVERY_TIME, *IN_BACKWARD], between=[False, True])
 def test_a_parameter_follows_its_group(kind: str, between: bool) -> None:
     setup = Setup(state={**EVERY_TIME, **IN_BACKWARD}[kind], groups=two_rates)
     setup.train(0, 1)
@@ -632,8 +622,7 @@ def test_a_parameter_does_not_move_to_a_group_of_another_class(backend: str) -> 
     assert_same(setup.train(2), expected.train(1, 2))
 
 
-@pytest.mark.parametrize("given", ["at first", "later"])
-@pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
+@every_value(kind=[*EVERY_TIME, *IN_BACKWARD], given=["at first", "later"])
 def test_a_list_that_is_written_to_in_place_counts_from_the_next_step(kind: str, given: str) -> None:
     """As torch sees it: pending updates have the values of their step, and those tried in backward are redone."""
     finals = []
@@ -806,8 +795,7 @@ class Failing(torch.optim.AdamW):
             raise ValueError("the base optimizer fails")
 
 
-@backends
-@pytest.mark.parametrize("at", [0, 1])
+@every_pair(backend=BACKENDS, at=[0, 1])
 def test_a_failure_in_the_very_first_step_is_cleared_by_the_state_before_it(
     backend: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -827,23 +815,6 @@ def test_a_failure_in_the_very_first_step_is_cleared_by_the_state_before_it(
     setup.model.load_state_dict(weights)
     setup.optimizer.load_state_dict(state)
     assert_same(setup.train(0, 1), expected.train(0, 1))
-
-
-@backends
-def test_half_updated_state_is_not_saved(backend: str, tmp_path: Path) -> None:
-    Failing.left = -1
-    setup = Setup(backend, optimizer_class=Failing, lr=1e-2).train(0)
-    setup.strategy.save_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
-    setup.backward(1)
-    Failing.left = 0
-    with pytest.raises(RuntimeError, match="the base optimizer fails"):
-        setup.optimizer.step()
-    Failing.left = -1
-    with pytest.raises(RuntimeError, match=r"half updated\. Load a checkpoint before saving one"):
-        setup.strategy.save_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
-    setup.strategy.load_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
-    setup.train(1)
-    setup.strategy.save_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
 
 
 def test_a_refused_set_up_changes_nothing_and_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -992,20 +963,6 @@ def test_a_state_dict_is_loaded_as_a_whole_or_not_at_all(backend: str) -> None:
 
 
 @backends
-def test_a_load_that_failed_elsewhere_is_remembered_until_one_succeeds(backend: str, tmp_path: Path) -> None:
-    setup = Setup(backend).train(0)
-    saved = setup.optimizer.state_dict()
-    setup.optimizer.refuse_until_loaded("loading runs/a failed (OSError)")
-    setup.backward(1)
-    with pytest.raises(RuntimeError, match="loading runs/a failed"):
-        setup.optimizer.step()
-    with pytest.raises(RuntimeError, match="loading runs/a failed"):
-        setup.strategy.save_checkpoint(tmp_path / "a", setup.model, setup.optimizer)
-    setup.optimizer.load_state_dict(saved)
-    assert setup.optimizer.step()
-
-
-@backends
 def test_parameters_over_one_storage_are_refused(backend: str) -> None:
     setup = Setup(backend)
     setup.model[0].weight.data = setup.model[2].weight.data.view(3, 40)
@@ -1129,8 +1086,7 @@ def test_a_first_step_with_nothing_to_do_is_a_step(kind: str, parameters: str) -
             assert float(setup.optimizer.state[parameter]["step"]) == step + 1
 
 
-@pytest.mark.parametrize("edited", [False, True])
-@backends
+@every_value(backend=BACKENDS, edited=[False, True])
 def test_masters_start_from_what_the_weights_were_rounded_from(backend: str, edited: bool) -> None:
     torch.manual_seed(0)
     given = torch.randn(4000)
@@ -1153,26 +1109,6 @@ def test_masters_start_from_what_the_weights_were_rounded_from(backend: str, edi
         optimizer.step()
         plain.step()
     assert torch.equal(optimizer.state[parameter]["master"].cpu(), master)
-
-
-@backends
-@pytest.mark.parametrize("way", ["checkpoint", "state_dict"])
-def test_what_was_loaded_and_edited_is_what_is_saved(backend: str, way: str, tmp_path: Path) -> None:
-    original, setup = Setup(backend).train(0, 1), Setup(backend)
-    original.strategy.save_checkpoint(tmp_path / "first", original.model, original.optimizer)
-    if way == "checkpoint":
-        setup.strategy.load_checkpoint(tmp_path / "first", setup.model, setup.optimizer)
-    else:
-        setup.model.load_state_dict(original.model.state_dict())
-        setup.optimizer.load_state_dict(original.optimizer.state_dict())
-    with torch.no_grad():
-        for parameter in setup.model.parameters():
-            parameter.fill_(0.25)
-    assert all((entries["master"] == 0.25).all() for entries in setup.optimizer.state_dict()["state"].values())
-    setup.strategy.save_checkpoint(tmp_path / "second", setup.model, setup.optimizer)
-    again = Setup(backend, "float32")
-    again.strategy.load_checkpoint(tmp_path / "second", again.model, again.optimizer)
-    assert all((value == 0.25).all() for value in again.weights().values())
 
 
 @pytest.mark.parametrize("backend", ["resident", "stream"])

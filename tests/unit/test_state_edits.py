@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
+from tests.covering import every_pair, every_value
 from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD
 from tests.unit.test_stream import random_delays
 
@@ -166,8 +167,7 @@ WRITES: dict[str, Edit] = {
 }
 
 
-@pytest.mark.parametrize("way", WRITES)
-@pytest.mark.parametrize("state", ["resident", "bulk", "stream", "stream-in-backward-and-forward"])
+@every_value(way=WRITES, state=["resident", "bulk", "stream", "stream-in-backward-and-forward"])
 def test_writes_into_what_was_read_change_the_state(state: str, way: str) -> None:
     expected, unedited = train(*plain(), WRITES[way]), train(*plain())
     assert not torch.equal(expected[0], unedited[0])
@@ -180,8 +180,7 @@ def test_writes_change_the_state_at_all_update_times(state: str) -> None:
         assert_equal(train(*prepared(state), WRITES[way]), train(*plain(), WRITES[way]))
 
 
-@pytest.mark.parametrize("state", EVERY_TIME)
-@pytest.mark.parametrize("way", ["iteration", "everything", "assigned"])
+@every_value(state=EVERY_TIME, way=["iteration", "everything", "assigned"])
 def test_writes_between_backward_and_step_change_the_state(state: str, way: str) -> None:
     assert_equal(train(*prepared(state), WRITES[way], between=True), train(*plain(), WRITES[way], between=True))
 
@@ -221,8 +220,7 @@ UNSEEN: dict[str, tuple[type[Exception], Callable[[Tensor], object]]] = {
 }
 
 
-@backends
-@pytest.mark.parametrize("way", UNSEEN)
+@every_value(way=UNSEEN, state=BACKENDS)
 def test_writes_that_nobody_would_see_are_errors(state: str, way: str) -> None:
     error, write = UNSEEN[way]
 
@@ -313,12 +311,11 @@ def write_in_place(entries: Any) -> None:
     entries["exp_avg"][0] = 3.0
 
 
-USES = [(state, use) for state in BACKENDS for use in (keep_on_cpu, halve_one, drop_one, write_in_place)]
-USES += [(state, halve_one) for state in STATES if state not in BACKENDS]
-
-
-@pytest.mark.parametrize(("state", "use"), USES)
-@pytest.mark.parametrize("way", ["pop", "del", "assigned", "load_state_dict"])
+@every_pair(
+    way=["pop", "del", "assigned", "load_state_dict"],
+    use=[keep_on_cpu, halve_one, drop_one, write_in_place],
+    state=STATES,
+)
 def test_entries_of_deleted_state_are_the_users_own(state: str, way: str, use: Callable[[Any], None]) -> None:
     def edit(optimizer: Any, model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -536,8 +533,7 @@ def splat(model: nn.Module, optimizer: Any, idiom: str, *, delayed: bool = False
     return weights(model, optimizer)
 
 
-@every_time
-@pytest.mark.parametrize("idiom", IDIOMS)
+@every_value(state=STATES, idiom=IDIOMS)
 def test_parameters_grow_and_shrink_with_their_state(state: str, idiom: str) -> None:
     plain_model = Cloud()
     expected = splat(plain_model, torch.optim.Adam(groups_of(plain_model), lr=0.0, eps=1e-15, fused=True), idiom)
@@ -579,8 +575,7 @@ class MasterLoop:
             group["params"][0].grad = None
 
 
-@every_time
-@pytest.mark.parametrize("idiom", ["popped", "at once", "copied"])
+@every_value(state=STATES, idiom=["popped", "at once", "copied"])
 def test_masters_grow_and_shrink_too(state: str, idiom: str) -> None:
     reference_model = Cloud(torch.bfloat16)
     reference = MasterLoop(reference_model)
@@ -603,8 +598,7 @@ def steps(model: nn.Module, optimizer: Any, count: int) -> None:
         optimizer.step()
 
 
-@every_time
-@pytest.mark.parametrize("parameters", ["float32", "bfloat16"])
+@every_value(state=STATES, parameters=["float32", "bfloat16"])
 def test_state_of_another_shape_is_refused_by_name_before_anything_changes(state: str, parameters: str) -> None:
     model = Cloud(getattr(torch, parameters))
     settings = {"parameters": parameters, "param_groups": groups_of(model), "lr": 0.0}
