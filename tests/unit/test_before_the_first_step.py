@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import lightstep
+from tests.covering import every_pair
 from tests.reference.pair import EVERY_TIME, through_bytes
 
 VALUES = {"lr": 1e-2, "weight_decay": 0.1}
@@ -54,9 +55,7 @@ kinds = pytest.mark.parametrize("kind", list(EVERY_TIME))
 
 
 @kinds
-@pytest.mark.parametrize("into", ["resident", "stream"])
-@pytest.mark.parametrize("way", ["checkpoint", "state_dict"])
-@pytest.mark.parametrize("layers", [(), (0,)])
+@every_pair(into=["resident", "stream"], way=["checkpoint", "state_dict"], layers=[(), (0,)])
 def test_what_was_saved_continues_from_what_was_given(
     kind: str, into: str, way: str, layers: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep.optimizer.arithmetic import BaseArithmetic
+from tests.covering import every_pair, every_value
 
 PLACES: dict[str, dict[str, Any]] = {
     "resident": {"backend": "resident"},
@@ -272,8 +273,7 @@ ELEMENT_WISE = [
 WHOLE = [StableAdamW, QueuesGradients, SmallStates, DecaysMatrices, LooksAhead]
 
 
-@pytest.mark.parametrize("place", list(PLACES))
-@pytest.mark.parametrize("optimizer_class", [*ELEMENT_WISE, *WHOLE])
+@every_value(optimizer_class=[*ELEMENT_WISE, *WHOLE], place=PLACES)
 def test_same_bits_as_in_a_plain_loop(optimizer_class: Any, place: str) -> None:
     expected, _ = plain_run(optimizer_class)
     _, model, optimizer = build(optimizer_class, place)
@@ -283,8 +283,7 @@ def test_same_bits_as_in_a_plain_loop(optimizer_class: Any, place: str) -> None:
     assert_same(model, expected)
 
 
-@pytest.mark.parametrize("place", list(PLACES))
-@pytest.mark.parametrize("optimizer_class", [CountsInATensorOfItsGroup, CountsInState, CountsInAttributes])
+@every_value(optimizer_class=[CountsInATensorOfItsGroup, CountsInState, CountsInAttributes], place=PLACES)
 def test_a_group_without_gradients_counts_the_step(optimizer_class: Any, place: str) -> None:
     """As in a plain loop: the first group has gradients in every third step, the second in the other ones."""
 
@@ -313,9 +312,11 @@ def test_a_group_without_gradients_counts_the_step(optimizer_class: Any, place: 
     assert_same(model, expected)
 
 
-@pytest.mark.parametrize("place", ["resident", "stream", "overlap"])
-@pytest.mark.parametrize("way", ["state_dict", "checkpoint", "copy"])
-@pytest.mark.parametrize("optimizer_class", [*ELEMENT_WISE[:4], StableAdamW, SmallStates, LooksAhead])
+@every_pair(
+    place=["resident", "stream", "overlap"],
+    way=["state_dict", "checkpoint", "copy"],
+    optimizer_class=[*ELEMENT_WISE[:4], StableAdamW, SmallStates, LooksAhead],
+)
 def test_same_bits_after_a_resume(optimizer_class: Any, way: str, place: str, tmp_path: Path) -> None:
     expected, _ = plain_run(optimizer_class)
     strategy, model, optimizer = build(optimizer_class, place)

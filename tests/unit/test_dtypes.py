@@ -29,6 +29,7 @@ from transformers import (
 from lightstep import ConfigError, Strategy, TransformersEngine
 from lightstep.integrations.checks import check_one_dtype
 from lightstep.sharding.dtypes import planned_by_tensor
+from tests.covering import every_value
 from tests.quantised import dequantised, quantised_by_bitsandbytes
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_llama import make_llama
@@ -91,8 +92,7 @@ def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 # -- models of transformers -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["stream", "fp16"])
-@pytest.mark.parametrize("build", [glm, ernie, lfm, m2m, t5])
+@every_value(name=["stream", "fp16"], build=[glm, ernie, lfm, m2m, t5])
 def test_a_model_of_transformers_has_the_dtypes_of_from_pretrained(name: str, build: Any, tmp_path: Path) -> None:
     """However it was given, in whatever role."""
     model = made(build)
@@ -189,8 +189,7 @@ class Buffers(nn.Module):
         return self.down(self.statistics(self.norm(self.up(x) + x @ self.matrices.A.T @ self.matrices.A)))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("role", ROLES)
+@every_value(name=STRATEGIES, role=ROLES)
 def test_other_buffers_follow_the_parameters_as_with_model_to(name: str, role: str) -> None:
     strategy, model, x = Strategy.load(name), made(Buffers), torch.randn(5, 6)
     model.register_buffer("turns", None)
@@ -327,8 +326,7 @@ def bytes_of(model: nn.Module) -> Tensor:
     return model[0].weight.detach().view(torch.uint8).clone()  # type: ignore[index,operator]
 
 
-@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8])
-@pytest.mark.parametrize("name", STRATEGIES)
+@every_value(storage=[torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8], name=STRATEGIES)
 def test_packed_storage_is_not_touched(name: str, storage: torch.dtype) -> None:
     for role in ROLES:
         strategy, given = Strategy.load(name), nn.Sequential(made(lambda: Quantised(storage)), nn.Linear(4, 2))
@@ -343,8 +341,7 @@ def test_packed_storage_is_not_touched(name: str, storage: torch.dtype) -> None:
             assert optimizer.step() and torch.equal(bytes_of(model), weight)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("storage", ["int8", "uint8", "float16", "bfloat16", "float32"])
+@every_value(name=STRATEGIES, storage=["int8", "uint8", "float16", "bfloat16", "float32"])
 def test_weights_of_bitsandbytes_stay_what_they_are(name: str, storage: str) -> None:
     layer = quantised_by_bitsandbytes(storage, "cpu")
     right = dequantised(layer)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep.optimizer import queue
+from tests.covering import every_pair
 from tests.python import python
 from tests.reference.pair import EVERY_TIME, IN_BACKWARD
 from tests.unit.test_edits import Setup
@@ -41,9 +42,7 @@ def hooks_on(model: nn.Module) -> int:
     return sum(len(hooks) for hooks in found if hooks)
 
 
-@pytest.mark.parametrize("scale", ["none", {"kind": "constant", "scale": 1024.0}])
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", list(EVERY))
+@every_pair(scale=["none", {"kind": "constant", "scale": 1024.0}], parameters=["bfloat16", "float32"], kind=EVERY)
 def test_everything_is_freed_at_once(kind: str, parameters: str, scale: Any) -> None:
     strategy = lightstep.Strategy.load(
         {

@@ -22,6 +22,7 @@ from lightstep import Strategy
 from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.optimizer.step_guard import StepGuard
 from lightstep.sharding.parameter_reads import DeferredUpdates
+from tests.covering import every_value
 from tests.patience import PATIENCE
 from tests.unit.test_stream import random_delays, random_sleeps
 
@@ -184,8 +185,7 @@ def test_what_another_thread_reads_is_of_one_step(name: str, history: History) -
     assert all(same(weights, history[step_of(state, history)][0]) for weights, state in pairs)
 
 
-@pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("read", OTHERS)
+@every_value(name=STATES, read=OTHERS)
 def test_other_readers_change_nothing(name: str, read: str, history: History) -> None:
     run = Run(name, delays=2)
     run.step()
@@ -195,8 +195,7 @@ def test_other_readers_change_nothing(name: str, read: str, history: History) ->
     assert_ends_as(run, history)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "asynchronous"])
-@pytest.mark.parametrize("name", STATES)
+@every_value(asynchronous=[False, True], name=STATES)
 def test_a_thread_saves_checkpoints(name: str, asynchronous: bool, tmp_path: Path, history: History) -> None:
     run, saved = Run(name, delays=3), []
     run.step()
@@ -512,8 +511,7 @@ def test_a_fork_neither_trains_nor_reads_state(name: str, history: History) -> N
     assert_ends_as(run, history)
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["new", "persistent"])
-@pytest.mark.parametrize("name", DEFERRED)
+@every_value(persistent=[False, True], name=DEFERRED)
 def test_workers_of_a_data_loader_read_the_dtype(name: str, persistent: bool, history: History) -> None:
     run = Run(name)
     run.train(2)

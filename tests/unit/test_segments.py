@@ -12,7 +12,7 @@ from torch import Tensor
 from lightstep.state import segment as segment_module
 from lightstep.state.store import Store
 from tests import stores
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.reference.lion import Lion
 from tests.unit.test_stream import Run
 
@@ -142,8 +142,7 @@ def test_only_what_was_written_to_has_changed(backend: str) -> None:
     assert run.backend.changed([]) == []
 
 
-@pytest.mark.parametrize("backend", list(MAKERS))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_value(backend=MAKERS, dtype=[torch.bfloat16, torch.float16])
 def test_masters_start_from_what_is_given(dtype: torch.dtype, backend: str) -> None:
     run = Run(MAKERS[backend](), shapes=SHAPES, layers=[0] * len(SHAPES), dtype=dtype)
     exact = [item.local.float() for item in run.items]

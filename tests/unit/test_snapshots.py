@@ -26,7 +26,7 @@ from lightstep.state import units as units_module
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.patience import PATIENCE
 from tests.unit.test_next_forward import Training, assert_same
 
@@ -273,12 +273,10 @@ EVENTS: list[Callable[[Training], Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("backend", "event"),
+    ("event", "backend"),
     [
-        (backend, number)
+        (number, "stream" if event is all_resident else ["stream", *OTHERS][number % 3])
         for number, event in enumerate(EVENTS)
-        for backend in ("stream", *OTHERS)
-        if backend == "stream" or event is not all_resident
     ],
 )
 def test_whatever_is_done_to_the_run_meanwhile(tmp_path: Path, reader: Reader, backend: str, event: int) -> None:
@@ -319,8 +317,9 @@ def hand_state_out(training: Training) -> None:
     training.held = [one["exp_avg_sq"].view(-1) for one in entries]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("backend", ["stream", *OTHERS])
-@pytest.mark.parametrize("edit", [edit_state, exchange_storage, load_other_state, edit_one_weight, hand_state_out])
+@every_value(
+    edit=[edit_state, exchange_storage, load_other_state, edit_one_weight, hand_state_out], backend=["stream", *OTHERS]
+)
 def test_what_was_edited_before_is_saved_as_ever(
     tmp_path: Path, reader: Reader, backend: str, edit: Callable[[Training], Any]
 ) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import lightstep
 from lightstep.optimizer.whole_tensors import needs_whole_tensors
 from lightstep.state import units
+from tests.covering import every_value
 from tests.reference.lion import Lion
 from tests.reference.pair import BACKENDS
 
@@ -203,8 +204,7 @@ def test_squares_that_are_declared_take_no_bitmap() -> None:
 
 
 @backends
-@pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
-@pytest.mark.parametrize("optimizer_class", [torch.optim.Adafactor, torch.optim.Muon])
+@every_value(way=["state_dict", "checkpoint"], optimizer_class=[torch.optim.Adafactor, torch.optim.Muon])
 def test_state_of_other_shapes_is_loaded(
     optimizer_class: type[torch.optim.Optimizer], way: str, backend: str, tmp_path: Path
 ) -> None:
