@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import lightstep
+from tests.covering import every_value
 from tests.distributed.models import CLASSES, TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, HSDP
@@ -84,7 +85,7 @@ def train(pair: DistributedPair, steps: list[list[tuple[str, ...]]]) -> None:
 
 def check_branches(rank: int, world_size: int, case: dict[str, Any], sharding: dict[str, Any], never: bool) -> None:
     pair = DistributedPair(rank, world_size, case, sharding, Branching)
-    train(pair, [*(NEVER_CALLED if never else FIRST_STEPS), *random_steps(6)])
+    train(pair, [*(NEVER_CALLED if never else FIRST_STEPS), *random_steps(4)])
 
 
 STREAM = {"backend": "stream", "ring_mib": 1}
@@ -101,8 +102,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("never", [False, True], ids=["first-used-late", "left-out-of-the-first"])
-@pytest.mark.parametrize("case", CASES)
+@every_value(never=[False, True], case=CASES)
 def test_same_bits_as_the_plain_loop(pool: Pool, case: str, never: bool) -> None:
     world_size, values, sharding = CASES[case]
     pool.run(check_branches, world_size, case=values, sharding=sharding, never=never)
@@ -149,7 +149,6 @@ def check_unused_part(rank: int, world_size: int, micros: int, update: str) -> N
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("update", ["at_step", "next_forward", "overlap"])
-@pytest.mark.parametrize("micros", [1, 2])
+@every_value(update=["at_step", "next_forward", "overlap"], micros=[1, 2])
 def test_an_unused_part_under_ddp_is_refused_before_the_step(pool: Pool, micros: int, update: str) -> None:
     pool.run(check_unused_part, 2, cpu=True, micros=micros, update=update)

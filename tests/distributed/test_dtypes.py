@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 from lightstep import ConfigError
 from lightstep.distributed import local_tensor
+from tests.covering import every_value
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, HSDP, full, load
 
@@ -105,8 +106,7 @@ def check_kept(rank: int, world_size: int, sharding: dict[str, Any], backend: st
         assert tensor.dtype == other.dtype and torch.equal(local_tensor(tensor), local_tensor(other))
 
 
-@pytest.mark.parametrize("backend", ["resident", "stream"])
-@pytest.mark.parametrize("sharding", [FSDP2, HSDP], ids=["fsdp2", "hsdp"])
+@every_value(backend=["resident", "stream"], sharding=[FSDP2, HSDP])
 def test_kept_parameters_are_sharded_and_gathered_in_fp32(
     pool: Pool, sharding: dict[str, Any], backend: str, tmp_path: Path
 ) -> None:

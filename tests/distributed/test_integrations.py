@@ -285,7 +285,7 @@ ASYNCHRONOUS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "state"), [("strategy", "stream"), ("accelerate", "overlap"), ("ddp", "resident")])
+@pytest.mark.parametrize(("kind", "state"), [("accelerate", "overlap"), ("ddp", "resident")])
 def test_asynchronous_saves(pool: Pool, tmp_path: Path, kind: str, state: str) -> None:
     pool.run(asynchronous, 2, kind=kind, state=ASYNCHRONOUS[state], folder=str(tmp_path))
     assert len(list(tmp_path.glob("checkpoint-3/rng_state_*.pth"))) == 2

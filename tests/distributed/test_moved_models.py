@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import lightstep
 from lightstep.distributed import local_tensor
+from tests.covering import every_value
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.sharding_runs import HSDP
@@ -94,7 +94,6 @@ def check_moved(rank: int, world_size: int, settings: str, moves: str) -> None:
         assert torch.equal(found[key], value), f"{key} differs on rank {rank}"
 
 
-@pytest.mark.parametrize("moves", ["before the optimizer, before the first step", "after the step"])
-@pytest.mark.parametrize("settings", SETTINGS)
+@every_value(moves=["before the optimizer, before the first step", "after the step"], settings=SETTINGS)
 def test_same_bits_as_a_model_that_stays(pool: Pool, settings: str, moves: str) -> None:
     pool.run(check_moved, SETTINGS[settings][0], settings=settings, moves=moves)

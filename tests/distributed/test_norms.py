@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 import lightstep
 from lightstep.clipping import GradientNorm
 from lightstep.distributed import like, local_gradient, local_tensor
+from tests.covering import every_value
 from tests.distributed.collectives import collectives
 from tests.distributed.ranks import Pool, device_of
 from tests.reference.plain_loop import NORM_TOLERANCE
@@ -190,8 +191,7 @@ def check_overflow_anywhere(rank: int, world_size: int, placed: list[Any], devic
                 assert float(overflow) == float(has_part[0]), (number, norm_type, value)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_value(world_size=[2, 4], layout=LAYOUTS)
 def test_norm_of_every_layout(pool: Pool, layout: str, world_size: int) -> None:
     pool.run(check_layout, world_size, layout=layout)
 
@@ -220,7 +220,7 @@ def check_torchs_bits(rank: int, world_size: int) -> None:
             assert mine.grad is None or torch.equal(local_tensor(mine.grad), local_tensor(other.grad))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_torchs_bits(pool: Pool, world_size: int) -> None:
     pool.run(check_torchs_bits, world_size)
 
@@ -287,9 +287,8 @@ def check_other_gradients(rank: int, world_size: int) -> None:
         assert bool(lightstep.global_grad_norm(parameters).isnan()) == (there != set() or reductions == 2)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_other_gradients_on_other_ranks(pool: Pool, world_size: int) -> None:
-    pool.run(check_other_gradients, world_size)
+def test_other_gradients_on_other_ranks(pool: Pool) -> None:
+    pool.run(check_other_gradients, 4)
 
 
 def check_partial_gradient(rank: int, world_size: int) -> None:

@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import lightstep
 from lightstep.distributed import local_tensor
+from tests.covering import every_pair
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.test_exactness import HYPERPARAMETERS, OWN_BUCKETS, DistributedPair
@@ -278,15 +278,9 @@ def check_program(rank: int, world_size: int, seed: int, sharding: dict[str, Any
     program.strategy.close()
 
 
-CASES = [
-    *((sharding, state, "bf16") for sharding in SHARDINGS for state in STATES),
-    *((s, state, p) for s in ("ddp", "fsdp2") for state in ("resident", "overlap") for p in ("fp16", "fp32")),
-]
-
-
-@pytest.mark.parametrize(("sharding", "state", "precision"), CASES)
+@every_pair(sharding=SHARDINGS, state=STATES, precision=PRECISIONS)
 def test_random_programs(pool: Pool, sharding: str, state: str, precision: str) -> None:
-    deadline, seed = time.monotonic() + SECONDS / len(CASES), 0
+    deadline, seed = time.monotonic() + SECONDS / 12, 0
     while not seed or time.monotonic() < deadline:
         settings = {"sharding": SHARDINGS[sharding], "state": state, "precision": precision}
         pool.run(check_program, 4 if sharding == "hsdp" else 2, seed=seed, **settings)

@@ -27,6 +27,7 @@ from lightstep.state.ring import Ring
 from lightstep.state.schema import Managed
 from lightstep.state.store import Store
 from lightstep.state.units import RingError
+from tests.covering import every_value
 from tests.distributed.collectives import collectives
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
@@ -186,8 +187,8 @@ def _delay_lanes(lanes: Any, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("sharding", "state", "world_size", "precision"),
-    [*((DDP, CUT, 2, precision) for precision in PRECISIONS), (DDP, STREAM, 4, "bf16"), (HSDP, CUT, 4, "fp16")],
-    ids=[*(f"ddp-2-{precision}" for precision in PRECISIONS), "ddp-4-bf16", "hsdp-4-fp16"],
+    [(DDP, CUT, 2, "bf16"), (DDP, STREAM, 4, "fp32"), (HSDP, CUT, 4, "fp16")],
+    ids=["ddp-2-bf16", "ddp-4-fp32", "hsdp-4-fp16"],
 )
 def test_equal_to_resident(
     pool: Pool, sharding: dict[str, Any], state: dict[str, Any], world_size: int, precision: str
@@ -220,9 +221,8 @@ def check_edits(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
         assert all(torch.equal(values[0], value) for value in values), "replicas differ"
 
 
-@pytest.mark.parametrize(("sharding", "world_size"), [(DDP, 2), (HSDP, 4)], ids=["ddp", "hsdp"])
-def test_weights_edited_by_the_user(pool: Pool, sharding: dict[str, Any], world_size: int) -> None:
-    pool.run(check_edits, world_size, sharding=sharding)
+def test_weights_edited_by_the_user(pool: Pool) -> None:
+    pool.run(check_edits, 2, sharding=DDP)
 
 
 def _without_blocks(model: Any) -> list[dict[str, Any]]:
@@ -246,9 +246,8 @@ def check_new_group(rank: int, world_size: int, sharding: dict[str, Any]) -> Non
     same_runs("joined", tested, expected)
 
 
-@pytest.mark.parametrize(("sharding", "world_size"), [(DDP, 2), (HSDP, 4)], ids=["ddp", "hsdp"])
-def test_parameters_that_join(pool: Pool, sharding: dict[str, Any], world_size: int) -> None:
-    pool.run(check_new_group, world_size, sharding=sharding)
+def test_parameters_that_join(pool: Pool) -> None:
+    pool.run(check_new_group, 4, sharding=HSDP)
 
 
 class OneWeight(nn.Module):
@@ -308,20 +307,14 @@ def check_without_share(
         run.optimizer.close()
 
 
-@pytest.mark.parametrize("update", ["at_step", "next_forward", "in_backward", "overlap"])
-@pytest.mark.parametrize(
-    ("sharding", "world_size", "make_model"),
-    [(DDP, 2, OneWeight), (DDP, 4, HeadOnly), (HSDP, 4, OneWeight)],
-    ids=["ddp-2", "ddp-4", "hsdp-4"],
+@every_value(
+    update=["at_step", "next_forward", "in_backward", "overlap"],
+    layout=[(DDP, 2, OneWeight), (DDP, 4, HeadOnly), (HSDP, 4, OneWeight)],
 )
 def test_a_replica_without_parameters(
-    pool: Pool,
-    tmp_path: Path,
-    sharding: dict[str, Any],
-    world_size: int,
-    make_model: Callable[[], nn.Module],
-    update: str,
+    pool: Pool, tmp_path: Path, layout: tuple[dict[str, Any], int, Callable[[], nn.Module]], update: str
 ) -> None:
+    sharding, world_size, make_model = layout
     arguments = {"folder": str(tmp_path), "sharding": sharding, "update": update, "make_model": make_model}
     pool.run(check_without_share, world_size, **arguments)
 
@@ -462,9 +455,8 @@ def check_state_dict(rank: int, world_size: int, sharding: dict[str, Any]) -> No
     assert bool(tested.optimizer.kept_state(parameter)) is tested.optimizer.keeps_state(parameter)
 
 
-@pytest.mark.parametrize(("sharding", "world_size"), [(DDP, 2), (HSDP, 4)], ids=["ddp", "hsdp"])
-def test_state_dict_is_complete(pool: Pool, sharding: dict[str, Any], world_size: int) -> None:
-    pool.run(check_state_dict, world_size, sharding=sharding)
+def test_state_dict_is_complete(pool: Pool) -> None:
+    pool.run(check_state_dict, 4, sharding=HSDP)
 
 
 def check_copies(rank: int, world_size: int) -> None:
@@ -507,9 +499,8 @@ def check_torch_interface(rank: int, world_size: int, sharding: dict[str, Any]) 
     same_runs("continued", loaded, expected)
 
 
-@pytest.mark.parametrize(("sharding", "world_size"), [(DDP, 2), (HSDP, 4)], ids=["ddp", "hsdp"])
-def test_state_dict_of_torch_distributed_checkpoint(pool: Pool, sharding: dict[str, Any], world_size: int) -> None:
-    pool.run(check_torch_interface, world_size, sharding=sharding)
+def test_state_dict_of_torch_distributed_checkpoint(pool: Pool) -> None:
+    pool.run(check_torch_interface, 2, sharding=DDP)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {

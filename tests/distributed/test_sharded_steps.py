@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import lightstep
 from lightstep.config import ConfigError
 from lightstep.distributed import like, local_tensor
+from tests.covering import every_value
 from tests.distributed.collectives import collectives
 from tests.distributed.models import Slope, TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
@@ -160,8 +161,8 @@ def check_deepcopy(rank: int, world_size: int, sharding: dict[str, Any], backend
 
 @pytest.mark.parametrize(
     ("sharding", "backend"),
-    [(FSDP2, "resident"), (FSDP2, "bulk"), (FSDP2, "stream"), (HSDP, "stream")],
-    ids=["fsdp2-resident", "fsdp2-bulk", "fsdp2-stream", "hsdp-stream"],
+    [(FSDP2, "resident"), (FSDP2, "bulk"), (HSDP, "stream")],
+    ids=["fsdp2-resident", "fsdp2-bulk", "hsdp-stream"],
 )
 def test_a_deep_copy_goes_on_by_itself(pool: Pool, sharding: dict[str, Any], backend: str) -> None:
     pool.run(check_deepcopy, 4 if sharding is HSDP else 2, sharding=sharding, backend=backend)
@@ -309,12 +310,7 @@ def check_gradients_in_place(rank: int, world_size: int, sharding: dict[str, Any
     check_step(dict.fromkeys(trained, backward(1)))
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer.backward", "loss.backward"])
-@pytest.mark.parametrize(
-    "sharding",
-    [{**FSDP2, "wrap": ["Routed"]}, {**HSDP, "wrap": ["Routed"]}, DDP],
-    ids=["fsdp2", "hsdp", "ddp"],
-)
+@every_value(by_hand=[False, True], sharding=[{**FSDP2, "wrap": ["Routed"]}, {**HSDP, "wrap": ["Routed"]}, DDP])
 def test_the_gradient_is_in_place(pool: Pool, sharding: dict[str, Any], by_hand: bool) -> None:
     pool.run(check_gradients_in_place, 4 if "mesh" in sharding else 2, sharding=sharding, by_hand=by_hand)
 
@@ -465,8 +461,7 @@ def check_unreduced(rank: int, world_size: int, sharding: dict[str, Any], parame
         assert torch.equal(full(master).cpu(), torch.full((5, 3), -4.0 * (1 + 1 + 1)))
 
 
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
-@pytest.mark.parametrize("sharding", [FSDP2, HSDP, {"kind": "ddp"}], ids=["fsdp2", "hsdp", "ddp"])
+@every_value(parameters=["bfloat16", "float32"], sharding=[FSDP2, HSDP, {"kind": "ddp"}])
 def test_gradients_that_were_not_reduced_are_refused(pool: Pool, sharding: dict[str, Any], parameters: str) -> None:
     wrapped = sharding if sharding["kind"] == "ddp" else {**sharding, "wrap": ["Single", "Slope"]}
     pool.run(check_unreduced, 4 if "mesh" in sharding else 2, sharding=wrapped, parameters=parameters)
@@ -492,8 +487,7 @@ def check_last_was_not_reduced(rank: int, world_size: int, sharding: dict[str, A
     assert sharding["kind"] == "fsdp2" or same_on_all_ranks(model)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+@every_value(dtype=["bfloat16", "float32"], sharding=[FSDP2, DDP])
 def test_a_last_micro_batch_that_was_not_reduced(pool: Pool, sharding: dict[str, Any], dtype: str) -> None:
     pool.run(check_last_was_not_reduced, 2, sharding=sharding, dtype=dtype)
 
@@ -560,8 +554,7 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+@every_value(precision=PRECISIONS, sharding=[FSDP2, DDP])
 def test_an_accumulation_can_be_dropped(pool: Pool, sharding: dict[str, Any], precision: str) -> None:
     pool.run(check_dropped_accumulation, 2, sharding=sharding, precision=PRECISIONS[precision])
 

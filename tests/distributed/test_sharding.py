@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import lightstep
 from lightstep.config import ConfigError
 from lightstep.distributed import local_tensor
+from tests.covering import every_value
 from tests.distributed.models import Slope, TinyTransformer, loss_of, tiny_llama
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.sharding_runs import DDP, FSDP2, HSDP, load, same_weights, train, weights_of
@@ -118,12 +119,7 @@ def check_hugging_face_folder(rank: int, world_size: int, folder: str, sharding:
     assert runs[0][2] == runs[1][2]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(
-    "sharding",
-    [FSDP2, {**FSDP2, "activation_checkpointing": True}],
-    ids=["fsdp2", "checkpointed"],
-)
+@every_value(tied=[True, False], sharding=[FSDP2, {**FSDP2, "activation_checkpointing": True}])
 def test_hugging_face_folder(pool: Pool, tmp_path: Path, sharding: dict[str, Any], tied: bool) -> None:
     pool.run(check_hugging_face_folder, 2, folder=str(tmp_path), sharding=sharding, tied=tied)
 
@@ -304,8 +300,8 @@ def check_compiled_with_deferred_updates(rank: int, world_size: int, sharding: d
 
 @pytest.mark.parametrize(
     ("sharding", "update"),
-    [(FSDP2, "next_forward"), (FSDP2, "in_backward"), (DDP, "next_forward")],
-    ids=["fsdp2", "fsdp2 in backward", "ddp"],
+    [(FSDP2, "in_backward"), (DDP, "next_forward")],
+    ids=["fsdp2 in backward", "ddp"],
 )
 def test_compiled_with_deferred_updates(pool: Pool, sharding: dict[str, Any], update: str) -> None:
     pool.run(check_compiled_with_deferred_updates, 2, sharding=sharding, update=update)

@@ -59,11 +59,8 @@ def check_snapshots(rank: int, world_size: int, folder: str, values: dict[str, A
     [
         ("ddp", "bf16", {"update": "next_forward", "spare_host_gib": 0.0}),
         ("fsdp2", "bf16", {"update": "overlap"}),
-        ("fsdp2", "bf16", {"spare_host_gib": 0.0}),
         ("hsdp", "bf16", {}),
-        ("ddp", "bf16", {"backend": "resident"}),
         ("fsdp2", "fp32", {"backend": "resident"}),
-        ("fsdp2", "bf16", {"backend": "bulk"}),
     ],
 )
 def test_what_is_saved_is_the_moment_of_asking(

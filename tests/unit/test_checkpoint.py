@@ -140,6 +140,7 @@ def test_weights_change_their_dtype_through_masters(tmp_path: Path, saved: str, 
             own = optimizer2.state[parameter]
             assert torch.equal(own["exp_avg_sq"], optimizer.state[source]["exp_avg_sq"])
             assert torch.equal(own["master"], master) if loaded != "float32" else "master" not in own
+    torch.rand(3)
     drawn = torch.get_rng_state()
     for pass_optimizer in (False, True):  # the one with no state, and none
         strategy.save_checkpoint(tmp_path / "weights", model)

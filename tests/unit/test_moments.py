@@ -100,7 +100,7 @@ def by_hand(state: dict[str, Any], steps: int = 3, optimizer_class: Any = torch.
     """A run on gradients from nowhere beside its reference: optimizer, parameters."""
     values = {"clipping": {"max_norm": None}, "optimizer_state": {"moments": "bfloat16", **state}}
     generator = torch.Generator().manual_seed(0)
-    shapes = [shape for shape in SHAPES if len(shape) == 2] if optimizer_class is torch.optim.Muon else SHAPES
+    shapes = [(61, 47), (300, 17), (0, 4)] if optimizer_class is torch.optim.Muon else SHAPES
     model = nn.ParameterList(torch.randn(shape, generator=generator) for shape in shapes)
     strategy = lightstep.Strategy.load(values)
     model = strategy.prepare_model(representable(model))
