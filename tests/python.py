@@ -1,4 +1,5 @@
-"""``python`` as a user starts it, in a fork of one that has imported torch: that takes longer than most scripts do.
+"""``python`` as a user starts it, in a fork of one that has imported torch (and transformers, for those that need it):
+that takes longer than most scripts do.
 
 This file is the process that forks, too. It is asked by lines of JSON, and answers with exit statuses.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -22,16 +24,23 @@ STREAMS = ("stdin", "stdout", "stderr")
 
 
 def python(
-    *arguments: str, cwd: Path | str, env: Mapping[str, str] | None = None, stdin: str = ""
+    *arguments: str,
+    cwd: Path | str,
+    env: Mapping[str, str] | None = None,
+    stdin: str = "",
+    imported: str = "torch.distributed.fsdp",
 ) -> subprocess.CompletedProcess[str]:
     """``python *arguments``: ``-c``, ``-m``, ``-`` or a file, and what the program is given.
 
     The variables that the interpreter reads when it starts have no effect, but for ``PYTHONPATH``.
+
+    Args:
+        imported: the module that has been imported already.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "stdin").write_text(stdin, encoding="utf-8")
         where = {"cwd": str(cwd), "env": dict(os.environ if env is None else env), "folder": folder}
-        server = _server()
+        server = _server(imported)
         assert server.stdin is not None and server.stdout is not None
         server.stdin.write(json.dumps({"arguments": arguments, **where}) + "\n")
         server.stdin.flush()
@@ -41,9 +50,9 @@ def python(
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server(imported: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    server = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True)
+    server = subprocess.Popen([sys.executable, __file__, imported], stdin=pipe, stdout=pipe, text=True)
     atexit.register(server.kill)
     return server
 
@@ -81,7 +90,6 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], folder: str) -> No
 
 
 if __name__ == "__main__":
-    import torch.distributed.fsdp  # noqa: F401
-
+    importlib.import_module(sys.argv[1])
     if (request := _next_request()) is not None:
         _run(**request)

@@ -299,7 +299,9 @@ def test_a_run_that_was_killed_while_it_saved_is_continued(
     tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = str(Path(__file__).parents[2])
-    killed = python("-c", KILLED, str(tmp_path / "a"), mode, cwd=root, env=os.environ | {"PYTHONPATH": root})
+    environment = os.environ | {"PYTHONPATH": root}
+    arguments = ("-c", KILLED, str(tmp_path / "a"), mode)
+    killed = python(*arguments, cwd=root, env=environment, imported="transformers.trainer")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert names(tmp_path / "a")[-1] == "checkpoint-2"
     (hidden,) = (tmp_path / "a").glob(".checkpoint-4.saving-*")

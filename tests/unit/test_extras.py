@@ -28,7 +28,7 @@ for name in {OPTIONAL!r}:
 
 
 def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return python("-c", code, *arguments, cwd=CHECKOUT)
+    return python("-c", code, *arguments, cwd=CHECKOUT, imported="transformers.trainer")
 
 
 def test_importing_lightstep_brings_nothing_along() -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import gc
 import random
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, LaneError, Lanes
 from tests.patience import PATIENCE
+from tests.python import python
 
 CPU = torch.device("cpu")
 
@@ -266,6 +266,6 @@ for each in (lanes, dropped):
 del each, dropped
 """
     for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
+        ended = python("-c", program, cwd=Path.cwd())
         assert ended.returncode == 0, ended.stderr
         assert sorted(ended.stdout.splitlines()) == ["done", "done", "late job"]
