@@ -1,18 +1,23 @@
-"""Publishes a Llama to a server's stand-in in another process: time, stall of the loop, and bytes with and without
-deltas.
+"""Publishes a Llama to a server's stand-in in another process: time, stall of the loop, iterations meanwhile, and bytes
+with and without deltas. On two GPUs the trainer has the first one, and the server the second one, over nccl.
 
-python -m tests.measure_publishing                      # 25 M parameters, on the CPU, over gloo
+python -m tests.measure_publishing                      # 25 M parameters on the CPU, over gloo
+python -m tests.measure_publishing --llama-3b           # 3.2 B parameters, the shape of Llama-3.2-3B
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import multiprocessing
+import os
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,58 +27,101 @@ from lightstep import Strategy, VllmServer
 from lightstep.strategy.base import Strategy as BaseStrategy
 from tests.rollout_servers import FakeVllm
 
-
-def make_model(hidden: int, layers: int, vocabulary: int) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, pad_token_id=0, **sizes, **heads))
+GIB = 2**30
 
 
-def serve(weights: dict[str, Tensor], pipe: Connection) -> None:
-    """A server, until it is told to end."""
+def make_model(args: argparse.Namespace) -> nn.Module:
+    """On the meta device."""
+    sizes = {"hidden_size": args.hidden, "intermediate_size": 4 * args.hidden, "num_hidden_layers": args.layers}
+    heads = {"num_attention_heads": args.hidden // 64, "num_key_value_heads": args.hidden // 64}
+    settings = {"vocab_size": args.vocabulary, "pad_token_id": 0, **sizes, **heads}
+    if args.llama_3b:
+        settings |= {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "vocab_size": 128256}
+        settings |= {"num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True}
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**settings))
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Of all bits."""
+    found = hashlib.blake2b()
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        found.update(name.encode())
+        found.update(tensor.detach().bfloat16().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+    return found.hexdigest()
+
+
+def serve(args: argparse.Namespace, pipe: Connection) -> None:
+    """A server, until it is told to end. Asked for anything else, it sends the digest of its weights."""
     torch.set_num_threads(1)
-    server = FakeVllm(weights, timeout_s=120.0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    named = make_model(args).named_parameters()
+    weights = {name: torch.zeros(p.shape, dtype=torch.bfloat16, device=device) for name, p in named}
+    server = FakeVllm(weights, timeout_s=120.0, device=device)
+    del weights
     pipe.send(server.url)
-    pipe.recv()
+    while pipe.recv() != "end":
+        pipe.send(digest(server.process.weights.items()))
 
 
 class Measurement:
     def __init__(self, args: argparse.Namespace, url: str) -> None:
         self.strategy: BaseStrategy = Strategy.load(args.strategy)
-        self.model = self.strategy.prepare_model(lambda: make_model(args.hidden, args.layers, args.vocabulary))
+        torch.manual_seed(0)
+        self.model = self.strategy.prepare_model(make_model(args))
         self.optimizer: Any = self.strategy.create_optimizer(self.model, lr=1e-6, weight_decay=0.0)
-        self.shape, self.vocabulary = (1, args.tokens), args.vocabulary
+        self.shape, self.device = (1, args.tokens), self.strategy.device
+        self.vocabulary, self.iterations = self.model.config.vocab_size, args.iterations
         self.url = url
 
-    def step(self) -> float:
-        begin, tokens = time.monotonic(), torch.randint(0, self.vocabulary, self.shape)
+    def step(self) -> tuple[float, float]:
+        """An iteration, the device's work included: when it began, and its seconds."""
+        begin, tokens = time.monotonic(), torch.randint(0, self.vocabulary, self.shape, device=self.device)
         self.optimizer.backward(self.model(input_ids=tokens, labels=tokens).loss)
         self.optimizer.step()
-        return time.monotonic() - begin
+        self.synchronize()
+        return begin, time.monotonic() - begin
 
-    def row(self, lr: float, deltas: bool, steps: int) -> None:
-        """Steps at a learning rate, each with a publication that the loop does not wait for. Prints medians."""
+    def synchronize(self) -> None:
+        self.optimizer.wait_for_update()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def row(self, lr: float, deltas: bool, steps: int, pipe: Connection) -> None:
+        """Publications that the loop does not wait for, with iterations meanwhile. Prints medians."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         servers = VllmServer(self.url, timeout_s=120, deltas=deltas)
         self.strategy.publish_weights(self.model, servers)
-        stalls, seconds, nbytes, whole = [], [], [], 0
-        for _ in range(steps):
+        self.strategy.publish_weights(self.model, servers, wait=False)  # page-locks memory
+        self.strategy.wait_for_publication()
+        alone = statistics.median(self.step()[1] for _ in range(self.iterations))
+        stalls, reports, meanwhile = [], [], []
+        for number in range(steps):
             self.step()
+            expected = digest(self.model.named_parameters()) if number == 0 else None
             begin = time.monotonic()
             self.strategy.publish_weights(self.model, servers, wait=False)
-            stalls.append(time.monotonic() - begin)
+            queued = time.monotonic()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # the copy on the device
+            stalls.append((queued - begin, time.monotonic() - begin))
+            iterations = [self.step() for _ in range(self.iterations)]
             report = self.strategy.wait_for_publication()
             assert report is not None
-            seconds.append(report.seconds)
-            nbytes.append(report.nbytes)
-            whole = report.whole_nbytes
+            reports.append(report)
+            meanwhile += [took for began, took in iterations if began < begin + report.seconds]
+            if expected is not None:
+                pipe.send("digest")
+                assert pipe.recv() == expected, "what arrived is not what was published"
         servers.close()
-        size = statistics.median(nbytes)
+        size, seconds = statistics.median(r.nbytes for r in reports), statistics.median(r.seconds for r in reports)
+        call, whole_stall = (statistics.median(each) * 1e3 for each in zip(*stalls, strict=True))
         say(
-            f"{'deltas' if deltas else 'whole':7} lr {lr:g}: {size / 2**20:.1f} MiB ({size / whole:.1%}), "
-            f"sent in {statistics.median(seconds):.2f} s; the loop waited {statistics.median(stalls) * 1e3:.0f} ms"
+            f"{'deltas' if deltas else 'whole':7} lr {lr:g}: {size / 2**20:.1f} MiB "
+            f"({size / reports[0].whole_nbytes:.1%}) in {seconds:.2f} s ({size / seconds / 1e9:.2f} GB/s); the loop "
+            f"waited {call:.1f} ms, its device too {whole_stall:.1f} ms; an iteration takes {alone * 1e3:.0f} ms, and "
+            f"{statistics.mean(meanwhile) / alone:.3f} of that meanwhile ({len(meanwhile)} iterations); bits equal"
         )
 
 
@@ -82,27 +130,48 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def link(device: torch.device) -> str:
+    """Bytes per second between a GPU and page-locked memory, which bounds a publication over the host."""
+    if device.type == "cpu":
+        return "gloo"
+    there, here = (
+        torch.empty(GIB, dtype=torch.uint8, device=device),
+        torch.empty(GIB, dtype=torch.uint8, pin_memory=True),
+    )
+    rates = []
+    for target, source in ((here, there), (there, here)):
+        target.copy_(source)
+        begin = time.monotonic()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        rates.append(GIB / (time.monotonic() - begin) / 1e9)
+    return f"{rates[0]:.0f} GB/s to the host and {rates[1]:.0f} GB/s back"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="resident")
+    parser.add_argument("--llama-3b", action="store_true", help="instead of the next three")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--tokens", type=int, default=16, help="of each step")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=16, help="of each iteration")
+    parser.add_argument("--iterations", type=int, default=8, help="while a set is on its way")
+    parser.add_argument("--steps", type=int, default=5, help="publications of each kind")
     args = parser.parse_args()
     torch.set_num_threads(2)
     processes = multiprocessing.get_context("spawn")
     pipe, other = processes.Pipe()
-    model = make_model(args.hidden, args.layers, args.vocabulary).bfloat16()
-    weights = {name: torch.zeros_like(p.detach()) for name, p in model.named_parameters()}
-    server = processes.Process(target=serve, args=(weights, other), daemon=True)
-    server.start()
+    server = processes.Process(target=serve, args=(args, other), daemon=True)
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "1"} if torch.cuda.device_count() > 1 else {}):
+        server.start()
     measurement = Measurement(args, pipe.recv())
     count = sum(p.numel() for p in measurement.model.parameters()) / 1e6
-    say(f"{count:.0f} M parameters; a step takes {min(measurement.step() for _ in range(10)):.2f} s")
+    for _ in range(3):
+        measurement.step()
+    say(f"{count:.0f} M parameters, {args.strategy}; {link(measurement.device)}")
     for lr, deltas in ((1e-6, False), (1e-6, True), (1e-5, True)):
-        measurement.row(lr, deltas, args.steps)
+        measurement.row(lr, deltas, args.steps, pipe)
     measurement.strategy.close()
     pipe.send("end")
     server.join()

@@ -24,6 +24,8 @@ from lightstep.rollout.link import WeightLink
 from lightstep.rollout.server_protocols import refuse_other_names
 from lightstep.rollout.transport import WeightInfo
 
+CPU = torch.device("cpu")
+
 
 class Refusal(Exception):
     """An answer with another status than 200."""
@@ -71,6 +73,7 @@ class FakeServer:
     Args:
         weights: the model's, by the names that the engine has for them.
         timeout_s: for a broadcast.
+        device: of what is received.
 
     Attributes:
         calls: the paths that were asked for, in order.
@@ -78,9 +81,11 @@ class FakeServer:
         process: its present one.
     """
 
-    def __init__(self, weights: dict[str, Tensor], timeout_s: float = 10.0, workers: int = 1) -> None:
+    def __init__(
+        self, weights: dict[str, Tensor], timeout_s: float = 10.0, workers: int = 1, device: torch.device = CPU
+    ) -> None:
         self.process = Process(_copied(weights))
-        self.workers, self._timeout = workers, timeout_s
+        self.workers, self._timeout, self.device = workers, timeout_s, device
         self.calls: list[str] = []
         self.before: Callable[[str], object] = lambda path: None
         self._links: dict[str, list[WeightLink]] = {}  # of each worker, by group
@@ -156,7 +161,7 @@ class FakeServer:
             nested: dist.Store = dist.TCPStore(address, port, is_master=False, timeout=limit)
             for prefix in prefixes:
                 nested = dist.PrefixStore(prefix, nested)
-            opened.append(WeightLink(0, nested, first + worker, size, torch.device("cpu"), self._timeout))
+            opened.append(WeightLink(0, nested, first + worker, size, self.device, self._timeout))
 
         opened: list[WeightLink] = []
         self._in_threads(open_one)
@@ -188,9 +193,9 @@ class FakeServer:
         links = self._links.get(group)
         if links is None:
             raise Refusal(500, f"no process group {group}")
-        buffers = [torch.zeros(nbytes, dtype=torch.uint8) for _ in links]
+        buffers = [torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for _ in links]
         self._in_threads(lambda worker: links[worker].broadcast(buffers[worker]))
-        assert all(torch.equal(buffers[0], other) for other in buffers)
+        assert all(torch.equal(buffers[0], other) for other in buffers[1:])
         return buffers[0]
 
 
@@ -274,10 +279,8 @@ class Place:
 class Broadcasts:
     """The links of all workers of a server, which get the same."""
 
-    device = torch.device("cpu")
-
     def __init__(self, server: FakeServer) -> None:
-        self._server = server
+        self._server, self.device = server, server.device
 
     def broadcast(self, tensor: Tensor) -> None:
         tensor.copy_(self._server.receive("only", len(tensor)))

@@ -1,7 +1,8 @@
 """Copies of tensors on the host, in page-locked memory that is kept and reused.
 
 On an accelerator a copy is queued on the current stream: the caller goes on, and later work on that stream may write to
-the tensor. On the CPU the copy is made at once.
+the tensor. Or the caller makes a copy on the device, and :meth:`HostCopyPool.bring` copies that to the host in the
+background, so that later work does not wait for the host. On the CPU a copy is made at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lightstep.distributed import local_tensor
 from lightstep.state.host_memory import HostSlab, require
+from lightstep.state.lanes import LanesOfDevices
 
 __all__ = ["HostCopyPool"]
 
@@ -38,7 +40,8 @@ class HostCopyPool:
         self._used: dict[HostSlab, int] = {}
         self._made: dict[Tensor, Tensor] = {}
         self._expected = 0
-        self._queued: dict[torch.device, torch.Event] = {}
+        self._queued: list[torch.Event] = []
+        self._lanes = LanesOfDevices(small_pieces=True)
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +51,7 @@ class HostCopyPool:
     def reset(self) -> None:
         """Drop all copies, and reuse their memory. Nobody may read them any more."""
         self._used = dict.fromkeys(self._used, 0)
-        self._made, self._expected = {}, 0
+        self._made, self._expected, self._queued = {}, 0, []
 
     def reserve(self, nbytes: int) -> None:
         """Check that there is memory for ``nbytes`` more, which will be needed.
@@ -100,15 +103,35 @@ class HostCopyPool:
             self._made[tensor] = self.copy(tensor)
         return self._made[tensor]
 
+    def bring(self, target: Tensor, source: Tensor) -> None:
+        """Copy ``source`` to ``target`` in the background, after what the current stream has queued.
+
+        Args:
+            target: from :meth:`allocate_bytes`.
+            source: 1-D uint8 on an accelerator. The caller gives it up.
+        """
+        lanes = self._lanes(source.device)
+        lane = lanes.device_to_host
+        lane.wait(lanes.caller().record(lanes.event()))
+        lane.copy(target, source, self._what)
+        assert lane.stream is not None
+        source.record_stream(lane.stream)
+        self._queued.append(lane.record(lanes.event()))
+
+    def wait_for_background(self) -> None:
+        """The current streams wait for all that :meth:`bring` has queued, also for an earlier moment."""
+        for lanes in self._lanes:
+            lanes.caller().wait(lanes.device_to_host.record(lanes.event()))
+
     def seal(self) -> None:
         """End the copies of this moment, and record events after them."""
         self._made = {}
         for device in self._slabs:
             if device.type != "cpu":
-                self._queued.setdefault(device, torch.Event(device)).record(torch.accelerator.current_stream(device))
+                self._queued.append(torch.accelerator.current_stream(device).record_event())
 
     def wait_for(self, copy: Tensor) -> Tensor:
         """Wait for the copies, and return ``copy``; for the thread that reads, after :meth:`seal`."""
-        for event in self._queued.values():
+        for event in self._queued:
             event.synchronize()
         return copy
