@@ -179,6 +179,8 @@ def test_a_failing_call_leaves_everything_as_it_was(
             continue
         found = how.value(folder)
         assert found == expected or (found == 2.0 and error is not DISK_IS_FULL), "or it was interrupted afterwards"
+        if found == 1.0:
+            assert contents(folder.parent) == ["step"] and has_user_files(folder)
         how.write(folder, 3.0)
         assert contents(folder.parent) == ["step"] and how.value(folder) == 3.0
         assert not replacing or has_user_files(folder)
