@@ -10,6 +10,11 @@ import torch
 
 torch.set_num_threads(1)
 
+if not torch.accelerator.is_available():
+    # torch.manual_seed would keep a stack for each kind of accelerator that may still come: a millisecond, every time.
+    for module in (torch.cuda, torch.cuda.random, torch.xpu, torch.xpu.random, torch.mtia):
+        module._lazy_call = lambda *_, **__: None  # type: ignore[attr-defined]
+
 # By the one process that ranks and examples are forked from. (GPUs cannot be used after a fork: ranks that see some
 # import these themselves.)
 multiprocessing.set_forkserver_preload(

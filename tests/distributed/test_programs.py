@@ -271,7 +271,7 @@ def check_program(rank: int, world_size: int, seed: int, sharding: dict[str, Any
     case = {"optimizer_state": STATES[state], "precision": PRECISIONS[precision]}
     program = Program(rank, world_size, seed, sharding, case)
     try:
-        program.run(length=25)
+        program.run(length=20)
         program.check(-1)
     except BaseException as error:
         raise AssertionError(f"seed {seed}: {program.calls}") from error
