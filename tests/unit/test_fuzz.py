@@ -658,7 +658,7 @@ def run_and_shorten(program: dict[str, Any]) -> None:
 
 
 CASES = [(kind, by_unit) for by_unit, kinds in ((False, GLOBAL), (True, BY_UNIT)) for kind in kinds]
-EXAMPLES = 2
+EXAMPLES = 1
 SECONDS = float(os.environ.get("LIGHTSTEP_FUZZ_SECONDS", 0)) / len(CASES)
 
 

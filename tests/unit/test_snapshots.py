@@ -115,7 +115,7 @@ def check_saved(folder: Path) -> None:
 
 def hold_copies(training: Any) -> None:
     """Copies of state on the device begin when an update that did not wait for them would be over."""
-    training.optimizer._backend._lanes(torch.device("cpu")).delay = lambda _: time.sleep(0.1)
+    training.optimizer._backend._lanes(torch.device("cpu")).delay = lambda _: time.sleep(0.03)
 
 
 def settings(update: str) -> dict[str, Any]:
