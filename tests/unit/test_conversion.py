@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import weakref
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -276,14 +277,6 @@ def test_layouts_that_name_their_parameters(tmp_path: Path, layout: str) -> None
         assert not differences(found, dict(expected)), name
 
 
-def test_a_view_that_is_transposed_is_a_tensor_of_its_own(tmp_path: Path) -> None:
-    square = torch.arange(9.0).view(3, 3)
-    torch.save({"model": {"a": square, "b": square.t(), "c": square}}, tmp_path / "run.pt")
-    state = read_checkpoint(tmp_path / "run.pt")
-    assert state.aliases == {"c": "a"}
-    assert torch.equal(state.weights["b"].read(), square.t())
-
-
 def test_a_strategy_is_checked_and_named_when_it_is_not_needed(tmp_path: Path) -> None:
     source = Run("bfloat16").train(BEFORE).save(tmp_path / "a")
     command = ["checkpoint", "convert", str(source), str(tmp_path / "run.pt"), "--to", "torch", "--strategy"]
@@ -300,16 +293,6 @@ def test_numbers_of_numpy_become_pythons(tmp_path: Path) -> None:
     state = convert_checkpoint(plain.save(tmp_path / "run.pt"), tmp_path / "x", "lightstep")
     assert state.groups is not None
     assert (type(state.groups[0].settings["lr"]), state.groups[0].settings["lr"]) == (float, 0.1 / 3)
-
-
-def test_numbers_that_cannot_be_named_are_refused_with_what_to_pass(tmp_path: Path) -> None:
-    file = Plain().train(BEFORE).save(tmp_path / "run.pt")
-    with pytest.raises(CheckpointError, match=r"does not name them. Pass --names FILE"):
-        convert_checkpoint(file, tmp_path / "x", "lightstep")
-    (tmp_path / "names.json").write_text(json.dumps(sorted(dict(make_net().named_parameters()))[:8]))
-    with pytest.raises(CheckpointError, match="and --names does not fit them"):
-        convert_checkpoint(file, tmp_path / "x", "lightstep", names=tmp_path / "names.json")
-    assert not (tmp_path / "x").exists()
 
 
 def test_a_folder_of_distributed_checkpoint_is_read(tmp_path: Path) -> None:
@@ -420,24 +403,6 @@ def test_a_checkpoint_of_trainer_is_read_without_being_told_the_names(tmp_path: 
         assert torch.equal(state.weights[name].read(), parameter)
 
 
-def test_the_trainers_schedule_beside_the_files_of_deepspeed_is_kept(tmp_path: Path) -> None:
-    """In ``checkpoint-N`` under DeepSpeed, whose own files have no scheduler then."""
-    run = Run("float32").train(BEFORE)
-    folder = tmp_path / "checkpoint-3"
-    convert_checkpoint(run.save(tmp_path / "step-3"), folder, "deepspeed-universal")
-    files = folder / (folder / "latest_universal").read_text().strip()
-    torch.save({"last_epoch": 7, "base_lrs": [0.1]}, folder / "scheduler.pt")
-    for path in (folder, files):
-        assert (read_checkpoint(path).scheduler or {}).get("last_epoch") != 7
-    (folder / "trainer_state.json").write_text('{"global_step": 3}')
-    for path in (folder, files):
-        state = convert_checkpoint(path, tmp_path / "converted", "lightstep")
-        assert state.scheduler == {"last_epoch": 7, "base_lrs": [0.1]}
-        assert state.extra["trainer_state"] == {"global_step": 3}
-    read = read_checkpoint(tmp_path / "converted")
-    assert read.scheduler == {"last_epoch": 7, "base_lrs": [0.1]}
-
-
 def test_the_order_of_safetensors_names_no_parameters(tmp_path: Path) -> None:
     """They are sorted by name, ``layers.10`` before ``layers.2``: no order of a model."""
     model = nn.Module()
@@ -458,7 +423,227 @@ def test_the_order_of_safetensors_names_no_parameters(tmp_path: Path) -> None:
         assert torch.equal(state.entries[name]["exp_avg"].read(), optimizer.state[parameter]["exp_avg"]), name
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- what is beside the model: source -> notes, and what is read -------------------------------------------------------
+
+
+def dcp(folder: Path, content: dict[str, Any]) -> Path:
+    import torch.distributed.checkpoint as checkpoint
+
+    checkpoint.save(content, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def torch_file(folder: Path, content: object) -> Path:
+    torch.save(content, folder.with_suffix(".pt"))
+    return folder.with_suffix(".pt")
+
+
+def trainer_folder(folder: Path, content: dict[str, Any]) -> Path:
+    """One weight; files of torch.save beside it, and of text."""
+    folder.mkdir()
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    packed = {"state": {}, "param_groups": [{"params": [0], "param_names": ["w"], "lr": 0.1}]}
+    for name, value in {"optimizer.pt": packed, **content}.items():
+        (folder / name).write_text(value) if isinstance(value, str) else torch.save(value, folder / name)
+    return folder
+
+
+W, STEP = {"w": torch.ones(2)}, {"step": torch.tensor(7)}
+SCALER = {"scale": 4096.0, "_growth_tracker": 5, "growth_interval": 2000}
+OWN = {"epoch": 3, "order": torch.arange(4), "seen": [torch.ones(2), {"a": (1, 2)}]}
+FLAT = {"model.layers.0.weight": torch.ones(2), "lm_head.weight": torch.ones(3)}
+SQUARE = torch.arange(9.0).view(3, 3)
+
+BESIDE: dict[str, tuple[Callable[[Path, Any], Path], Any, list[str], dict[str, Any]]] = {
+    "all that dcp may have": (
+        dcp,
+        {
+            "model": W,
+            "scheduler": {"last_epoch": 3},
+            "scaler": SCALER,
+            "extra": OWN,
+            "train_state": STEP,
+            "name": "run",
+        },
+        [],
+        {
+            "weights": ["w"],
+            "scheduler": {"last_epoch": 3},
+            "scale": (4096.0, 5),
+            "extra": {**OWN, "train_state": STEP, "name": "a"},
+        },
+    ),
+    "torchtitan's layout of dcp": (
+        dcp,
+        FLAT | {"train_state": STEP, "lr_scheduler": {"last_epoch": 7}, "dataloader": {"rank_0": b"1"}},
+        [],
+        {
+            "weights": [*FLAT],
+            "scheduler": {"last_epoch": 7},
+            "extra": {"train_state": STEP, "dataloader": {"rank_0": b"1"}},
+        },
+    ),
+    "a flat dcp": (
+        dcp,
+        {"layers.0.weight": torch.ones(2), "train_state.step": torch.tensor(7), "lr_scheduler.last_epoch": 7},
+        [],
+        {"weights": ["layers.0.weight"], "scheduler": {"last_epoch": 7}, "extra": {"train_state": STEP}},
+    ),
+    "a dcp with prefixes": (
+        dcp,
+        {"model.w": torch.ones(2), "optim.param_groups.w.lr": 0.1},
+        [],
+        {"weights": ["w"], "optimized": ["w"]},
+    ),
+    "what extra cannot hold": (
+        dcp,
+        {"model": {"w": torch.ones(2), "_extra_state": 1}, "ema": {"w": torch.ones(300)}, "color": Color.RED},
+        ["_extra_state of the model is not a tensor", "ema was left out: it has 0.0 GiB of", "extra['color'] was left"],
+        {"weights": ["w"], "extra": {}},
+    ),
+    "extra of a torch file": (
+        torch_file,
+        {"model": W, "extra": {"epoch": 3}, "best": 0.5},
+        [],
+        {"extra": {"epoch": 3, "best": 0.5}},
+    ),
+    "extra that clashes": (
+        torch_file,
+        {"model": W, "extra": {"epoch": 3}, "best": 0.5, "epoch": 4},
+        [],
+        {"extra": {"extra": {"epoch": 3}, "best": 0.5, "epoch": 4}},
+    ),
+    "a class in a torch file": (torch_file, {"model": W, "sampler": Net}, ["extra['sampler'] was left"], {"extra": {}}),
+    "a transposed view": (
+        torch_file,
+        {"model": {"a": SQUARE, "b": SQUARE.t(), "c": SQUARE}},
+        [],
+        {"weights": ["a", "b"], "aliases": {"c": "a"}},
+    ),
+    "the Trainer's files": (
+        trainer_folder,
+        {"scaler.pt": SCALER, "scheduler.pt": {"last_epoch": 7}, "trainer_state.json": '{"global_step": 3}'},
+        [],
+        {"scale": (4096.0, 5), "scheduler": {"last_epoch": 7}, "extra": {"trainer_state": {"global_step": 3}}},
+    ),
+    "the Trainer's random states": (
+        trainer_folder,
+        {"rng_state.pth": {}},
+        ["the Trainer's random states (rng_state) are pickles, and were left out"],
+        {"weights": ["w"]},
+    ),
+    "the loss scale of lightstep's optimizer": (
+        trainer_folder,
+        {
+            "optimizer.pt": {
+                "state": {},
+                "param_groups": [{"params": [0], "param_names": ["w"]}],
+                "loss_scale": {"scale": 16384.0, "good_steps": 1, "hysteresis_left": 1},
+            }
+        },
+        [],
+        {"scale": (16384.0, 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_what_is_beside_the_model_is_kept_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    write, content, notes, expected = BESIDE[what]
+    monkeypatch.setattr(from_dcp, "_LARGEST_EXTRA", 1000)
+    state = convert_checkpoint(write(tmp_path / "source", content), tmp_path / "converted", "lightstep")
+    assert len(state.notes) == len(notes) and all(map(str.startswith, sorted(state.notes), sorted(notes))), state.notes
+    scale = state.loss_scale or {}
+    found = {
+        "weights": list(state.weights),
+        "aliases": state.aliases,
+        "optimized": state.optimized(),
+        "scheduler": state.scheduler,
+        "extra": state.extra,
+        "scale": (scale.get("scale"), scale.get("good_steps")),
+    }
+    assert not differences({key: found[key] for key in expected}, expected)
+    back = read_checkpoint(tmp_path / "converted")
+    assert back.scheduler == state.scheduler and not differences(back.extra, state.extra)
+    for name, weight in state.weights.items():
+        assert torch.equal(back.weights[name].read(), weight.read())
+
+
+def test_the_trainers_schedule_beside_the_files_of_deepspeed_is_kept(tmp_path: Path) -> None:
+    """In ``checkpoint-N`` under DeepSpeed, whose own files have no scheduler then."""
+    folder = tmp_path / "checkpoint-3"
+    convert_checkpoint(Run("float32").train(BEFORE).save(tmp_path / "step-3"), folder, "deepspeed-universal")
+    files = folder / (folder / "latest_universal").read_text().strip()
+    torch.save({"last_epoch": 7, "base_lrs": [0.1]}, folder / "scheduler.pt")
+    for is_the_trainers in (False, True):
+        for path in (folder, files):
+            state = read_checkpoint(path)
+            assert ((state.scheduler or {}).get("last_epoch") == 7) == is_the_trainers
+            assert ("trainer_state" in state.extra) == is_the_trainers
+        (folder / "trainer_state.json").write_text('{"global_step": 3}')
+
+
+# -- fault × format: what was at the destination is still there --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def old_and_new(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return (
+        Run("bfloat16").train(range(1)).save(folder / "old"),
+        Run("bfloat16").train(BEFORE).save(folder / "new"),
+    )
+
+
+def interrupted() -> Tensor:
+    raise KeyboardInterrupt
+
+
+def full_disk(content: Any, file: Any, **options: Any) -> None:
+    if isinstance(file, Path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    torch.serialization.save(content, file, **options)
+
+
+@pytest.mark.parametrize("to", convert.WRITERS)
+@pytest.mark.parametrize("fault", ["interrupt", "full disk", "crash", "foreign"])
+def test_what_was_there_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, old_and_new: tuple[Path, Path], to: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = old_and_new
+    convert_checkpoint(old, tmp_path / "out", to)
+    if fault == "interrupt":
+        state = read_checkpoint(new)
+        weight = state.weights["norm.bias"]
+        state.weights["norm.bias"] = type(weight)(weight.dtype, weight.shape, interrupted)
+        state.entries["norm.bias"]["master"] = type(weight)(torch.float32, weight.shape, interrupted)
+        with monkeypatch.context() as patch:
+            patch.setattr(convert, "read_checkpoint", lambda *_: state)
+            with pytest.raises(KeyboardInterrupt):
+                convert_checkpoint(new, tmp_path / "out", to)
+    elif fault == "full disk" and to != "lightstep":
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "save", full_disk)
+            with pytest.raises(CheckpointError, match="out was not written: No space left on device"):
+                convert_checkpoint(new, tmp_path / "out", to)
+    elif fault == "crash" and to != "torch":  # between two renames
+        shutil.move(tmp_path / "out", tmp_path / ".out.replaced-0")
+        shutil.copytree(new, tmp_path / ".out.saving-1")
+    elif fault == "foreign":
+        (tmp_path / "foreign").mkdir()
+        (tmp_path / "foreign" / "thesis.txt").write_text("years of work")
+        with pytest.raises(CheckpointError, match="choose another path or remove it"):
+            convert_checkpoint(new, tmp_path / "foreign", to)
+        assert (tmp_path / "foreign" / "thesis.txt").read_text() == "years of work"
+        shutil.rmtree(tmp_path / "foreign")
+    if fault != "crash":
+        assert read_checkpoint(tmp_path / "out").step == 1
+    convert_checkpoint(new, tmp_path / "out", to)
+    assert read_checkpoint(tmp_path / "out").step == 3
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+# -- refusal × sentence ------------------------------------------------------------------------------------------------
 
 
 class Harmful:
@@ -466,133 +651,115 @@ class Harmful:
         return os.system, ("touch harmed",)
 
 
-def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    plain = Plain(groups=False, named=True).train(BEFORE)
-    with pytest.raises(CheckpointError, match=r"must not be run \(") as caught:
-        convert_checkpoint(plain.save(tmp_path / "run.pt", harm=Harmful()), tmp_path / "x", "lightstep")
-    assert "weights_only" not in str(caught.value), "torch's advice to run it all the same"
-    state = convert_checkpoint(plain.save(tmp_path / "b.pt", sampler=Net), tmp_path / "x", "lightstep")
-    assert any("sampler" in note for note in state.notes)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["b.pt", "run.pt", "x"]
+def files(folder: Path, content: dict[str, bytes]) -> Path:
+    folder.mkdir()
+    for name, data in content.items():
+        (folder / name).write_bytes(data)
+    return folder
 
 
-def test_what_is_there_is_replaced_only_if_a_conversion_wrote_it(tmp_path: Path) -> None:
-    source = Run("bfloat16").train(BEFORE).save(tmp_path / "a")
-    for to, name in (("lightstep", "l"), ("torch", "t.pt"), ("deepspeed-universal", "u")):
-        target = tmp_path / "out" / name
-        convert_checkpoint(source, target, to)
-        convert_checkpoint(source, target, to)
-        foreign = tmp_path / "foreign" / name
-        foreign.mkdir(parents=True)
-        (foreign / "thesis.txt").write_text("years of work")
-        with pytest.raises(CheckpointError, match="choose another path or remove it"):
-            convert_checkpoint(source, foreign, to)
-        assert (foreign / "thesis.txt").read_text() == "years of work"
-    with pytest.raises(CheckpointError, match="lie in each other"):
-        convert_checkpoint(source, source / "inside", "torch")
-    with pytest.raises(CheckpointError, match="lie in each other"):
-        convert_checkpoint(source, tmp_path, "deepspeed-universal")
-
-
-@pytest.mark.parametrize("to", ["lightstep", "torch", "deepspeed-universal"])
-def test_an_interrupt_leaves_what_was_there(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Run("bfloat16"), Run("bfloat16").train(BEFORE)
-    old, new = first.train(range(1)).save(tmp_path / "old"), second.save(tmp_path / "new")
-    convert_checkpoint(old, tmp_path / "out", to)
-    state = read_checkpoint(new)
-    weight = state.weights["norm.bias"]
-
-    def interrupted() -> Tensor:
-        raise KeyboardInterrupt
-
-    state.weights["norm.bias"] = type(weight)(weight.dtype, weight.shape, interrupted)
-    if "master" in state.entries["norm.bias"]:
-        state.entries["norm.bias"]["master"] = type(weight)(torch.float32, weight.shape, interrupted)
-    monkeypatch.setattr(convert, "read_checkpoint", lambda *_: state)
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(new, tmp_path / "out", to)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["new", "old", "out"]
-    assert read_checkpoint(tmp_path / "out").step == 1
-
-
-def test_a_crash_between_two_renames_is_settled_by_the_next_conversion(tmp_path: Path) -> None:
-    source = Run("bfloat16").train(BEFORE).save(tmp_path / "a")
-    convert_checkpoint(source, tmp_path / "u", "deepspeed-universal")
-    shutil.move(tmp_path / "u", tmp_path / ".u.replaced-0")
-    shutil.copytree(source, tmp_path / ".u.saving-1")
-    convert_checkpoint(source, tmp_path / "u", "deepspeed-universal")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "u"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "does not exist"),
-        ({}, "holds no checkpoint in a known format"),
-        ({"latest": b"global_step7"}, "names 'global_step7', which is not there"),
-        ({"mp_rank_00_model_states.pt": b"PK\x03\x04 cut off"}, "cannot be read"),
-        ({"zero_pp_rank_0_mp_rank_00_optim_states.pt": b""}, "mp_rank_00_model_states.pt is missing"),
-        ({"mp_rank_01_model_states.pt": b""}, "tensor, pipeline or expert parallelism"),
-        ({".metadata": b"\x80\x04cos\nsystem\n."}, "os.system does not belong in an index"),
-        ({"_rank0": b""}, "cannot be read"),
-    ],
-)
-def test_folders_that_cannot_be_converted(tmp_path: Path, content: dict[str, bytes] | None, message: str) -> None:
-    source = tmp_path / "source"
-    for name, data in (content or {}).items():
-        source.mkdir(exist_ok=True)
-        (source / name).write_bytes(data)
-    if content == {}:
-        source.mkdir()
-    with pytest.raises(CheckpointError, match=message):
-        convert_checkpoint(source, tmp_path / "x", "lightstep")
-    assert not (tmp_path / "x").exists()
-
-
-def test_steps_that_deepspeed_cannot_count_are_refused(tmp_path: Path) -> None:
+def uneven(folder: Path, _: object) -> Path:
     run = Run("bfloat16").train(BEFORE)
     run.optimizer.state[run.model.norm.bias]["step"] = torch.tensor(2.0)
-    source = run.save(tmp_path / "a")
-    with pytest.raises(CheckpointError, match=r"norm.bias has had 2 updates and first.bias 3"):
-        convert_checkpoint(source, tmp_path / "x", "deepspeed-universal")
-    assert not (tmp_path / "x").exists()
+    return run.save(folder)
 
 
-def test_what_a_universal_checkpoint_cannot_hold_is_refused(tmp_path: Path) -> None:
+def saved_with(folder: Path, given: dict[str, Any]) -> Path:
     run = Run("bfloat16").train(BEFORE)
-    run.strategy.save_checkpoint(tmp_path / "weights", run.model)
-    run.strategy.save_checkpoint(tmp_path / "clash", run.model, run.optimizer, extra={"module": "mine"})
-    with pytest.raises(CheckpointError, match="it holds no optimizer"):
-        convert_checkpoint(tmp_path / "weights", tmp_path / "x", "deepspeed-universal")
-    with pytest.raises(CheckpointError, match="extra has module, which DeepSpeed uses itself"):
-        convert_checkpoint(tmp_path / "clash", tmp_path / "x", "deepspeed-universal")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["clash", "weights"]
-    convert_checkpoint(tmp_path / "weights", tmp_path / "run.pt", "torch")
-    convert_checkpoint(tmp_path / "run.pt", tmp_path / "back", "lightstep")
-    fresh = Run("bfloat16")
-    fresh.strategy.load_checkpoint(tmp_path / "back", fresh.model)
-    assert not differences(dict(fresh.model.state_dict()), dict(run.model.state_dict()))
+    optimizer = () if given.pop("weights_only", False) else (run.optimizer,)
+    run.strategy.save_checkpoint(folder, run.model, *optimizer, **given)
+    return folder
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Run("bfloat16").train(BEFORE).save(tmp_path / "a")
-    for to in ("torch", "deepspeed-universal"):
-        convert_checkpoint(source, tmp_path / to, to)
+def unnamed(folder: Path, names: list[str] | None) -> Path:
+    if names is not None:
+        (folder.parent / "names.json").write_text(json.dumps(names))
+    return Plain().train(BEFORE).save(folder.with_suffix(".pt"))
 
-    save = torch.save
 
-    def full(content: Any, file: Any, **options: Any) -> None:
-        if isinstance(file, Path):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(content, file, **options)
+UNIVERSAL = "deepspeed-universal"
+REFUSED: dict[str, tuple[Callable[[Path, Any], Path], Any, str, str]] = {
+    "nothing": (lambda folder, _: folder, None, "lightstep", "does not exist"),
+    "an empty folder": (files, {}, "lightstep", "holds no checkpoint in a known format"),
+    "a name of nothing": (files, {"latest": b"global_step7"}, "torch", "names 'global_step7', which is not there"),
+    "a file that is cut off": (files, {"mp_rank_00_model_states.pt": b"PK\x03\x04 cut off"}, "torch", "cannot be read"),
+    "a missing file": (
+        files,
+        {"zero_pp_rank_0_mp_rank_00_optim_states.pt": b""},
+        "torch",
+        "mp_rank_00_model_states.pt is missing",
+    ),
+    "parts of layers": (
+        files,
+        {"mp_rank_01_model_states.pt": b""},
+        "torch",
+        "tensor, pipeline or expert parallelism",
+    ),
+    "a function in an index": (
+        files,
+        {".metadata": b"\x80\x04cos\nsystem\n."},
+        "lightstep",
+        "os.system does not belong in an index",
+    ),
+    "an empty file of LightRFT": (files, {"_rank0": b""}, "lightstep", "cannot be read"),
+    "no model": (dcp, {"net": W, "step": 3}, "torch", "has no model: it has net, step, and model or a flat state dict"),
+    "what would be run": (torch_file, {"model": W, "harm": Harmful()}, "lightstep", r"must not be run \("),
+    "parameters without names": (unnamed, None, "lightstep", r"does not name them. Pass --names FILE"),
+    "other names": (
+        unnamed,
+        sorted(dict(make_net().named_parameters()))[:8],
+        "lightstep",
+        "and --names does not fit them",
+    ),
+    "steps that DeepSpeed cannot count": (uneven, None, UNIVERSAL, r"norm.bias has had 2 updates and first.bias 3"),
+    "no optimizer for DeepSpeed": (saved_with, {"weights_only": True}, UNIVERSAL, "it holds no optimizer"),
+    "extra that DeepSpeed uses": (
+        saved_with,
+        {"extra": {"module": "mine"}},
+        UNIVERSAL,
+        "extra has module, which DeepSpeed uses itself",
+    ),
+}
 
-    monkeypatch.setattr(torch, "save", full)
-    for to in ("torch", "deepspeed-universal"):
-        with pytest.raises(CheckpointError, match=f"{to} was not written: No space left on device"):
-            convert_checkpoint(source, tmp_path / to, to)
-        assert read_checkpoint(tmp_path / to).step == 3
-    assert len(list(tmp_path.iterdir())) == 3
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    write, content, to, sentence = REFUSED[what]
+    monkeypatch.chdir(tmp_path)
+    source = write(tmp_path / "source", dict(content) if isinstance(content, dict) else content)
+    before, names = sorted(tmp_path.iterdir()), tmp_path / "names.json"
+    with pytest.raises(CheckpointError, match=sentence) as caught:
+        convert_checkpoint(source, tmp_path / "x", to, names=names if names.exists() else None)
+    assert "weights_only" not in str(caught.value), "torch's advice to run it all the same"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_source_and_destination_do_not_lie_in_each_other(
+    tmp_path: Path, old_and_new: tuple[Path, Path], scheme: str
+) -> None:
+    for inside in ((tmp_path / "a", tmp_path / "a" / "inside"), (tmp_path / "a", tmp_path)):
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        shutil.copytree(old_and_new[0], tmp_path / "a")
+        with pytest.raises(CheckpointError, match="lie in each other"):
+            convert_checkpoint(*(f"{scheme}{path}" for path in inside), "lightstep")
+
+
+def test_checkpoints_are_converted_from_and_to_urls(tmp_path: Path, old_and_new: tuple[Path, Path]) -> None:
+    url = "memory://conversions"
+    convert_checkpoint(old_and_new[0], f"{url}/step-1", "lightstep")
+    convert_checkpoint(f"{url}/step-1", tmp_path / "run.pt", "torch")
+    convert_checkpoint(tmp_path / "run.pt", f"{url}/step-2", "lightstep")
+    assert dict(describe_checkpoint(f"{url}/step-2"))["format"] == "lightstep"
+    run = Run("bfloat16")
+    assert run.load(f"{url}/step-2")["epoch"] == 3
+    for to in ("torch", UNIVERSAL):
+        with pytest.raises(ValueError, match=f"is a URL, and {to} is written to local paths; write to one, and copy"):
+            convert_checkpoint(f"{url}/step-1", f"{url}/converted", to)
+    with pytest.raises(CheckpointError, match="no checkpoint of lightstep; copy one of another format to a local"):
+        convert_checkpoint(url, tmp_path / "x", "lightstep")
 
 
 def test_the_commands(tmp_path: Path) -> None:
@@ -622,105 +789,3 @@ def test_the_commands(tmp_path: Path) -> None:
     assert refused.output == (
         "lightstep: 'jax' is not a format to convert to; allowed: lightstep, torch, deepspeed-universal\n"
     )
-
-
-# -- what is beside the model ------------------------------------------------------------------------------------------
-
-
-def saved_by_dcp(folder: Path, content: dict[str, Any]) -> Path:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(content, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
-@pytest.mark.parametrize("key", ["scheduler", "lr_scheduler"])
-def test_what_dcp_saved_beside_the_model_is_kept(tmp_path: Path, key: str) -> None:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    plain = Plain().train(BEFORE)
-    model, optimizer = get_state_dict(plain.model, plain.optimizer)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(plain.optimizer, 10).state_dict()
-    scaler = torch.amp.GradScaler("cpu", init_scale=16384.0)
-    scaler.scale(torch.ones(1))
-    content = {"model": model, "optimizer": optimizer, key: scheduler, "scaler": scaler.state_dict()}
-    own = {"epoch": 3, "order": torch.arange(4), "seen": [torch.ones(2), {"a": (1, 2)}]}
-    beside = {"extra": own, "train_state": {"step": torch.tensor(7)}, "name": "run"}
-    folder = saved_by_dcp(tmp_path / "dcp", content | beside)
-    state = convert_checkpoint(folder, tmp_path / "converted", "lightstep")
-    assert not state.notes and set(state.weights) == set(model)
-    back = read_checkpoint(tmp_path / "converted")
-    assert back.scheduler == scheduler
-    assert back.loss_scale is not None and back.loss_scale["scale"] == 16384.0
-    assert back.extra["epoch"] == 3 and back.extra["name"] == "run" and back.extra["train_state"]["step"] == 7
-    assert torch.equal(back.extra["order"], torch.arange(4)) and back.extra["seen"][0].tolist() == [1, 1]
-
-
-def test_a_flat_model_of_dcp_is_told_from_what_is_beside_it(tmp_path: Path) -> None:
-    """torchtitan's layout, and that of a model whose own modules are named like the parts of a checkpoint."""
-    model = {"model.layers.0.weight": torch.ones(2), "lm_head.weight": torch.ones(3)}
-    beside = {
-        "train_state": {"step": torch.tensor(7)},
-        "lr_scheduler": {"last_epoch": 7},
-        "dataloader": {"rank_0": b"1"},
-    }
-    state = read_checkpoint(saved_by_dcp(tmp_path / "nested", model | beside))
-    assert set(state.weights) == set(model)
-    assert state.scheduler == {"last_epoch": 7}
-    assert state.extra == {"train_state": {"step": torch.tensor(7)}, "dataloader": {"rank_0": b"1"}}
-    flat = {"layers.0.weight": torch.ones(2), "train_state.step": torch.tensor(7), "lr_scheduler.last_epoch": 7}
-    state = read_checkpoint(saved_by_dcp(tmp_path / "flat", flat))
-    assert set(state.weights) == {"layers.0.weight"} and state.scheduler == {"last_epoch": 7}
-    assert state.extra == {"train_state": {"step": torch.tensor(7)}}
-    state = read_checkpoint(
-        saved_by_dcp(tmp_path / "prefixed", {"model.w": torch.ones(2), "optim.param_groups.w.lr": 0.1})
-    )
-    assert set(state.weights) == {"w"} and state.optimized() == ["w"]
-
-
-def test_what_extra_of_dcp_cannot_hold_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = {"model": {"w": torch.ones(2), "_extra_state": 1}, "ema": {"w": torch.ones(300)}, "color": Color.RED}
-    monkeypatch.setattr(from_dcp, "_LARGEST_EXTRA", 1000)
-    state = convert_checkpoint(saved_by_dcp(tmp_path / "dcp", content), tmp_path / "converted", "lightstep")
-    assert set(state.weights) == {"w"} and not state.extra
-    first, second, third = state.notes
-    assert first == "_extra_state of the model is not a tensor and was left out"
-    assert second.startswith("ema was left out: it has 0.0 GiB of tensors")
-    assert third.startswith("extra['color'] was left out")
-    with pytest.raises(
-        CheckpointError, match="has no model: it has net, step, and model or a flat state dict is needed"
-    ):
-        read_checkpoint(saved_by_dcp(tmp_path / "net", {"net": {"w": torch.ones(2)}, "step": 3}))
-
-
-def test_the_loss_scale_of_a_trainers_run_is_kept(tmp_path: Path) -> None:
-    """In ``scaler.pt``, or, if the run was lightstep's, with the optimizer."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    strategy = Strategy.load("fp16", {"precision.loss_scale": {"kind": "dynamic", "init_scale": 16384.0}})
-    strategy.prepare_model(model)
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
-    optimizer.backward(model(torch.ones(1, 2, dtype=torch.float16)).float().sum())
-    optimizer.step()
-    packed = optimizer.state_dict()
-    for group in packed["param_groups"]:
-        group["param_names"] = [name for name, _ in model.named_parameters()]
-    folder = tmp_path / "checkpoint-1"
-    folder.mkdir()
-    save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors")
-    torch.save(packed, folder / "optimizer.pt")
-    torch.save({}, folder / "rng_state.pth")
-    state = convert_checkpoint(folder, tmp_path / "converted", "lightstep")
-    assert state.notes == ["the Trainer's random states (rng_state) are pickles, and were left out"]
-    strategy.load_checkpoint(tmp_path / "converted", model, other := strategy.create_optimizer(model, lr=1e-3))
-    assert other.loss_scale.state_dict() == optimizer.loss_scale.state_dict()
-    assert other.loss_scale.scale == 16384.0
-    torch.save({"scale": 4096.0, "_growth_tracker": 5, "growth_interval": 2000}, folder / "scaler.pt")
-    found = read_checkpoint(folder).loss_scale
-    assert found is not None and (found["scale"], found["good_steps"]) == (4096.0, 5)
-
-
-def test_extra_of_a_torch_file_is_the_runs_extra(tmp_path: Path) -> None:
-    content = {"model": {"w": torch.ones(2)}, "extra": {"epoch": 3}, "best": 0.5}
-    assert read_checkpoint(_saved(tmp_path / "a.pt", content)).extra == {"epoch": 3, "best": 0.5}
-    clash = {**content, "epoch": 4}
-    assert read_checkpoint(_saved(tmp_path / "b.pt", clash)).extra == {"extra": {"epoch": 3}, "best": 0.5, "epoch": 4}
