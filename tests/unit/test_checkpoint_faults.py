@@ -187,17 +187,22 @@ def test_a_failing_call_leaves_everything_as_it_was(
 
 
 @pytest.mark.parametrize("limit", [0, 1000, 5000])
-def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path, limit: int) -> None:
-    """Also right after a crash between the renames."""
-    folder = tmp_path / "step"
+@pytest.mark.parametrize("was_whole", [False, True])
+def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path, limit: int, was_whole: bool) -> None:
+    """Also right after a crash between the renames: the new one counts if it was whole, else the old one."""
+    folder, elsewhere = tmp_path / "step", tmp_path / "elsewhere"
     save_checkpoint(folder, model_of(1.0, count=20))
+    save_checkpoint(elsewhere, model_of(2.0, count=20))
     os.replace(folder, tmp_path / ".step.replaced-00000000")
-    assert holds_checkpoint(folder) and not holds_checkpoint(tmp_path / "other")
+    os.replace(elsewhere, tmp_path / ".step.saving-00000000")
+    if not was_whole:
+        (tmp_path / ".step.saving-00000000" / "state.pt").unlink()
+    assert holds_checkpoint(folder) and not holds_checkpoint(elsewhere)
     with limited_file_size(limit), pytest.raises(CheckpointError) as raised:
-        save_checkpoint(folder, model_of(2.0, count=20))
+        save_checkpoint(folder, model_of(3.0, count=20))
     assert str(raised.value) == f"{folder} was not saved: File too large"
     load_checkpoint(folder, model := model_of(0.0, count=20))
-    assert values_of(model) == {1.0} and contents(tmp_path) == ["step"]
+    assert values_of(model) == {2.0 if was_whole else 1.0} and contents(tmp_path) == ["step"]
 
 
 @pytest.mark.parametrize("writer", WRITERS)

@@ -470,7 +470,7 @@ BESIDE: dict[str, tuple[Callable[[Path, Any], Path], Any, list[str], dict[str, A
             "weights": ["w"],
             "scheduler": {"last_epoch": 3},
             "scale": (4096.0, 5),
-            "extra": {**OWN, "train_state": STEP, "name": "a"},
+            "extra": {**OWN, "train_state": STEP, "name": "run"},
         },
     ),
     "torchtitan's layout of dcp": (
