@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightstep.optimizer.rules import Rule
     from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
     from lightstep.rollout.engine import RolloutEngine, TransformersEngine
+    from lightstep.rollout.server_files import SglangFolder
     from lightstep.rollout.servers import SglangServer, VllmServer
     from lightstep.rollout.transport import (
         TrainingEnded,
@@ -37,6 +38,7 @@ __all__ = [
     "MixedPrecisionOptimizer",
     "RolloutEngine",
     "Rule",
+    "SglangFolder",
     "SglangServer",
     "StepResult",
     "Strategy",
@@ -66,6 +68,7 @@ _MODULES = {
     "optimizer.rules": ["Rule"],
     "precision.loss_scale": ["ConstantLossScale", "DynamicLossScale", "LossScale"],
     "rollout.engine": ["RolloutEngine", "TransformersEngine"],
+    "rollout.server_files": ["SglangFolder"],
     "rollout.servers": ["SglangServer", "VllmServer"],
     "rollout.transport": ["TrainingEnded", "WeightInfo", "WeightTransferError", "WeightTransport"],
     "sharding.weight_average": ["WeightAverage"],

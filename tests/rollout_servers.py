@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lightstep.rollout.deltas import HeldWeights, receive_bucket
@@ -306,12 +308,21 @@ class FakeSglang(FakeServer):
             "/begin_weight_update": lambda: process.begin(400),
             "/update_weights_from_distributed": lambda: self._update(process, payload),
             "/end_weight_update": lambda: (process.refuse_outside(400), process.end(None)),
+            "/update_weights_from_disk": lambda: self._load(process, payload),
             "/update_weight_version": lambda: setattr(process, "version", payload["new_version"]),
         }
         if path not in acts:
             raise Refusal(404, "Not Found")
         acts[path]()
         return {"success": True}
+
+    def _load(self, process: Process, payload: dict[str, Any]) -> None:
+        files = sorted(Path(payload["model_path"]).glob("*.safetensors"))
+        if not files:
+            raise Refusal(400, "Failed to get weights iterator")
+        for name, tensor in (item for file in files for item in load_file(file).items()):
+            process.weights[name].copy_(tensor)
+        process.version = payload["weight_version"]
 
     def _update(self, process: Process, payload: dict[str, Any]) -> None:
         process.refuse_outside(400)

@@ -10,6 +10,7 @@ import urllib.parse
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -50,7 +51,7 @@ class Server(ABC):
         self.url = url.rstrip("/")
         if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
             raise ValueError(f"the server's URL is {url!r}; one such as http://host:8000 is needed")
-        self._timeout = timeout_s
+        self._timeout, self._quick = timeout_s, min(_QUICK, timeout_s)
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -170,7 +171,7 @@ class Vllm(Server):
         return str(self.get("/version")["version"])
 
     def weights_version(self) -> str | None:
-        return str(self.get("/weight_info", _QUICK)["weight_version"])
+        return str(self.get("/weight_info", self._quick)["weight_version"])
 
     def workers(self) -> int:
         return int(self.get("/get_world_size")["world_size"])
@@ -180,7 +181,7 @@ class Vllm(Server):
         self.post("/init_weight_transfer_engine", init_info=info)
 
     def leave(self, group: str) -> None:
-        self._call(self._posting("/shutdown_weight_transfer_engine", {}), _QUICK)
+        self._call(self._posting("/shutdown_weight_transfer_engine", {}), self._quick)
 
     def check(self, infos: Sequence[WeightInfo]) -> None:
         self.post("/start_weight_update")
@@ -237,7 +238,7 @@ class Sglang(Server):
         return str(self.get("/server_info")["version"])
 
     def weights_version(self) -> str | None:
-        return str(self.get("/model_info", _QUICK)["weight_version"])
+        return str(self.get("/model_info", self._quick)["weight_version"])
 
     def workers(self) -> int:
         known = self.get("/server_info")
@@ -249,7 +250,7 @@ class Sglang(Server):
         self.post("/init_weights_update_group", **place, group_name=group, backend=backend)
 
     def leave(self, group: str) -> None:
-        self._call(self._posting("/destroy_weights_update_group", {"group_name": group}), _QUICK)
+        self._call(self._posting("/destroy_weights_update_group", {"group_name": group}), self._quick)
 
     def check(self, infos: Sequence[WeightInfo]) -> None:
         if self._names is None:
@@ -267,6 +268,10 @@ class Sglang(Server):
         listed = _described(infos)
         listed["dtypes"] = listed.pop("dtype_names")
         self.post("/update_weights_from_distributed", **listed, group_name=group, load_format="flattened_bucket")
+
+    def load(self, folder: Path, version: int) -> None:
+        """Load a whole set from files."""
+        self.post("/update_weights_from_disk", model_path=str(folder), weight_version=str(version))
 
     def end(self, version: int) -> None:
         self.post("/end_weight_update")

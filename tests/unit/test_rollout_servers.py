@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from lightstep import ConfigError, SglangServer, Strategy, VllmServer, WeightTransferError
+from lightstep import ConfigError, SglangFolder, SglangServer, Strategy, VllmServer, WeightTransferError
 from lightstep.rollout.server_protocols import engine_names, refuse_other_names
 from lightstep.rollout.transport import WeightInfo
 from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, Refusal
@@ -346,3 +346,50 @@ def test_nobody_answers() -> None:
         strategy.publish_weights(model, to=servers)
     with pytest.raises(ValueError, match="one has to stay"):
         servers.drop("http://127.0.0.1:9")
+
+
+# -- files
+
+
+def test_sets_in_a_folder(tmp_path: Path) -> None:
+    """The same sets as over a process group; the folder holds the last one."""
+    training = Training("sglang", servers=2)
+    training.servers = SglangFolder([each.url for each in training.fakes], tmp_path / "sets", timeout_s=10.0)
+    for version in range(1, 4):
+        training.step()
+        assert training.publish() == version and training.serves(str(version))
+        assert [path.name for path in (tmp_path / "sets").iterdir()] == [f"set-{version}"]
+    assert training.fakes[0].calls[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    for fake in training.fakes:
+        fake.kill()
+
+
+def test_a_set_in_a_folder_that_is_refused_or_breaks(tmp_path: Path) -> None:
+    training = Training("sglang")
+    (server,) = training.fakes
+    training.servers = SglangFolder(server.url, tmp_path, timeout_s=10.0)
+    training.model.extra = nn.Linear(3, 3)
+    with pytest.raises(WeightTransferError, match=r"extra\.weight is unknown there"):
+        training.publish()
+    assert not server.process.paused and not list(tmp_path.iterdir())
+    del training.model.extra
+
+    def before(path: str) -> None:
+        if path == "/update_weights_from_disk":
+            raise Refusal(400, "no such folder")
+
+    server.before = before
+    with pytest.raises(WeightTransferError, match="no such folder"):
+        training.publish()
+    assert server.process.paused and not list(tmp_path.iterdir())
+    server.before = lambda path: None
+    training.publish()
+    assert training.serves("1")
+    server.kill()
+
+
+def test_a_folder_needs_servers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="without a URL"):
+        SglangFolder([], tmp_path)
+    with pytest.raises(ValueError, match="pause is 'wait'; SGLang has 'keep', 'abort'"):
+        SglangFolder("http://host", tmp_path, pause="wait")
