@@ -7,7 +7,7 @@ applies a delta only to the complete set that the delta names, which it keeps in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -18,15 +18,16 @@ from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo
 
 __all__ = [
     "HeldWeights",
-    "changed_positions",
+    "changed_words",
     "has_words",
     "joined",
     "receive_bucket",
     "shard_in_bucket",
-    "words_at",
 ]
 
 _WORD = 2
+_PIECE = 1 << 24
+"""Words that are compared at a time."""
 
 
 class HeldWeights:
@@ -125,15 +126,17 @@ def has_words(infos: Sequence[WeightInfo]) -> bool:
     return all(info.dtype.itemsize % _WORD == 0 for info in infos)
 
 
-def changed_positions(tensor: Tensor, base: Tensor) -> Tensor:
-    """The positions of words that differ, in flat contiguous tensors: int64."""
-    found: Tensor = (_words(tensor) != _words(base)).nonzero().view(-1)
-    return found
+def changed_words(tensor: Tensor, base: Tensor, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """The words that differ, in contiguous tensors, piece by piece: positions (int64), and the words there (int16).
 
-
-def words_at(tensor: Tensor, positions: Tensor) -> Tensor:
-    """The words at these positions: int16."""
-    return _words(tensor)[positions]
+    Args:
+        device: where they are compared, and where the results are.
+    """
+    pieces = zip(_words(tensor).split(_PIECE), _words(base).split(_PIECE), strict=True)
+    for number, (own, other) in enumerate(pieces):
+        words = own.to(device, non_blocking=True)
+        positions = (words != other.to(device, non_blocking=True)).nonzero().view(-1)
+        yield positions + number * _PIECE, words[positions]
 
 
 def shard_in_bucket(

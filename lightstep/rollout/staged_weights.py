@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightstep.checkpoint.tensors import shard_of
 from lightstep.distributed import Ranks, local_tensor
-from lightstep.rollout.deltas import changed_positions, has_words, joined, shard_in_bucket, words_at
+from lightstep.rollout.deltas import changed_words, has_words, joined, shard_in_bucket
 from lightstep.rollout.publication import PublishedModel, WeightSource
 from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo
 from lightstep.state.host_copy_pool import HostCopyPool
@@ -145,16 +145,17 @@ class StagedWeights(WeightSource):
         ]
 
     def _count(self, number: int) -> int:
-        return sum(len(positions) for *_, positions in self._changes(number))
+        return sum(len(words) for *_, words in self._changes(number))
 
     def _changes(self, number: int) -> Iterator[tuple[_Part, Tensor, Tensor]]:
-        """Each own part of a bucket, its tensor, and the positions of changed words in it."""
+        """Own parts of a bucket, with positions of changed words in them, and these words. A GPU compares them."""
         assert self.base is not None
         if not has_words(self.buckets[number]):
             return
         own = self._parts[number][self._ranks.rank]
         for part, (_, now), (_, before) in zip(own, self._own[number], self.base._own[number], strict=True):
-            yield part, now, changed_positions(now, before)
+            for positions, words in changed_words(now, before, self.origin):
+                yield part, positions, words
 
     def delta(self, number: int, is_sender: bool) -> BucketDelta | None:
         infos, starts = self.buckets[number], dict(Bucket(self.buckets[number], self._incoming).starts())
@@ -162,11 +163,11 @@ class StagedWeights(WeightSource):
             BucketDelta.of_words(
                 infos,
                 shard_in_bucket(positions, starts[part.info], part.info, part.region, part.shard.shape),
-                words_at(now, positions),
+                words,
             )
-            for part, now, positions in self._changes(number)
+            for part, positions, words in self._changes(number)
         ]
-        own = joined(infos, found) if found else BucketDelta(infos, self._incoming[:0])
+        own = BucketDelta(infos, joined(infos, found).buffer.cpu() if found else self._incoming[:0])
         if not is_sender:
             if own.changed:
                 dist.send(own.buffer, group=self._ranks.group, group_dst=0)

@@ -23,7 +23,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lightstep import SglangServer, Strategy, VllmServer, WeightTransferError
+from lightstep import SglangFolder, SglangServer, Strategy, VllmServer, WeightTransferError
 from lightstep.rollout.publication import PublishedWeights
 from tests.ports import free_port
 from tests.rollout_faults import Faults
@@ -198,6 +198,24 @@ def test_deltas_leave_what_the_server_would_load_from_disk(server: RealServer) -
     whole.publish()
     assert server.checksums() == by_deltas
     whole.servers.close()
+
+
+def test_a_folder_brings_what_a_process_group_brings(server: RealServer, tmp_path: Path) -> None:
+    if server.kind != "sglang":
+        pytest.skip("vLLM gets no sets by files")
+    training = Training(server)
+    training.step()
+    training.publish()
+    expected, tokens = server.checksums(), server.tokens()
+    kept = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    folder = SglangFolder(server.url, tmp_path)
+    training.step()
+    training.strategy.publish_weights(training.model, to=folder)
+    assert server.checksums() != expected
+    training.model.load_state_dict(kept)
+    training.strategy.publish_weights(training.model, to=folder)
+    assert server.checksums() == expected and server.tokens() == tokens
+    training.servers.close()
 
 
 def test_another_model_is_refused_and_the_server_goes_on(server: RealServer) -> None:

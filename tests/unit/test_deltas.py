@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightstep import ConfigError, SglangServer, Strategy, VllmServer, WeightTransferError
-from lightstep.rollout.deltas import HeldWeights, changed_positions, shard_in_bucket
+from lightstep.rollout.deltas import HeldWeights, changed_words, shard_in_bucket
 from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo
 from tests.rollout_servers import FakeServer, FakeVllm, Refusal
 from tests.unit.test_rollout_servers import Breaking, Training
@@ -297,7 +297,13 @@ def test_a_receiver_applies_deltas_to_nothing_else_than_their_base() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_positions_of_a_shard_in_its_bucket(dtype: torch.dtype, dim: int) -> None:
+def test_positions_of_a_shard_in_its_bucket(dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightstep.rollout.deltas._PIECE", 37)
+
+    def changes(tensor: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+        positions, words = zip(*changed_words(tensor, base, torch.device("cpu")), strict=True)
+        return torch.cat(positions), torch.cat(words)
+
     infos = [WeightInfo(("a",), (3,), torch.bfloat16), WeightInfo(("b",), (4, 6, 8), dtype)]
     before = Bucket(infos, torch.zeros(Bucket.nbytes_of(infos), dtype=torch.uint8))
     after = Bucket(infos, torch.zeros(Bucket.nbytes_of(infos), dtype=torch.uint8))
@@ -307,10 +313,12 @@ def test_positions_of_a_shard_in_its_bucket(dtype: torch.dtype, dim: int) -> Non
     whole = dict(after)[infos[1]]
     shard = whole[tuple(region)]
     shard.copy_(torch.randint(0, 2, shard.shape))
-    found = changed_positions(shard.contiguous(), torch.zeros(shard.shape, dtype=dtype))
+    found, words = changes(shard.contiguous(), torch.zeros(shard.shape, dtype=dtype))
     start = dict(after.starts())[infos[1]]
     positions = shard_in_bucket(found, start, infos[1], place, shard.shape)
-    assert torch.equal(positions.sort()[0], changed_positions(after.buffer, before.buffer))
+    expected, expected_words = changes(after.buffer, before.buffer)
+    order = positions.argsort()
+    assert torch.equal(positions[order], expected) and torch.equal(words[order], expected_words)
 
 
 def test_only_vllm_takes_deltas() -> None:
