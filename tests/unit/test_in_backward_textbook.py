@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightstep.state import units as units_module
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.reference.lion import Lion
 from tests.reference.pair import BACKENDS, DTYPES, EVERY_TIME, IN_BACKWARD, TWO_GROUPS, Pair
 
@@ -94,8 +94,7 @@ def test_gradients_added_in_the_parameters_dtype(kind: str) -> None:
     pair.train(6)
 
 
-@dtypes
-@pytest.mark.parametrize("kind", list(EVERY_TIME))
+@every_value(kind=EVERY_TIME, parameters=DTYPES)
 def test_each_layer_is_clipped_by_its_own_norm_at_every_time(kind: str, parameters: str) -> None:
     pair = Pair(
         *TWO_GROUPS["AdamW"],
@@ -112,8 +111,7 @@ def test_each_layer_is_clipped_by_its_own_norm_at_every_time(kind: str, paramete
     assert pair.reference.clipped_steps > 2
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])
-@pytest.mark.parametrize("kind", [*BACKENDS, *IN_BACKWARD])
+@every_value(norm_type=[1.0, 3.0, float("inf")], kind=[*BACKENDS, *IN_BACKWARD])
 def test_other_norms_of_each_layer(kind: str, norm_type: float) -> None:
     pair = Pair(*TWO_GROUPS["AdamW"], backend=kind, max_norm=0.05, norm_type=norm_type, scope="unit", overflow_at=(2,))
     pair.train(6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.reference.pair import BACKENDS, DTYPES, TWO_GROUPS, Pair, same, scale_for
 
 
@@ -73,7 +73,7 @@ def test_an_edit_is_adopted(
     pair.train(3)
 
 
-@every_pair(edit=EDITS, parameters=LOW, backend=BACKENDS)
+@every_value(edit=EDITS, parameters=LOW, backend=BACKENDS)
 def test_the_whole_model_is_loaded_after_the_optimizer_was_built(
     edit: Callable[[nn.Module, str, Tensor], None], parameters: str, backend: str
 ) -> None:
@@ -83,7 +83,7 @@ def test_the_whole_model_is_loaded_after_the_optimizer_was_built(
     pair.train(5)
 
 
-@every_pair(edit=EDITS, parameters=LOW, backend=BACKENDS)
+@every_value(edit=EDITS, parameters=LOW, backend=BACKENDS)
 def test_a_layer_without_gradients_keeps_the_edit(
     edit: Callable[[nn.Module, str, Tensor], None], parameters: str, backend: str
 ) -> None:

@@ -123,7 +123,7 @@ def test_a_step_without_gradients_moves_nothing(parameters: str, backend: str) -
     pair.train(3)
 
 
-@every_pair(set_to_none=[True, False], reduce=["float32", "parameters"], parameters=DTYPES, backend=BACKENDS)
+@every_value(set_to_none=[True, False], reduce=["float32", "parameters"], parameters=DTYPES, backend=BACKENDS)
 def test_zero_grad_forgets_what_was_added_up(set_to_none: bool, reduce: str, parameters: str, backend: str) -> None:
     pair = build(parameters, backend, reduce=reduce)
     pair.train(2)
@@ -395,7 +395,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@every_pair(before=[0, 5], make=COPIES, name=["AdamW", "SGD-momentum", "Adagrad"], parameters=DTYPES, backend=BACKENDS)
+@every_value(before=[0, 5], make=COPIES, name=["AdamW", "SGD-momentum", "Adagrad"], parameters=DTYPES, backend=BACKENDS)
 def test_a_copy_goes_on_bitwise_and_alone(before: int, make: str, name: str, parameters: str, backend: str) -> None:
     pair = build(parameters, backend, name, micro_batches=3)
     pair.train(before)
@@ -505,7 +505,7 @@ def test_the_layout_is_torchs(parameters: str, backend: str) -> None:
         assert set(expected) <= set(group)
 
 
-@every_pair(name=["AdamW", "Adagrad"], parameters=DTYPES, backend=BACKENDS)
+@every_value(name=["AdamW", "Adagrad"], parameters=DTYPES, backend=BACKENDS)
 def test_a_state_dict_is_a_snapshot(name: str, parameters: str, backend: str) -> None:
     pair = build(parameters, backend, name)
     pair.train(3)
@@ -768,8 +768,7 @@ def test_dcp_reading_a_fresh_optimizer_is_no_step(parameters: str, name: str, mo
     pair.train(5)
 
 
-@backends
-@pytest.mark.parametrize("mode", list(MODES))
+@every_value(mode=MODES, backend=BACKENDS)
 def test_dcp_sets_a_running_optimizer_back(mode: str, backend: str) -> None:
     pair = build("float16", backend, make_model=without_dead_layer)
     options = StateDictOptions(**MODES[mode])
