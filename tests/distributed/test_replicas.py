@@ -506,7 +506,6 @@ def test_state_dict_of_torch_distributed_checkpoint(pool: Pool) -> None:
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ddp-1": (1, DDP, STREAM),
     "ddp-2": (2, DDP, STREAM),
-    "ddp-2-bulk": (2, DDP, {"backend": "bulk"}),
     "hsdp-4": (4, HSDP, CUT),
     "fsdp2-2": (2, {"kind": "fsdp2"}, STREAM),
     "single": (1, {"kind": "single"}, RESIDENT),

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from lightstep import ConfigError
 from lightstep.integrations.transformers import LightstepTrainer
+from tests.covering import every_value
 from tests.reference.pair import FP16_SCALE
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
 
@@ -95,8 +96,7 @@ def test_gradients_are_those_that_the_trainer_shows(tmp_path: Path, more: dict[s
                 torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-8)  # the norm's last bit
 
 
-@pytest.mark.parametrize("values", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@every_value(values=[FP32, BF16, FP16], accumulation=[1, 2])
 def test_watching_changes_nothing(tmp_path: Path, values: dict[str, Any], accumulation: int) -> None:
     """Weights, norms and scales are bit for bit those of the run that clips in its step."""
     changes = {"gradient_accumulation_steps": accumulation, "optim": "adamw_torch", "learning_rate": 3e-3}

@@ -15,7 +15,6 @@ OVERFLOWS = (3, 6)
 CONSTANT = {"kind": "constant", "scale": 256.0}
 
 kinds = pytest.mark.parametrize("kind", list(IN_BACKWARD))
-dtypes = pytest.mark.parametrize("parameters", list(DTYPES))
 
 
 @pytest.fixture(autouse=True)

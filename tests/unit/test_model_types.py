@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 from tests import model_types
+from tests.covering import every_value
 from tests.model_types import attempt
 
 KEEP = ("glm4_moe", "ernie4_5_moe", "lfm2_moe", "flint", "solar_open", "ctrl", "codegen", "gptj")
@@ -29,8 +30,7 @@ def test_the_loss_is_that_of_plain_mixed_precision(model_type: str) -> None:
     assert bool(named) == (model_type in KEEP), outcome
 
 
-@pytest.mark.parametrize("model_type", ["glm4_moe", "ernie4_5_moe", "xglm"])
-@pytest.mark.parametrize("preset", ["stream-overlap", "fp16", "fp32"])
+@every_value(model_type=["glm4_moe", "ernie4_5_moe", "xglm"], preset=["stream-overlap", "fp16", "fp32"])
 def test_so_it_is_under_other_presets(model_type: str, preset: str) -> None:
     _needs(model_type)
     assert attempt(model_type, preset).result == "equal"

@@ -31,6 +31,7 @@ from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.loop import Loop
 from lightstep.trainer.output import TRAINING, VALIDATION, read_scalars
 from lightstep.trainer.session import Outcome, train
+from tests.covering import every_value
 from tests.patience import PATIENCE
 from tests.unit.test_trainer_data import word_tokenizer
 
@@ -271,8 +272,7 @@ def test_how_often_figures_are_read_changes_nothing_and_a_skipped_step_advances_
     assert loops[0].components.scheduler.last_epoch == 6 - loops[0]._skipped
 
 
-@pytest.mark.parametrize("update", ["overlap", "in_backward", "next_forward"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@every_value(update=["overlap", "in_backward", "next_forward"], accumulation=[1, 2])
 def test_updates_in_backward_have_the_learning_rate_of_their_step(
     configured: Callable[..., TrainConfig], loops: list[Loop], update: str, accumulation: int
 ) -> None:
