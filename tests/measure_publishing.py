@@ -1,5 +1,6 @@
 """Publishes a Llama to a server's stand-in in another process: time, stall of the loop, iterations meanwhile, and bytes
-with and without deltas. On two GPUs the trainer has the first one, and the server the second one, over nccl.
+with and without deltas. On two GPUs the trainer has the first one, and the server the second one, over nccl; else the
+server is on the CPU, over gloo.
 
 python -m tests.measure_publishing                      # 25 M parameters on the CPU, over gloo
 python -m tests.measure_publishing --llama-3b           # 3.2 B parameters, the shape of Llama-3.2-3B
@@ -91,7 +92,8 @@ class Measurement:
         """Publications that the loop does not wait for, with iterations meanwhile. Prints medians."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        servers = VllmServer(self.url, timeout_s=120, deltas=deltas)
+        backend = None if torch.cuda.device_count() > 1 else "gloo"
+        servers = VllmServer(self.url, timeout_s=120, backend=backend, deltas=deltas)
         self.strategy.publish_weights(self.model, servers)
         self.strategy.publish_weights(self.model, servers, wait=False)  # page-locks memory
         self.strategy.wait_for_publication()
@@ -163,7 +165,7 @@ def main() -> None:
     processes = multiprocessing.get_context("spawn")
     pipe, other = processes.Pipe()
     server = processes.Process(target=serve, args=(args, other), daemon=True)
-    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "1"} if torch.cuda.device_count() > 1 else {}):
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "1" if torch.cuda.device_count() > 1 else ""}):
         server.start()
     measurement = Measurement(args, pipe.recv())
     count = sum(p.numel() for p in measurement.model.parameters()) / 1e6
