@@ -35,7 +35,6 @@ FP16: dict[str, Any] = {
     "precision": {"parameters": "float16", "loss_scale": FP16_SCALE},
     "clipping": {"max_norm": 0.5},
 }
-FIGURES = ("loss", "grad_norm", "learning_rate", "loss_scale")
 STREAM = {"backend": "stream", "ring_mib": 0.05}
 
 
