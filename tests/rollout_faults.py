@@ -225,7 +225,7 @@ class Faults:
         number = self._chance.randrange(SETS)
         assert self._published(number) == self._known[1 + number]
         outcome.add_time(begin)
-        assert outcome.longest < 4 * self._limit
+        assert outcome.longest < 3 * self._limit, outcome.errors[-1:]
 
     def _moment(self) -> float:
         return self._chance.random() * 2.5 * self._seconds

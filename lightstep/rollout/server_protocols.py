@@ -18,12 +18,16 @@ from torch import Tensor
 
 from lightstep.rollout.transport import Bucket, WeightInfo, WeightTransferError
 
-__all__ = ["Pause", "Server", "Sglang", "Vllm"]
+__all__ = ["NoAnswer", "Pause", "Server", "Sglang", "Vllm"]
 
 Pause = Literal["wait", "keep", "abort"]
 
 _QUICK = 10.0
 """Seconds for a question to a server that may be gone."""
+
+
+class NoAnswer(WeightTransferError):
+    """A server did not answer within the time limit, or is not there."""
 
 
 class Server(ABC):
@@ -152,7 +156,7 @@ class Server(ABC):
             raise WeightTransferError(f"{request.full_url} answered {error.code}: {text}{self._hint(error)}") from error
         except OSError as error:
             reason = getattr(error, "reason", error)
-            raise WeightTransferError(f"{request.full_url} did not answer: {reason}") from error
+            raise NoAnswer(f"{request.full_url} did not answer: {reason}") from error
         return json.loads(text) if text else None
 
     def _hint(self, error: urllib.error.HTTPError) -> str:
@@ -168,7 +172,7 @@ class Vllm(Server):
     pauses: ClassVar[Mapping[Pause, str]] = {"wait": "wait", "keep": "keep", "abort": "abort"}
 
     def version(self) -> str:
-        return str(self.get("/version")["version"])
+        return str(self.get("/version", self._quick)["version"])
 
     def weights_version(self) -> str | None:
         return str(self.get("/weight_info", self._quick)["weight_version"])
@@ -202,6 +206,8 @@ class Vllm(Server):
             self.post("/start_weight_update")
             self.post("/update_weights", update_info={**_described(infos[:1]), "check_only": True, "base": set_id})
             self.post("/finish_weight_update")
+        except NoAnswer:
+            raise
         except WeightTransferError:  # whatever it is, a whole set is right
             with contextlib.suppress(WeightTransferError):
                 self.give_up()
@@ -235,7 +241,7 @@ class Sglang(Server):
         self._names: frozenset[str] | None = None
 
     def version(self) -> str:
-        return str(self.get("/server_info")["version"])
+        return str(self.get("/server_info", self._quick)["version"])
 
     def weights_version(self) -> str | None:
         return str(self.get("/model_info", self._quick)["weight_version"])

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightstep.rollout.link import WeightLink
-from lightstep.rollout.server_protocols import Pause, Server, Sglang, Vllm
+from lightstep.rollout.server_protocols import NoAnswer, Pause, Server, Sglang, Vllm
 from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo, WeightTransferError, WeightTransport
 
 __all__ = ["ServerTransport", "SglangServer", "VllmServer"]
@@ -124,6 +124,7 @@ class ServerTransport(WeightTransport):
             self._servers = [server for server in self._servers if server in self._next_servers]
             self._disconnect()
             self._servers = self._next_servers
+        self._on_all(lambda server: server.refuse_other_versions())  # also finds those that are gone
         self.accepts_deltas = bool(self._base) and all(self._on_all(lambda server: server.holds(self._base, infos)))
         is_foreign = bool(self._base) and not self.accepts_deltas  # some server has another set
         if self._link is not None and (is_foreign or not self._all_know_the_last_version()):
@@ -131,8 +132,12 @@ class ServerTransport(WeightTransport):
         if self._link is None:
             self._connect()
         self._version = version
-        with contextlib.suppress(WeightTransferError):  # nothing is open, unless a trainer died in the middle of a set
+        try:
             self._on_all(lambda server: server.give_up())
+        except NoAnswer:
+            raise
+        except WeightTransferError:
+            pass  # nothing is open, unless a trainer died in the middle of a set
         if self._checks:
             self._on_all(lambda server: server.check(infos))
         self._buckets_left = len(buckets)
@@ -142,10 +147,7 @@ class ServerTransport(WeightTransport):
 
     def _all_know_the_last_version(self) -> bool:
         """Whether every server still has what it got last. One that was restarted has not."""
-        try:
-            found = self._on_all(lambda server: server.weights_version())
-        except WeightTransferError:
-            return False
+        found = self._on_all(lambda server: server.weights_version())
         return self._half_sent or all(version in (None, str(self._version)) for version in found)
 
     def send(self, bucket: Bucket) -> None:
@@ -211,7 +213,6 @@ class ServerTransport(WeightTransport):
 
     def _connect(self) -> None:
         """Open a process group with all workers of all servers; this process is the first member."""
-        self._on_all(lambda server: server.refuse_other_versions())
         sizes = self._on_all(lambda server: server.workers())
         size, self._number = 1 + sum(sizes), self._number + 1
         address = self._address or _address_towards(self._servers[0].url)
