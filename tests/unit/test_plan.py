@@ -168,6 +168,20 @@ def test_the_state_that_stays_on_the_device_is_planned(kind: str, moments: str, 
     assert optimizer.memory_report()["device_bytes_per_parameter"] == pytest.approx(planned_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize(("kind", "bitmap"), [("AdamW", 0), ("SGD", 1 / 8)])
+def test_a_split_master_needs_a_bitmap_where_no_entry_has_unused_signs(kind: str, bitmap: float) -> None:
+    strategy = Strategy.load("stream")
+    model = strategy.prepare_model(nn.Linear(8, 8))
+    assert state_of(strategy.create_optimizer(model, rules=RULES[kind]())).bitmap == bitmap
+
+
+def test_ddp_has_gradients_in_its_buckets_too() -> None:
+    sizes, fp32 = model_sizes(_tiny()), {"precision": {"parameters": "float32"}}
+    configs = [parse_config({"sharding": {"kind": kind}, **fp32}, kind) for kind in ("single", "ddp")]
+    alone, replicated = (memory(config, sizes, None, ranks=2).other for config in configs)
+    assert replicated - alone == 4 * sizes.total
+
+
 class FloatLinear(nn.Linear):
     """Computes in its weight's own dtype."""
 
