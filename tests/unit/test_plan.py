@@ -175,6 +175,16 @@ def test_a_split_master_needs_a_bitmap_where_no_entry_has_unused_signs(kind: str
     assert state_of(strategy.create_optimizer(model, rules=RULES[kind]())).bitmap == bitmap
 
 
+def test_resident_keeps_whole_masters_on_a_cpu() -> None:
+    strategy = Strategy.load("resident")
+    model = strategy.prepare_model(nn.Linear(512, 512))
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    optimizer.backward(model(torch.ones(2, 512, dtype=torch.bfloat16)).float().mean())
+    optimizer.step()
+    planned = cost(strategy.config, on_cpu=True).device_state.count
+    assert optimizer.memory_report()["device_bytes_per_parameter"] == planned == 12
+
+
 def test_ddp_has_gradients_in_its_buckets_too() -> None:
     sizes, fp32 = model_sizes(_tiny()), {"precision": {"parameters": "float32"}}
     configs = [parse_config({"sharding": {"kind": kind}, **fp32}, kind) for kind in ("single", "ddp")]
