@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,8 +12,8 @@ from lightstep.config_errors import suggest
 from lightstep.plan.memory import Memory, shard_count, updates_in_backward
 from lightstep.plan.model import Activations, Sizes
 
-_TOTAL_OF_TWO = 4 * 37.188
-"""GB/s of a host's links together, both ways: h200-x2-8b-16k.json. The same is assumed of more than two GPUs."""
+_TOTALS = {2: 4 * 37.188, 4: 8 * 23.082}
+"""GB/s of a host's links together, both ways, by the number of GPUs: h200-x2-8b-16k.json, h200-x4-8b-16k.json."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +23,19 @@ class Link:
     Attributes:
         alone: GB/s one way.
         both: GB/s each way when both are busy.
-        host: GB/s of all links of a host together, both ways; ``None``: each has its own.
+        host: GB/s of all links of a host together, both ways, for so many devices and more; ``None``: each has its own.
     """
 
     alone: float
     both: float
-    host: float | None
+    host: Mapping[int, float] | None
     source: str
 
     def each_way(self, devices: int) -> float:
         """GB/s each way when ``devices`` devices of one host stream at once."""
-        return self.both if self.host is None else min(self.both, self.host / 2 / devices)
+        if self.host is None or devices == 1:
+            return self.both
+        return min(self.both, self.host[max(known for known in self.host if known <= devices)] / 2 / devices)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Profile:
 
 LINKS = {
     "pcie4": Link(27.3, 25.0, None, "half of pcie5, as the standards' rates are; an estimate"),
-    "pcie5": Link(55.4, 50.65, _TOTAL_OF_TWO, "measured: h200-3b-tokens.json, h200-x2-8b-16k.json"),
+    "pcie5": Link(55.4, 50.65, _TOTALS, "measured: h200-3b-tokens.json, h200-x2-8b-16k.json, h200-x4-8b-16k.json"),
     "nvlink-c2c": Link(394, 360, None, "80 % of the data sheet's 450 GB/s each way, as pcie5 reaches; an estimate"),
 }
 
@@ -75,7 +78,7 @@ PROFILES = {
         409,
         10.3,
         85.0,
-        Link(54.9, 46.99, _TOTAL_OF_TWO, "measured: h100-3b-iteration.json; of two GPUs h200-x2-8b-16k.json"),
+        Link(54.9, 46.99, _TOTALS, "measured: h100-3b-iteration.json; of several GPUs those of H200"),
         "measured: h100-3b-iteration.json; AdamW is H200's, by the data sheets' 3.35 of 4.8 TB/s",
     ),
     "H200": Profile("H200", 442, 7.2, 150.7, LINKS["pcie5"], "measured: h200-3b-tokens.json, h200-1b.json"),

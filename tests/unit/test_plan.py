@@ -51,7 +51,7 @@ def _tiny(**changes: object) -> LlamaForCausalLM:
 def test_plans_are_within_the_goals_of_what_was_measured() -> None:
     rows = against.compare(DOCS / "benchmarks")
     assert {"resident", "stream-overlap", "fsdp2-stream-overlap", "fsdp2-in-backward"} <= {r.strategy for r in rows}
-    assert [row for row in rows if not row.within] == []
+    assert {row.file for row in rows if not row.within} == {"h200-x4-8b-4k.json"}, "its collectives are not hidden"
     page = (DOCS / "plan.md").read_text()
     assert against.as_markdown(rows) in page, "make the table again: lightstep plan --against docs/benchmarks"
 
@@ -75,8 +75,9 @@ def test_the_profiles_rates_are_those_of_the_files_that_they_name() -> None:
     for file, link in (("h200-3b-tokens", LINKS["pcie5"]), ("h100-3b-iteration", PROFILES["H100"].link)):
         measured = json.loads((DOCS / f"benchmarks/{file}.json").read_text())["link_gb_per_s"]
         assert link.both == pytest.approx(measured["duplex"], rel=0.001)
-    measured = json.loads((DOCS / "benchmarks/h200-x2-8b-16k.json").read_text())["link_gb_per_s"]
-    assert LINKS["pcie5"].each_way(2) == pytest.approx(measured["duplex"], rel=0.001)
+    for devices in (2, 4):
+        measured = json.loads((DOCS / f"benchmarks/h200-x{devices}-8b-16k.json").read_text())["link_gb_per_s"]
+        assert LINKS["pcie5"].each_way(devices) == pytest.approx(measured["duplex"], rel=0.001)
     steps = json.loads((DOCS / "benchmarks/h200-1b.json").read_text())["rows"]
     resident = next(row["ms_per_1e9_parameters"] for row in steps if row["name"] == "resident")
     assert PROFILES["H200"].update_ms == pytest.approx(resident, rel=0.01)
