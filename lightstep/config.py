@@ -210,10 +210,10 @@ class OptimizerState(_Frozen):
 
     backend: Literal["resident", "bulk", "stream"] = "resident"
     update: Literal["at_step", "next_forward", "in_backward", "overlap"] = "at_step"
-    moments: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"
     """In what moments are kept between updates, which compute with them in fp32."""
     moments_rounding: Literal["nearest", "stochastic"] = "nearest"
-    """How bfloat16 moments are rounded after each update."""
+    """How bfloat16 and int8 moments are rounded after each update."""
     prefetch_layers: Annotated[int, Field(ge=0)] = 2
     """Stream: layers whose state is fetched ahead of the one being updated."""
     ring_mib: Annotated[float, Field(gt=0)] = 512
@@ -241,8 +241,8 @@ class OptimizerState(_Frozen):
             )
         if self.moments_rounding == "stochastic" and self.moments == "float32":
             raise ValueError(
-                "moments_rounding stochastic is how moments are rounded to bfloat16, and moments is float32; set "
-                "moments: bfloat16, or leave it out"
+                "moments_rounding stochastic is how moments are rounded to fewer bits, and moments is float32; set "
+                "moments: bfloat16 or int8, or leave it out"
             )
         if self.resident_gib != 0 and self.backend != "stream":
             raise ValueError(
@@ -340,9 +340,10 @@ class StrategyConfig(_Frozen):
     @model_validator(mode="after")
     def _moments_of_masters(self) -> StrategyConfig:
         parameters = self.precision.parameters
-        if self.optimizer_state.moments == "bfloat16" and parameters != "float32" and not self.precision.master_weights:
+        moments = self.optimizer_state.moments
+        if moments != "float32" and parameters != "float32" and not self.precision.master_weights:
             raise ValueError(
-                f"optimizer_state.moments bfloat16 with precision.master_weights false: the moments of {parameters} "
+                f"optimizer_state.moments {moments} with precision.master_weights false: the moments of {parameters} "
                 f"parameters without masters are {parameters} already; leave it out, or set master_weights: true"
             )
         return self

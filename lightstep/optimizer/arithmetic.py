@@ -39,7 +39,7 @@ ADAMS = (torch.optim.AdamW, torch.optim.Adam)
 _CPU = torch.device("cpu")  # explicit everywhere: users may change torch's default device and dtype
 _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "defaults", "found_inf", "grad_scale"})
 _LARGE_ENOUGH = 136  # rows and columns: classes that factor moments do so from 128 on
-_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
+_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"})
 
 
 class ParameterLike(Protocol):

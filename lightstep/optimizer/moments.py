@@ -1,14 +1,14 @@
-"""Which entries of the base optimizers' state are moments, and the dtype in which they are kept between updates.
+"""Which entries of the base optimizers' state are moments, and how they are kept between updates.
 
-A moment is an average of gradients or of their squares. It may be kept in bf16: the weights' masters are not rounded by
-that. Other entries (averages of weights, step sizes) stay in fp32.
+A moment is an average of gradients or of their squares. It may be kept in fewer bits: the weights' masters are not
+rounded by that. Other entries (averages of weights, step sizes) stay in fp32.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from lightstep.distributed import Window, window_of
 from lightstep.optimizer.classes import GroupClasses
-from lightstep.precision.moments import StochasticRounding
-from lightstep.state.schema import EntrySpec, Managed, Schema, entry_dtype
+from lightstep.precision.moments import BFloat16
+from lightstep.precision.moments_int8 import LARGEST_BLOCK, SMALLEST_BLOCK, Int8
+from lightstep.precision.noise import Noise
+from lightstep.state.schema import Codec, EntrySpec, Managed, Schema, entry_dtype
 
 __all__ = ["Moments", "moments_of"]
 
@@ -34,37 +36,50 @@ class Moments:
     """How moments are kept.
 
     Args:
-        dtype: ``"float32"``, as the base optimizer has them, or ``"bfloat16"``.
-        rounding: of bf16 moments: to nearest, or stochastic
-            (:class:`~lightstep.precision.moments.StochasticRounding`).
+        dtype: ``"float32"``, as the base optimizer has them; ``"bfloat16"``; or ``"int8"``, codes with a scale for each
+            block, of parameters whose last dimension can be divided into blocks.
+        rounding: of shorter moments: to nearest, or stochastic (:mod:`lightstep.precision.noise`).
     """
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    _stochastic: StochasticRounding = field(default_factory=StochasticRounding, init=False, compare=False, repr=False)
+    _noise: Noise = field(default_factory=Noise, init=False, compare=False, repr=False)
     _logged: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
 
     def __reduce__(self) -> Any:
         return Moments, (self.dtype, self.rounding)
 
     def set_up(self, items: Iterable[Managed], classes: GroupClasses) -> None:
-        """Set dtype and rounding in these parameters' schemas, which are new.
+        """Give these parameters, which are new, schemas that say how their moments are kept.
 
         Raises:
-            ValueError: none of the classes has moments, or none has moments that can be rounded like this.
+            ValueError: none of the classes has moments, or none has moments that can be rounded like this; or a shard
+                cuts blocks.
         """
         if self.dtype == "float32":
             return
-        schemas = {classes.arithmetic_for(item.group).optimizer_class: item.schema for item in items}
+        items = list(items)
+        owners = {item: classes.arithmetic_for(item.group).optimizer_class for item in items}
+        schemas = {owners[item]: item.schema for item in items}
         found = {owner: moments_of(owner, schema) for owner, schema in schemas.items()}
         self._check(schemas, found)
-        for owner, specs in found.items():
-            for spec in specs.values():
-                spec.kept = torch.bfloat16
-                spec.rounding = self._stochastic if self._is_stochastic(schemas[owner]) else None
+        known: dict[tuple[type, int], Schema] = {}
         for item in items:
+            owner, block = owners[item], _block_of(item) if self.dtype == "int8" else 1
+            if not block:
+                continue
+            if (owner, block) not in known:
+                noise = self._noise if self._is_stochastic(schemas[owner]) else None
+                coded = {
+                    key: replace(spec, codec=self._codec(spec, block, noise)) for key, spec in found[owner].items()
+                }
+                known[owner, block] = {**schemas[owner], **coded}
+            item.schema = known[owner, block]
             if self.rounding == "stochastic":
                 item.window = _window_of(item)
+
+    def _codec(self, spec: EntrySpec, block: int, noise: Noise | None) -> Codec:
+        return BFloat16(noise) if self.dtype == "bfloat16" else Int8(block, spec.never_negative, noise)
 
     def _is_stochastic(self, schema: Schema) -> bool:
         """Whether entries under this schema are rounded stochastically: the noise depends on the ``step`` in it."""
@@ -88,19 +103,35 @@ class Moments:
         self._log_once(f"moments of {' and '.join(uncounted)} are rounded to nearest: their state counts no steps")
 
     def log_conversion(self, item: Managed, entries: Mapping[str, Any]) -> None:
-        """Log, once, that loaded moments are converted from one dtype to the other."""
+        """Log, once, that loaded moments are kept otherwise from here on. Those that int8 had are exact in fp32."""
         for key, value in entries.items():
             spec = item.schema.get(key)
             if spec is None or not spec.like_parameter or not isinstance(value, Tensor):
                 continue
-            dtype = entry_dtype(spec, item)
-            if {value.dtype, dtype} == {torch.float32, torch.bfloat16}:
-                self._log_once(f"loaded moments are {value.dtype}, and are kept in {dtype} from here on")
+            kept = entry_dtype(spec, item)
+            if {value.dtype, kept} == {torch.float32, torch.bfloat16}:
+                self._log_once(f"loaded moments are {value.dtype}, and are kept in {kept} from here on")
 
     def _log_once(self, line: str) -> None:
         if line not in self._logged:
             self._logged.add(line)
             logger.info(line)
+
+
+def _block_of(item: Managed) -> int:
+    """Elements of a block, the same for all shards of the parameter; 0 if its rows cannot be divided into blocks."""
+    shape = item.param.shape
+    if len(shape) < 2 or not item.param.numel():
+        return 0
+    block = min(shape[-1] & -shape[-1], LARGEST_BLOCK)  # the largest power of two that divides a row
+    if block < SMALLEST_BLOCK:
+        return 0
+    if item.local.numel() and item.local.shape[-1] % block:
+        raise ValueError(
+            f"optimizer_state.moments is int8, and {item.name} is sharded along its last dimension, "
+            f"{item.local.shape[-1]} of {shape[-1]}, which cuts blocks of {block}; set moments: bfloat16"
+        )
+    return block
 
 
 def moments_of(optimizer_class: type, schema: Schema) -> dict[str, EntrySpec]:

@@ -184,7 +184,7 @@ def _memories(segment: Segment, gradients: Sequence[Tensor], amsgrad: bool) -> l
     """What the kernel reads and writes of a segment; ``None`` if the segment has something else, too."""
     if not segment.has_state or segment.stop == segment.first:
         return None
-    if not _is_adams(segment.layout, segment.parts[0].keys, tuple(segment.kept)):
+    if not _is_adams(segment.layout, segment.parts[0].keys):
         return None
     state, dtype = segment.state, gradients[0].dtype
     step = state["step"]
@@ -203,6 +203,6 @@ def _memory_of(segment: Segment, piece: Piece) -> AdamMemory:
 
 
 @functools.lru_cache(maxsize=256)
-def _is_adams(layout: Layout, keys: tuple[str, ...], widened: tuple[str, ...]) -> bool:
-    flat = all((dtype == torch.float32 or key in widened) and shape is None for key, dtype, shape in layout.entries)
-    return flat and {*keys} - {_LARGEST} == _ENTRIES == {"step", *(key for key, _, _ in layout.entries)} - {_LARGEST}
+def _is_adams(layout: Layout, keys: tuple[str, ...]) -> bool:
+    flat = all((e.dtype == torch.float32 or e.codec is not None) and e.shape is None for e in layout.entries)
+    return flat and {*keys} - {_LARGEST} == _ENTRIES == {"step", *(e.key for e in layout.entries)} - {_LARGEST}

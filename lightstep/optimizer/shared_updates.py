@@ -25,7 +25,7 @@ from lightstep.optimizer.gathered_updates import GatheredUpdates, rows_of_segmen
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.orthogonalizer import Orthogonalizer
 from lightstep.optimizer.sharded_muon import MOMENTUM, apply_direction, update_momentum
-from lightstep.state.schema import Managed, Unit
+from lightstep.state.schema import Coded, Managed, Unit
 from lightstep.state.segment import Segment
 from lightstep.state.store import Store
 
@@ -111,8 +111,9 @@ class SharedUpdates:
         stop = min(self.positions[unit] + self._ahead, len(self.units) - 1) + 1
         for position in range(self._num_started, stop):
             found = self._backend.look_ahead(self.units[position], active)
-            found = [(segment, entries) for segment, entries in found if self._is_muon(segment)]
-            segments, momenta = [segment for segment, _ in found], [entries[MOMENTUM] for _, entries in found]
+            found = [(segment, views) for segment, views in found if self._is_muon(segment)]
+            segments = [segment for segment, _ in found]
+            momenta = [views.coded.get(MOMENTUM) or views.entries[MOMENTUM] for _, views in found]
             self._start(position, segments, momenta, scaled(segments), values)
             self._orthogonalize(position)
         self._orthogonalize(self.positions[unit] + self._ahead)
@@ -149,7 +150,7 @@ class SharedUpdates:
         self,
         position: int,
         segments: Sequence[Segment],
-        momenta: Sequence[Tensor],
+        momenta: Sequence[Tensor | Coded],
         gradients: Sequence[Tensor],
         values: GroupValues,
     ) -> None:
@@ -167,10 +168,12 @@ class SharedUpdates:
             with torch.no_grad():
                 for number, block, setting in zip(numbers, transfer.blocks, settings, strict=True):
                     kept, gradient = momenta[number], gradients[number]
-                    momentum = kept.to(gradient.dtype)  # a copy where moments are kept in bf16
+                    momentum = kept if isinstance(kept, Tensor) else torch.empty_like(gradient, dtype=torch.float32)
+                    if not isinstance(kept, Tensor):
+                        kept.decode(momentum.view(-1))
                     block.copy_(update_momentum(momentum, gradient, setting))
-                    if momentum is not kept:
-                        kept.copy_(momentum)
+                    if not isinstance(kept, Tensor):
+                        kept.encode(momentum.view(-1))
                 transfer.send()
             started.append(_Started(own, settings, own_rows, transfer))
 

@@ -14,6 +14,8 @@ MASTER = 4
 SPLIT_MASTER = 2
 """The low half of a master whose high half is the bf16 weight. `resident` keeps whole masters for
 optimizers without a kernel that joins them."""
+SCALE, SIGN = 4 / 128, 1 / 8
+"""Bytes of an 8-bit moment beside its code: its part of a block's scale, and the bit of a sign that is not its own."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +36,21 @@ class StateBytes:
 
     Attributes:
         full: with fp32 moments.
-        short: with ``optimizer_state.moments: bfloat16``.
+        bfloat16, int8: with these ``optimizer_state.moments``, if the rows of all parameters have blocks.
         bitmap: what a split master needs in addition if no entry has unused sign bits.
         resident_master: of a master that `resident` keeps on a GPU for a bf16 weight.
         is_adam: all classes are Adam or AdamW, for whose arithmetic profiles have a time.
     """
 
     full: float
-    short: float
+    bfloat16: float
+    int8: float
     bitmap: float = 0
     resident_master: float = SPLIT_MASTER
     is_adam: bool = True
 
 
-ADAMW = StateBytes(8, 4)
+ADAMW = StateBytes(8, 4, 2 + 2 * SCALE + SIGN)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,8 @@ def _gradient_bytes(config: StrategyConfig) -> int:
 
 def _state_bytes(config: StrategyConfig, optimizer: StateBytes, on_cpu: bool) -> float:
     precision, backend = config.precision, config.optimizer_state.backend
-    entries = optimizer.short if config.optimizer_state.moments == "bfloat16" else optimizer.full
+    moments = config.optimizer_state.moments
+    entries: float = optimizer.full if moments == "float32" else getattr(optimizer, moments)
     if isinstance(config.sharding, DeepSpeedSharding):
         return entries + MASTER  # DeepSpeed keeps masters even for fp32 weights
     if precision.parameters == "float32" or not precision.master_weights:

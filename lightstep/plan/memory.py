@@ -15,7 +15,7 @@ from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.moments import moments_of
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.rules import Rule, groups_by_rules, own_class
-from lightstep.plan.cost import ADAMW, MASTER, SPLIT_MASTER, StateBytes, cost
+from lightstep.plan.cost import ADAMW, MASTER, SCALE, SIGN, SPLIT_MASTER, StateBytes, cost
 from lightstep.plan.model import TAIL, Activations, Moment, Sizes
 
 _WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -184,15 +184,15 @@ class _MemoryPlan:
         return min(state.ring_mib * 2**20, all_state) if state.backend == "stream" else 0
 
     def _unit_buffers(self) -> float:
-        """fp32 memory for the largest unit's gradients, bf16 moments, and masters that are joined; ``stream`` has it in
-        its ring."""
+        """fp32 memory for the largest unit's gradients, shorter moments, and joined masters; ``stream`` has it in its
+        ring."""
         state = self.config.optimizer_state
         if state.backend == "stream":
             return 0
         largest: float = largest_unit(self.sizes.tensors) / self.shards
         width: float = 0 if self.gradient_width == 4 or self._sums() else 4
-        if state.moments == "bfloat16":
-            width += 2 * (self.optimizer.full - self.optimizer.short)  # in fp32, during their update
+        if state.moments != "float32":
+            width += 2 * (self.optimizer.full - self.optimizer.bfloat16)  # in fp32, during their update
         if state.backend == "bulk":
             width += 4 if self.state_width else 0
             largest = min(largest, _BULK_UNIT / max(self.state_width, self.width))
@@ -303,7 +303,8 @@ def _mean(classes: GroupClasses, groups: Iterable[Group]) -> StateBytes:
         return sum(size * getattr(state, kind) for size, state in sizes) / total
 
     is_adam = all(state.is_adam for _, state in sizes)
-    return StateBytes(mean("full"), mean("short"), mean("bitmap"), mean("resident_master"), is_adam)
+    means = {kind: mean(kind) for kind in ("full", "bfloat16", "int8", "bitmap", "resident_master")}
+    return StateBytes(**means, is_adam=is_adam)
 
 
 def _state_of_group(classes: GroupClasses, group: Group) -> StateBytes:
@@ -317,4 +318,6 @@ def _state_of_group(classes: GroupClasses, group: Group) -> StateBytes:
     full = sum(widths.values())
     bitmap = 0 if any(schema[key].never_negative for key in widths) else 1 / 8
     is_adam = arithmetic.optimizer_class in ADAMS  # a kernel of lightstep's joins its masters
-    return StateBytes(full, full - 2 * len(moments), bitmap, SPLIT_MASTER if is_adam else MASTER, is_adam)
+    coded = sum(1 + SCALE + (SIGN if spec.never_negative else 0) - 4 for spec in moments.values())
+    master = SPLIT_MASTER if is_adam else MASTER
+    return StateBytes(full, full - 2 * len(moments), full + coded, bitmap, master, is_adam)

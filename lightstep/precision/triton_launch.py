@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,6 +37,23 @@ class Launcher:
         if n:
             wide = n >= _INT32 or any(isinstance(one, int) and abs(one) >= _INT32 for one in numbers)
             self.launch(self.key(tensors, constants, wide), n, 1, (*tensors, *numbers, n))
+
+    def again(self, n: int, tensors: tuple[Tensor | None, ...], *constants: Any) -> Callable[..., bool]:
+        """A function that repeats a launch on the memory of these tensors, with other numbers. It keeps no tensor.
+
+        It returns ``False``, and has done nothing, if a launch by tensors is needed.
+        """
+        key = self.key(tensors, constants)
+        addresses = tuple(None if one is None else one.data_ptr() for one in tensors)
+
+        def launch(*numbers: int | float) -> bool:
+            wide = n >= _INT32 or any(isinstance(one, int) and abs(one) >= _INT32 for one in numbers)
+            if wide or not self.is_compiled(key):
+                return False
+            self.launch(key, n, 1, (*addresses, *numbers, n))
+            return True
+
+        return launch
 
     def key(self, tensors: Iterable[Tensor | None], constants: tuple[Any, ...], wide: bool = False) -> Key:
         """What the kernel is compiled for: device, dtypes and alignments of these tensors, and constants.

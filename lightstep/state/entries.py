@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.state.record import History, Part, Record, is_record_entry, make_layout
+from lightstep.state.record import Entry, History, Part, Record, coded_in, is_record_entry, make_layout
 from lightstep.state.schema import EntrySpec, adopt_entry, entry_dtype
 from lightstep.state.staging import MasterSplitter
 
@@ -47,7 +47,7 @@ class Entries:
         """
         rows, layout = record.rows(part), part.block.layout
         assert part.history is not None
-        entries = {key: rows[key] if shape else rows[key].view(part.shape) for key, _, shape in layout.entries}
+        entries = {entry.key: self._entry(part, rows, entry) for entry in layout.entries}
         values = part.history.copy_values()
         found = {key: entries[key] if key in entries else values[key] for key in part.keys}
         if part.coding == "whole":
@@ -59,8 +59,17 @@ class Entries:
             if layout.carrier is None:
                 self._splitter_for(low.device).join(weight, low, rows["bitmap"], master)
             else:
-                found[layout.carrier] = self._join_carrier(weight, low, rows[layout.carrier], master).view(part.shape)
+                carrier = entries[layout.carrier].view(-1)
+                found[layout.carrier] = self._join_carrier(weight, low, carrier, master).view(part.shape)
         return found
+
+    def _entry(self, part: Part, rows: Mapping[str, Tensor], entry: Entry) -> Tensor:
+        """The entry in its shape: live, or decoded if it is kept in another dtype than it is read."""
+        row = rows[entry.key]
+        if entry.codec is not None and row.dtype != entry.dtype:
+            row = self._allocate(row, entry.dtype)
+            coded_in(rows, entry).decode(row)
+        return row if entry.shape is not None else row.view(part.shape)
 
     def _join_carrier(self, weight: Tensor, low: Tensor, carrier: Tensor, master: Tensor) -> Tensor:
         """Join ``master``, and return the carrier without the bits in its signs."""
@@ -96,15 +105,20 @@ class Entries:
             return
         rows = {k: self._row(part, k, v) for k, v in values.items() if is_record_entry(k, v, part.owner.schema)}
         known = part.block.layout
-        layout = make_layout(part.coding, rows, part.shape, part.owner.schema)
+        layout = make_layout(part.coding, rows, part.shape, part.owner)
         if any(_has_negative(part.owner.schema.get(key), value) for key, value in rows.items()):
             layout = type(layout)(layout.coding, layout.entries)  # no carrier: a checkpoint may hold any values
         if {*layout.entries} != {*known.entries} or (layout.carrier is None and known.carrier is not None):
             record.relayout({part: layout})
         record.allocate()
         places = record.rows(part)
-        for key, value in rows.items():
-            places[key].view(value.shape).copy_(value)
+        for entry in part.block.layout.entries:
+            value = rows[entry.key]
+            if entry.codec is None:
+                places[entry.key].view(value.shape).copy_(value)
+            else:
+                own = value.to(device=places[entry.key].device, dtype=torch.float32).contiguous().view(-1)
+                coded_in(places, entry).encode(own)
         part.keys = tuple(values)
         part.history = self._history(record, part, {k: v for k, v in values.items() if k not in rows})
         self.write_master(record, part, master)
@@ -140,11 +154,16 @@ class Entries:
             rows["master"].copy_(loaded)
             rounded.copy_(loaded)
         else:
-            carrier = rows[part.block.layout.carrier or "bitmap"]
-            extra = carrier if part.block.layout.carrier is None else carrier.float()  # itself, unless it is bf16
-            self._splitter_for(device).split(loaded, rounded, rows["low half"], extra)
-            if extra is not carrier:
-                carrier.copy_(extra)
+            layout = part.block.layout
+            entry = next((one for one in layout.entries if one.key == layout.carrier), None)
+            extra = rows["bitmap"] if entry is None else rows[entry.key]
+            if entry is None or entry.codec is None:
+                self._splitter_for(device).split(loaded, rounded, rows["low half"], extra)
+            else:
+                extra, coded = torch.empty_like(loaded), coded_in(rows, entry)
+                coded.decode(extra)
+                self._splitter_for(device).split(loaded, rounded, rows["low half"], extra)
+                coded.encode(extra)
         if self._fingerprints is not None:
             mark = torch.zeros(1, dtype=torch.int32, device=device)
             self._splitter_for(device).fingerprints(rounded, part.first, [(0, part.elements)], mark)

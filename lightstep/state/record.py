@@ -15,15 +15,15 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightstep.state.host_memory import HostSlab
-from lightstep.state.schema import Managed, Schema, Unit, aligned, entry_dtype, storage_dtype
+from lightstep.state.schema import Codec, Coded, Managed, Schema, Unit, aligned, entry_dtype
 
-__all__ = ["Block", "ExpectedLayouts", "History", "Layout", "Part", "Record", "Run", "Slot", "coding_of"]
+__all__ = ["Block", "Entry", "ExpectedLayouts", "History", "Layout", "Part", "Record", "Run", "Slot", "coding_of"]
 
 _FIELD_ALIGNMENT = 16  # bytes
 
@@ -38,57 +38,82 @@ def coding_of(owner: Managed) -> Coding:
     return "split" if owner.local.dtype == torch.bfloat16 else "whole"
 
 
+class Entry(NamedTuple):
+    """One of the base optimizer's entries.
+
+    Attributes:
+        dtype: in which it is read and loaded.
+        shape: ``None``: that of the parameter.
+        codec: how it is kept; ``None``: in its dtype.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None = None
+    codec: Codec | None = None
+
+
 @dataclass(frozen=True)
 class Layout:
     """The fields of a part.
 
     Attributes:
-        entries: name, dtype and shape of the base optimizer's entries; shape ``None``: that of the parameter.
         carrier: the entry whose sign bits hold the split masters' extra bits; ``None``: a bitmap holds them.
     """
 
     coding: Coding
-    entries: tuple[tuple[str, torch.dtype, tuple[int, ...] | None], ...]
+    entries: tuple[Entry, ...]
     carrier: str | None = None
 
     @property
     def has_own_shapes(self) -> bool:
         """Whether an entry has another shape than the parameter. Such a part shares no field with others."""
-        return any(shape is not None for _, _, shape in self.entries)
+        return any(entry.shape is not None for entry in self.entries)
 
-    def fields(self, elements: int) -> Iterator[tuple[str, torch.dtype, int]]:
-        """Name, dtype and number of elements of each field, for parts that take up ``elements``."""
+    def fields(self) -> Iterator[tuple[str, torch.dtype, int]]:
+        """Name, dtype and elements for each item of the fields, but for entries of other shapes."""
         if self.coding == "split":
-            yield "low half", torch.int16, elements
+            yield "low half", torch.int16, 1
         if self.coding == "whole":
-            yield "master", torch.float32, elements
-        for key, dtype, shape in self.entries:
-            yield key, dtype, elements if shape is None else torch.Size(shape).numel()
+            yield "master", torch.float32, 1
+        for entry in self.entries:
+            if entry.codec is not None:
+                yield from ((entry.key + suffix, dtype, per) for suffix, dtype, per in entry.codec.planes)
+            elif entry.shape is None:
+                yield entry.key, entry.dtype, 1
         if self.coding == "split" and self.carrier is None:
-            yield "bitmap", torch.uint8, -(-elements // 8)
+            yield "bitmap", torch.uint8, 8
+
+    def others(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, dtype and shape of the entries of other shapes."""
+        yield from ((entry.key, entry.dtype, entry.shape) for entry in self.entries if entry.shape is not None)
 
     def nbytes(self, elements: int) -> int:
-        return sum(dtype.itemsize * size for _, dtype, size in self.fields(elements))
+        own = sum(dtype.itemsize * -(-elements // per) for _, dtype, per in self.fields())
+        return own + sum(dtype.itemsize * torch.Size(shape).numel() for _, dtype, shape in self.others())
 
 
 def _field_bytes(dtype: torch.dtype, size: int) -> int:
     return -(-dtype.itemsize * size // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
 
 
-def make_layout(coding: Coding, entries: Mapping[str, Tensor], shape: Sequence[int], schema: Schema) -> Layout:
-    """The layout of parts with entries like these; ``shape`` is that of their master."""
-    kinds = tuple(_entry_field(k, v, shape, schema) for k, v in entries.items())
-    return Layout(coding, kinds, _find_carrier(coding, kinds, schema))
+def make_layout(coding: Coding, entries: Mapping[str, Tensor], shape: Sequence[int], owner: Managed) -> Layout:
+    """The layout of parts of ``owner`` with entries like these; ``shape`` is that of their master."""
+    kinds = tuple(_entry_like(key, value, shape, owner) for key, value in entries.items())
+    return Layout(coding, kinds, _find_carrier(coding, kinds, owner.schema))
 
 
-def _entry_field(key: str, value: Tensor, shape: Sequence[int], schema: Schema) -> tuple[str, torch.dtype, Any]:
+def _entry_like(key: str, value: Tensor, shape: Sequence[int], owner: Managed) -> Entry:
     if value.shape != torch.Size(shape):
-        return key, value.dtype, tuple(value.shape)
-    return key, storage_dtype(schema.get(key), value.dtype) or value.dtype, None
+        return Entry(key, value.dtype, tuple(value.shape))
+    codec = owner.schema[key].codec if key in coded_entries(owner) else None
+    if codec is None or value.dtype not in (torch.float32, codec.dtype):
+        return Entry(key, value.dtype)
+    return Entry(key, codec.dtype, None, codec)
 
 
-def _find_carrier(coding: Coding, kinds: Iterable[tuple[str, torch.dtype, Any]], schema: Schema) -> str | None:
-    able = (key for key, dtype, shape in kinds if dtype in (torch.float32, torch.bfloat16) and shape is None)
+def _find_carrier(coding: Coding, kinds: Iterable[Entry], schema: Schema) -> str | None:
+    able = (one.key for one in kinds if one.dtype in (torch.float32, torch.bfloat16) and one.shape is None)
     if coding != "split":
         return None
     return next((key for key in able if key in schema and schema[key].never_negative), None)
@@ -103,9 +128,13 @@ class ExpectedLayouts:
     def layout_for(self, owner: Managed, coding: Coding) -> Layout:
         key = id(owner.schema), coding, owner.local.dtype
         if key not in self._known:
-            found = ((name, entry_dtype(spec, owner)) for name, spec in owner.schema.items() if spec.like_parameter)
-            kinds = tuple((name, dtype, None) for name, dtype in found if dtype is not None)
-            self._known[key] = Layout(coding, kinds, _find_carrier(coding, kinds, owner.schema)), owner.schema
+            coded, kinds = coded_entries(owner), []
+            for name, spec in owner.schema.items():
+                dtype = entry_dtype(spec, owner) if spec.like_parameter else None
+                if dtype is not None:
+                    kinds.append(Entry(name, dtype, None, spec.codec if name in coded else None))
+            layout = Layout(coding, tuple(kinds), _find_carrier(coding, kinds, owner.schema))
+            self._known[key] = layout, owner.schema
         return self._known[key][0]
 
     def record_bytes(self, owner: Managed, elements: int) -> int:
@@ -113,11 +142,11 @@ class ExpectedLayouts:
         return self.layout_for(owner, coding_of(owner)).nbytes(aligned(elements))
 
 
-def rounded_entries(owner: Managed) -> dict[str, int]:
-    """The entries that a record stores in a shorter dtype than the base optimizer uses, numbered."""
+def coded_entries(owner: Managed) -> dict[str, int]:
+    """The entries that a record keeps otherwise than the base optimizer has them, numbered."""
     if owner.own_master and owner.local.dtype != torch.float32:
         return {}
-    listed = (key for key, spec in owner.schema.items() if spec.like_parameter and spec.kept is not None)
+    listed = (key for key, spec in owner.schema.items() if spec.like_parameter and spec.codec is not None)
     return {key: number for number, key in enumerate(listed)}
 
 
@@ -204,24 +233,32 @@ class Block:
         self.layout = layout  # but not the parts: they refer to the block
         self.first, self.stop = parts[0].first, parts[-1].first + aligned(parts[-1].elements)
         self._fields: dict[str, tuple[int, torch.dtype, int]] = {}
+        self._others: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
         self.base, cursor = base, base
-        for name, dtype, size in layout.fields(self.stop - self.first):
-            self._fields[name] = cursor, dtype, size
-            cursor += _field_bytes(dtype, size)
+        for name, dtype, per in layout.fields():
+            self._fields[name] = cursor, dtype, per
+            cursor += _field_bytes(dtype, -(-(self.stop - self.first) // per))
+        for name, dtype, shape in layout.others():
+            self._others[name] = cursor, dtype, torch.Size(shape)
+            cursor += _field_bytes(dtype, torch.Size(shape).numel())
         self.end = cursor
 
     def rows(self, buffer: Tensor, first: int, stop: int) -> dict[str, Tensor]:
         """The fields in ``buffer`` (uint8), flat, from element ``first`` of the unit to ``stop``."""
-        shapes = {key: shape for key, _, shape in self.layout.entries if shape is not None}
         a, b = first - self.first, stop - self.first
         found = {}
-        for name, (offset, dtype, size) in self._fields.items():
-            row = buffer[offset : offset + size * dtype.itemsize].view(dtype)
-            if name in shapes:
-                found[name] = row.view(shapes[name])
-            else:
-                found[name] = row[a // 8 : -(-b // 8)] if name == "bitmap" else row[a:b]
+        for name, (offset, dtype, per) in self._fields.items():
+            begin, end = a // per * dtype.itemsize, -(-b // per) * dtype.itemsize
+            found[name] = buffer[offset + begin : offset + end].view(dtype)
+        for name, (offset, dtype, shape) in self._others.items():
+            found[name] = buffer[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
         return found
+
+
+def coded_in(rows: Mapping[str, Tensor], entry: Entry) -> Coded:
+    """A coded entry whose fields are among ``rows``."""
+    assert entry.codec is not None
+    return entry.codec.at([rows[entry.key + suffix] for suffix, _, _ in entry.codec.planes])
 
 
 class Run:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from lightstep.state.record import ExpectedLayouts, coding_of, rounded_entries
+from lightstep.state.record import ExpectedLayouts, coded_entries, coding_of
 from lightstep.state.schema import Managed, Unit, aligned
 from lightstep.state.staging import LARGE
 from lightstep.state.units import RingError, plan_units, smallest_piece
@@ -101,6 +101,6 @@ class RingPlan:
         sample = 1 << 20
         gathered = 0 if item.local.numel() >= LARGE else item.local.itemsize
         joined = 4 if coding_of(item) == "split" else 0
-        widened = 4 * len(rounded_entries(item))
+        widened = 4 * len(coded_entries(item))
         record_bytes = self._bytes_of(item, sample)
         return (joined + gathered + widened) * sample / record_bytes if record_bytes else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,22 +16,56 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGNMENT",
+    "Codec",
+    "Coded",
     "EntrySpec",
     "Managed",
-    "Rounding",
     "Schema",
     "Unit",
     "adopt_entry",
     "aligned",
     "entry_dtype",
-    "storage_dtype",
 ]
 
 
-class Rounding(Protocol):
-    """Rounds fp32 values to a shorter dtype, other than to nearest; see ``lightstep.precision.moments``."""
+class Codec(Protocol):
+    """How fp32 values are kept between updates, in fewer bytes; see ``lightstep.precision.moments``.
 
-    def round(self, value: Tensor, out: Tensor, entry: str, step: Any, numbers: Tensor | Window) -> None: ...
+    A value keeps its sign bit, even if it is rounded to zero. Decoded values that are encoded to nearest have the same
+    codes again.
+
+    Attributes:
+        dtype: of the values as users read and load them.
+        planes: what is kept in the record: suffix of the field's name, dtype, and elements for each item.
+        is_stochastic: an update rounds stochastically.
+    """
+
+    dtype: torch.dtype
+    planes: Sequence[tuple[str, torch.dtype, int]]
+
+    @property
+    def is_stochastic(self) -> bool: ...
+    def at(self, planes: Sequence[Tensor]) -> Coded:
+        """The values that are kept in this memory, flat."""
+
+
+class Coded(Protocol):
+    """Values in the memory of a record."""
+
+    def decode(self, out: Tensor) -> None:
+        """Write the values to ``out`` (fp32, flat)."""
+
+    def encode(self, value: Tensor) -> None:
+        """Keep ``value`` (fp32, flat), rounded to nearest."""
+
+    def encode_update(self, value: Tensor, entry: str, step: Any, numbers: Tensor | Window) -> None:
+        """Keep ``value``, rounded stochastically.
+
+        Args:
+            entry: name of the state entry.
+            step: number of updates of the parameter: a 0-dim tensor on any device, or a Python number.
+            numbers: the elements' numbers in their whole parameters, modulo 2^32 (int32, flat), or their window.
+        """
 
 
 @dataclass(eq=False)
@@ -43,17 +77,14 @@ class EntrySpec:
         dtype: of the tensor; ``None`` if the entry is not a tensor.
         on_device: torch keeps it on the parameter's device. A fused optimizer's ``step`` is there, others' are not.
         never_negative: its sign bit carries no information: second moments of known classes, or declared ones.
-        kept: the dtype to which fp32 values are rounded after each update, and in which they are stored; ``None``:
-            they stay fp32.
-        rounding: how they are rounded; ``None``: to nearest.
+        codec: how fp32 values are kept between updates; ``None``: as they are.
     """
 
     like_parameter: bool
     dtype: torch.dtype | None
     on_device: bool
     never_negative: bool = False
-    kept: torch.dtype | None = None
-    rounding: Rounding | None = None
+    codec: Codec | None = None
 
 
 Schema = Mapping[str, EntrySpec]
@@ -148,15 +179,11 @@ class Unit:
 
 
 def entry_dtype(spec: EntrySpec, owner: Managed) -> torch.dtype | None:
-    """The dtype in which this parameter's entry is stored. Specs come from fp32 probes; some masters are not fp32."""
+    """The dtype in which this parameter's entry is read and loaded. Specs come from fp32 probes; some masters are not
+    fp32."""
     follows = spec.like_parameter and owner.own_master and spec.dtype == torch.float32
     dtype = owner.local.dtype if follows else spec.dtype
-    return storage_dtype(spec, dtype)
-
-
-def storage_dtype(spec: EntrySpec | None, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype in which an entry is stored that the base optimizer has in ``dtype``."""
-    return dtype if spec is None or spec.kept is None or dtype != torch.float32 else spec.kept
+    return dtype if dtype != torch.float32 or spec.codec is None else spec.codec.dtype
 
 
 def adopt_entry(spec: EntrySpec | None, value: Any, owner: Managed) -> Any:

@@ -23,11 +23,12 @@ from lightstep.state.record import (
     Record,
     Run,
     Slot,
+    coded_entries,
+    coded_in,
     is_record_entry,
     make_layout,
-    rounded_entries,
 )
-from lightstep.state.schema import Managed
+from lightstep.state.schema import Coded, Managed
 from lightstep.state.staging import MasterSplitter, Staging, WeightRow, is_own_segment
 
 __all__ = ["Piece", "Segment", "Views", "segments_of"]
@@ -49,11 +50,16 @@ class Views:
         rows = segment.parts[0].block.rows(slot.buffer, segment.first, segment.stop)
         layout = segment.layout
         self.low, self.master = rows.get("low half"), rows.get("master")
-        carrier = None if layout.carrier is None else rows[layout.carrier]
+        carrier = None if layout.carrier is None else rows[layout.carrier]  # not used if it is coded
         self.extra = rows.get("bitmap") if carrier is None else carrier.view(-1)
-        self.entries = {
-            key: rows[key] if shape is not None else rows[key].view(segment.shape) for key, _, shape in layout.entries
-        }
+        self.entries: dict[str, Tensor] = {}
+        self.coded: dict[str, Coded] = {}
+        for entry in layout.entries:
+            if entry.codec is not None:
+                self.coded[entry.key] = coded_in(rows, entry)
+            else:
+                row = rows[entry.key]
+                self.entries[entry.key] = row if entry.shape is not None else row.view(segment.shape)
         self.masters = [] if self.master is None else segment.parts_of(self.master)
         self.pieces: list[Piece] | None = None
         self.prepared: Any = None
@@ -81,8 +87,8 @@ class Segment(Run):
 
     Attributes:
         shape: of its master: flat, or the parameter's shape if the class needs whole tensors.
-        kept: entries that are rounded when they are written to the record, and the index of the staging row in which
-            the base optimizer has each in fp32.
+        coded: entries that the record keeps coded, and the index of the staging row in which the base optimizer has
+            each in fp32.
         group: the live entry of ``optimizer.param_groups``.
         fingerprints: the unit's fingerprints (int32) while the segment is open; those of its parts begin at
             :attr:`index`. ``None`` if none are kept.
@@ -94,7 +100,7 @@ class Segment(Run):
         head = parts[0]
         self.group, self.layout, self.coding = head.owner.group, head.block.layout, head.coding
         self.shape = head.shape if head.owner.whole_tensors else (self.stop - self.first,)
-        self.kept = rounded_entries(head.owner)
+        self.coded = coded_entries(head.owner)
         self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and is_own_segment(head)
         self._flat = self.locals[0].view(-1) if self.in_place else None
         self._in_place_by_part = len(parts) <= _FEW and all(local.is_contiguous() for local in self.locals)
@@ -165,7 +171,7 @@ class Segment(Run):
         if history is not None and history.parts > len(self.parts):
             history = self._split_history(history)
         self._history, self._copies_history = history, copy_history
-        if self.kept:
+        if self.coded:
             self._state = self._read_state()  # before masters are joined: it holds their extra bits
 
     @property
@@ -188,26 +194,19 @@ class Segment(Run):
             return {}
         assert self._views is not None, "the segment is not open"
         entries = dict(self._views.entries)
-        if self.kept:
-            entries |= self._widen_entries(self._views, self._staging)
+        for key, coded in self._views.coded.items():
+            row = self._decoded_row(key, self._staging)  # its signs still carry bits of masters
+            coded.decode(row)
+            entries[key] = row.view(self.shape)
         return {key: entries[key] if key in entries else self.values[key] for key in self.parts[0].keys}
 
-    def _widen_entries(self, views: Views, staging: Staging) -> dict[str, Tensor]:
-        """fp32 copies of the entries that are stored in a shorter dtype; their signs still carry bits of masters."""
-        keys = [key for key in self.kept if key in views.entries]
-        if not keys:
-            return {}
-        rows = [self._wide_row(key, staging).view(self.shape) for key in keys]
-        torch._foreach_copy_(rows, [views.entries[key] for key in keys])
-        return dict(zip(keys, rows, strict=True))
-
-    def _wide_row(self, key: str, staging: Staging) -> Tensor:
-        return staging.moments[self.kept[key]][self.first : self.stop]
+    def _decoded_row(self, key: str, staging: Staging) -> Tensor:
+        return staging.moments[self.coded[key]][self.first : self.stop]
 
     def _extra_bits(self, views: Views, staging: Staging) -> Tensor:
         """The tensor with the extra bits of split masters while the segment is open."""
         carrier = self.layout.carrier
-        found = self._wide_row(carrier, staging) if carrier is not None and carrier in self.kept else views.extra
+        found = self._decoded_row(carrier, staging) if carrier is not None and carrier in views.coded else views.extra
         assert found is not None
         return found
 
@@ -273,7 +272,7 @@ class Segment(Run):
     @property
     def gathers(self) -> bool:
         """Whether :meth:`pieces` and :attr:`state` are copies that each update makes anew."""
-        return self._gathered or bool(self.kept)
+        return self._gathered or bool(self.coded)
 
     def _piece(self, views: Views, number: int, place: tuple[int, int], weight: Tensor) -> Piece:
         start, stop = place
@@ -323,9 +322,9 @@ class Segment(Run):
             return {}
         schema = self.parts[0].owner.schema
         rows = {k: v for k, v in self.state.items() if is_record_entry(k, v, schema)}
-        layout = make_layout(self.coding, rows, self.shape, schema)
+        layout = make_layout(self.coding, rows, self.shape, self.parts[0].owner)
         if layout.has_own_shapes and (len(self.parts) > 1 or not self.parts[0].whole):
-            key, shape = next((key, shape) for key, _, shape in layout.entries if shape is not None)
+            key, _, shape = next(layout.others())
             raise ValueError(
                 f"state {key!r} of {self.parts[0].owner.name} has shape {shape} for a piece of "
                 f"{self.stop - self.first} elements: this optimizer needs whole tensors; declare that in its class "
@@ -349,13 +348,13 @@ class Segment(Run):
         others = {}
         for key, value in state.items():
             row = self._views.entries.get(key)
-            if row is None:
+            if row is None and key not in self._views.coded:
                 if isinstance(value, Tensor) and value.dim():
                     return False
                 others[key] = value
                 continue
-            same = isinstance(value, Tensor) and value.shape == row.shape
-            if not same or (value.dtype != row.dtype and key not in self.kept):
+            shape, dtype = (self.shape, torch.float32) if row is None else (row.shape, row.dtype)
+            if not isinstance(value, Tensor) or value.shape != torch.Size(shape) or value.dtype != dtype:
                 return False
         history.values, history.origin = others, None
         return True
@@ -386,16 +385,14 @@ class Segment(Run):
         views = self._views
         assert views is not None
         if self.has_state and self._state is not None:
-            for key, view in views.entries.items():
-                value, place = (
-                    self._state[key],
-                    self._wide_row(key, staging).view(self.shape) if key in self.kept else view,
-                )
+            decoded = {key: self._decoded_row(key, staging).view(self.shape) for key in views.coded}
+            for key, place in (views.entries | decoded).items():
+                value = self._state[key]
                 if value is not place and value.data_ptr() != place.data_ptr():
                     place.copy_(value)
         left = self._write_master(views, staging, splitter)
-        if self.kept and self.has_state:
-            self._round_entries(views, staging)
+        if views.coded and self.has_state:
+            self._encode_entries(views, staging)
         self._state, self._views, self._master, self._to_join = {}, None, None, None
         return left
 
@@ -424,17 +421,16 @@ class Segment(Run):
         parts = self._row(self._staging)[1]
         return (self.locals, parts) if parts else ([], [])
 
-    def _round_entries(self, views: Views, staging: Staging) -> None:
-        """Round entries into the record. Their signs, which may carry bits of masters, do not change."""
-        schema = self.parts[0].owner.schema
-        for key in self.kept:
-            if key not in views.entries:
+    def _encode_entries(self, views: Views, staging: Staging) -> None:
+        """Write coded entries to the record. Their signs may carry bits of masters."""
+        for entry in self.layout.entries:
+            if entry.codec is None:
                 continue
-            rounding, value, out = schema[key].rounding, self._wide_row(key, staging), views.entries[key].view(-1)
-            if rounding is None:
-                out.copy_(value)
+            coded, value = views.coded[entry.key], self._decoded_row(entry.key, staging)
+            if entry.codec.is_stochastic:
+                coded.encode_update(value, entry.key, self.state["step"], staging.element_numbers(self))
             else:
-                rounding.round(value, out, key, self.state["step"], staging.element_numbers(self))
+                coded.encode(value)
 
     def weight_row(self, staging: Staging) -> WeightRow:
         """The 16-bit weights, for fingerprints; after :meth:`write` or :meth:`weights`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightstep.distributed import Window
 from lightstep.state.lanes import LanesOfDevices
-from lightstep.state.record import Part, Record, Run, rounded_entries
+from lightstep.state.record import Part, Record, Run, coded_entries
 from lightstep.state.schema import aligned
 
 __all__ = ["LARGE", "MasterSplitter", "Staging", "StagingOfDevices", "WeightRow", "is_own_segment"]
@@ -70,7 +70,7 @@ class Staging:
                 end = part.first + aligned(part.elements)
                 if part.coding == "split" and masters:
                     joined = max(joined, end)
-                if kept := rounded_entries(part.owner):
+                if kept := coded_entries(part.owner):
                     count, length = max(count, len(kept)), max(length, end)
                 if not (is_own_segment(part) and part.owner.local.is_contiguous()):
                     rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)

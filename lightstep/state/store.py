@@ -62,7 +62,7 @@ from lightstep.state.residency import Budget, Residency
 from lightstep.state.ring import Ring
 from lightstep.state.ring_plan import RingPlan
 from lightstep.state.schema import Managed, Unit
-from lightstep.state.segment import Segment, segments_of
+from lightstep.state.segment import Segment, Views, segments_of
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
 from lightstep.state.staging import LARGE, MasterSplitter, StagingOfDevices
@@ -450,14 +450,15 @@ class Store:
         """All slots except the one that is updated and the one that is written back."""
         return AHEAD if self.name != "stream" else min(max(self._slots - 2, 0), AHEAD)
 
-    def look_ahead(self, unit: Unit, active: Collection[Managed]) -> list[tuple[Segment, Mapping[str, Tensor]]]:
-        """The segments and entries that :meth:`acquire` will return for a later unit, for work on the current stream.
+    def look_ahead(self, unit: Unit, active: Collection[Managed]) -> list[tuple[Segment, Views]]:
+        """The segments that :meth:`acquire` will return for a later unit, and what the record has of them, for work on
+        the current stream.
 
         A write to an entry is kept: :meth:`acquire` returns the new value.
         """
         record = self._records.by_unit[unit]
         slot = self._live_ring().peek(record) if record.slot is None else self._acquire_slot(record)
-        return [(segment, segment.views_in(slot).entries) for segment in segments_of(record, active)]
+        return [(segment, segment.views_in(slot)) for segment in segments_of(record, active)]
 
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
         """Finish the unit: write the ``updated`` segments to their parameters and to where their state lives."""
@@ -679,9 +680,9 @@ class Store:
             return {}
         history = parts[0].history
         assert history is not None
-        shapes = {key: (shape or managed.local.shape, dtype) for key, dtype, shape in parts[0].block.layout.entries}
         described: dict[str, Any] = {
-            key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in shapes.items()
+            entry.key: torch.empty(entry.shape or managed.local.shape, dtype=entry.dtype, device="meta")
+            for entry in parts[0].block.layout.entries
         }
         values = history.copy_values()
         found = {key: described[key] if key in described else values[key] for key in parts[0].keys}

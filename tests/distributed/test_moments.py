@@ -1,4 +1,4 @@
-"""Moments in bf16 on several ranks: stochastic rounding does not depend on how a parameter is divided."""
+"""Moments in bf16 and 8 bits on several ranks: codes and noise do not depend on how a parameter is divided."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import lightstep
 from lightstep.optimizer.moments import Moments
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool, device_of
-from tests.reference.short_moments import NearestMoments, StochasticMoments
+from tests.reference.short_moments import Int8Moments, NearestMoments, StochasticInt8Moments, StochasticMoments
 from tests.reference.tiny_model import representable
 
 STREAM = {"backend": "stream", "ring_mib": 0.02}
@@ -34,6 +34,7 @@ def whole(value: Tensor) -> Tensor:
 def train(optimizer: Any, tested: list[Tensor], expected: list[Tensor], reference: Any = None) -> None:
     """Gradients that do not depend on the division; afterwards everything is equal to the loop on one device."""
     reference = reference or StochasticMoments([{"params": expected}], torch.optim.AdamW, **SETTINGS)
+    dtype = torch.float32 if isinstance(reference, Int8Moments) else torch.bfloat16
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         for mine, theirs in zip(tested, expected, strict=True):
@@ -47,7 +48,7 @@ def train(optimizer: Any, tested: list[Tensor], expected: list[Tensor], referenc
         assert torch.equal(whole(mine).detach(), theirs)
         entries, wanted = dict(optimizer.state[mine]), reference.state(theirs)
         for key in sorted(wanted.keys() - {"step"}):  # all ranks gather in one order
-            assert entries[key].dtype == torch.bfloat16
+            assert entries[key].dtype == dtype
             assert torch.equal(whole(entries[key]).cpu(), wanted[key].cpu()), f"{key} of shape {tuple(theirs.shape)}"
 
 
@@ -57,21 +58,33 @@ def placed_like(parameter: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
-def check_layout(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any]) -> None:
-    moments = {"moments": "bfloat16", "moments_rounding": "stochastic"}
-    strategy = lightstep.Strategy.load(
-        {"sharding": sharding, "clipping": {"max_norm": None}, "optimizer_state": {**moments, **state}}
-    )
+class Rows(nn.Module):
+    """Matrices with blocks of 128, 64, 32 and 16; no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(7, 384), (5, 64), (9, 96), (4, 3, 16)]
+        self.rows = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+
+
+def check_layout(
+    rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], moments: str = "bfloat16"
+) -> None:
+    state = {"moments": moments, "moments_rounding": "stochastic", **state}
+    strategy = lightstep.Strategy.load({"sharding": sharding, "clipping": {"max_norm": None}, "optimizer_state": state})
     torch.manual_seed(0)
-    model = representable(TinyTransformer())
+    model = representable(TinyTransformer() if moments == "bfloat16" else Rows())
     twin = copy.deepcopy(model).to(device_of(rank, world_size), torch.bfloat16)
     model = strategy.prepare_model(model)
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, **SETTINGS)
     inner = strategy.unwrap_model(model)
+    trained = [p for p in twin.parameters() if p.requires_grad]
+    reference = StochasticMoments if moments == "bfloat16" else StochasticInt8Moments
     train(
         optimizer,
         [p for p in inner.parameters() if p.requires_grad],
-        [p for p in twin.parameters() if p.requires_grad],
+        trained,
+        reference([{"params": trained}], torch.optim.AdamW, **SETTINGS),
     )
     optimizer.close()
 
@@ -91,6 +104,28 @@ def test_the_noise_does_not_depend_on_the_division(
     pool: Pool, world_size: int, layout: str, state: dict[str, Any]
 ) -> None:
     pool.run(check_layout, world_size, sharding=LAYOUTS[layout], state=state)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "state"),
+    [(1, "fsdp2", {}), (2, "fsdp2", STREAM), (3, "fsdp2", {**STREAM, "update": "next_forward"}), (4, "hsdp", STREAM)],
+)
+def test_codes_do_not_depend_on_the_division(pool: Pool, world_size: int, layout: str, state: dict[str, Any]) -> None:
+    pool.run(check_layout, world_size, sharding=LAYOUTS[layout], state=state, moments="int8")
+
+
+def check_cut_blocks(rank: int, world_size: int) -> None:
+    ranks = init_device_mesh(device_of(rank, world_size).type, (world_size,))
+    whole = torch.randn(4, 64, device=device_of(rank, world_size))
+    cut = nn.Parameter(distribute_tensor(whole, ranks, [Shard(1)]))
+    optimizer = lightstep.MixedPrecisionOptimizer([cut], torch.optim.AdamW, SETTINGS, moments=Moments("int8"))
+    cut.grad = torch.ones_like(cut)
+    with pytest.raises(ValueError, match=r"sharded along its last dimension, 32 of 64, which cuts blocks of 64"):
+        optimizer.step()
+
+
+def test_a_shard_that_cuts_blocks_is_refused(pool: Pool) -> None:
+    pool.run(check_cut_blocks, 2)
 
 
 def check_placements(

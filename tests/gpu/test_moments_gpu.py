@@ -1,4 +1,4 @@
-"""Moments in bf16 on a CUDA device: the plain loop's bits, the fused kernels' bits, no host sync, no memory taken."""
+"""Moments in bf16 and 8 bits on a CUDA device: the plain loop's bits, the kernels', no host sync, no memory taken."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import nn
 
 import lightstep
 from lightstep.distributed import Window
-from lightstep.precision import moments, split
-from lightstep.precision.moments import StochasticRounding
+from lightstep.precision import moments, moments_int8, split
+from lightstep.precision.moments import BFloat16
+from lightstep.precision.noise import Noise
 from lightstep.precision.split import probe_masters
 from tests.covering import every_pair
 from tests.gpu.test_step_on_gpu import host_syncs_refused, set_gradients
 from tests.reference.pair import BACKENDS, DTYPES, EVERY_TIME, scale_for
-from tests.unit.test_moments import CLASSES, ROUNDINGS, STREAM, WINDOWS, ShortPair, by_hand
+from tests.unit.test_moments import CLASSES, KINDS, STREAM, WINDOWS, ShortPair, by_hand
 
 pytestmark = pytest.mark.gpu
 
@@ -26,20 +27,23 @@ DEVICE = torch.device("cuda", 0)
 def test_the_fused_kernels_are_in_use() -> None:
     assert split._checked_kernels(DEVICE) is not None
     assert moments._checked_kernels(DEVICE) is not None
+    assert moments_int8._checked_kernels(DEVICE) is not None
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_the_noise_is_that_of_the_cpu(window: Window) -> None:
     value = probe_masters(torch.device("cpu"))
     found, expected = torch.empty_like(value, dtype=torch.bfloat16, device=DEVICE), value.bfloat16()
-    StochasticRounding().round(value, expected, "exp_avg", 77, window)
+    BFloat16(Noise()).at([expected]).encode_update(value, "exp_avg", 77, window)
     for step in (77, torch.tensor(77.0), torch.tensor(77.0, device=DEVICE)):
-        StochasticRounding().round(value.to(DEVICE), found.zero_(), "exp_avg", step, window)
+        BFloat16(Noise()).at([found.zero_()]).encode_update(value.to(DEVICE), "exp_avg", step, window)
         assert torch.equal(found.view(torch.int16).cpu(), expected.view(torch.int16))
 
 
-@every_pair(name=CLASSES, parameters=DTYPES, backend=EVERY_TIME, rounding=ROUNDINGS)
-def test_the_bits_of_a_loop_that_keeps_its_moments_so(name: str, parameters: str, backend: str, rounding: str) -> None:
+@every_pair(name=CLASSES, parameters=DTYPES, backend=EVERY_TIME, kind=KINDS)
+def test_the_bits_of_a_loop_that_keeps_its_moments_so(
+    name: str, parameters: str, backend: str, kind: tuple[str, str]
+) -> None:
     optimizer_class, first, second, common = CLASSES[name]
     pair = ShortPair(
         optimizer_class,
@@ -48,7 +52,7 @@ def test_the_bits_of_a_loop_that_keeps_its_moments_so(name: str, parameters: str
         common=common,
         parameters=parameters,
         backend=backend,
-        rounding="nearest" if name == "SGD-momentum" else rounding,
+        kind=(kind[0], "nearest") if name == "SGD-momentum" else kind,
         max_norm=0.35,
         overflow_at=(1, 5) if parameters == "float16" else (),
         late_from=3,
@@ -60,16 +64,16 @@ def test_the_bits_of_a_loop_that_keeps_its_moments_so(name: str, parameters: str
     pair.train(8)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("state", [{}, {"backend": "bulk"}, STREAM, {**STREAM, "update": "next_forward"}])
-def test_large_tensors_whole_and_cut(state: dict[str, Any], rounding: str) -> None:
-    by_hand({**state, "moments_rounding": rounding}, steps=6, lr=1e-2, betas=(0.9, 0.999))
+def test_large_tensors_whole_and_cut(state: dict[str, Any], kind: tuple[str, str]) -> None:
+    by_hand({**state, "moments": kind[0], "moments_rounding": kind[1]}, steps=6, lr=1e-2, betas=(0.9, 0.999))
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["resident", "stream"])
-def test_a_steady_step_never_waits_and_keeps_no_memory(backend: str, rounding: str) -> None:
-    state = {**BACKENDS[backend], "ring_mib": 64, "moments": "bfloat16", "moments_rounding": rounding}
+def test_a_steady_step_never_waits_and_keeps_no_memory(backend: str, kind: tuple[str, str]) -> None:
+    state = {**BACKENDS[backend], "ring_mib": 64, "moments": kind[0], "moments_rounding": kind[1]}
     strategy = lightstep.Strategy.load({"optimizer_state": state})
     model = strategy.prepare_model(nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]))
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)

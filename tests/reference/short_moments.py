@@ -1,4 +1,4 @@
-"""The textbook loop whose moments are bf16 between steps: widened, torch's own step in fp32, rounded.
+"""The textbook loop whose moments have fewer bits between steps: widened, torch's own step in fp32, rounded.
 
 The noise of stochastic rounding is written out in plain unsigned arithmetic. Nothing here imports lightstep.
 """
@@ -54,6 +54,54 @@ class StochasticMoments(NearestMoments):
         if "step" not in state:
             return super().rounded(key, value, state)
         return stochastically_rounded(value, key, int(state["step"]))
+
+
+class Int8Moments(NearestMoments):
+    """8-bit codes of roots, with a scale for each block of a row; parameters without such rows stay in fp32."""
+
+    stochastic = False
+
+    def rounded(self, key: str, value: Tensor, state: dict[str, Any]) -> Tensor:
+        block = block_of(value.shape)
+        if not block:
+            return value.clone()
+        step = int(state["step"]) if self.stochastic and "step" in state else None
+        flat = value.contiguous().cpu().numpy().reshape(-1, block)
+        found = in_eight_bits(flat, key in NEVER_NEGATIVE, key, step)
+        return torch.empty_like(value).copy_(torch.from_numpy(found).view(value.shape))
+
+
+class StochasticInt8Moments(Int8Moments):
+    stochastic = True
+
+
+NEVER_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta")
+
+
+def block_of(shape: torch.Size) -> int:
+    """The largest of 128, 64, 32 and 16 that divides the rows of a matrix; else 0."""
+    blocks = (block for block in (128, 64, 32, 16) if len(shape) > 1 and shape[-1] and not shape[-1] % block)
+    return next(blocks, 0)
+
+
+def in_eight_bits(value: np.ndarray, never_negative: bool, key: str, step: int | None) -> np.ndarray:
+    """``value`` (fp32, ``[blocks, elements]``) after coding and decoding."""
+    scale = np.abs(value).max(1, keepdims=True)
+    part = np.abs(value) / np.where(scale > 0, scale, np.float32(1))
+    up = np.full(value.shape, 0.5, np.float32)
+    if step is not None:
+        up = noise(key, step, np.arange(value.size)).astype(np.float32).reshape(value.shape) / np.float32(65536)
+
+    def power(code: np.ndarray) -> np.ndarray:
+        root = code * np.float32(1 / 255 if never_negative else 1 / 127)
+        return (root * root) * (root * root) if never_negative else root * root
+
+    code = np.zeros_like(value)
+    for candidate in range(1, 256 if never_negative else 128):
+        code = np.where(power(np.float32(candidate) - up) <= part, np.float32(candidate), code)
+    if never_negative:
+        code = np.where(value > 0, np.maximum(code, np.float32(1)), np.float32(0))
+    return np.copysign(power(code) * scale, 1 if never_negative else value)
 
 
 def stochastically_rounded(value: Tensor, key: str, step: int, numbers: np.ndarray | None = None) -> Tensor:

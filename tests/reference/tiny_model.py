@@ -16,16 +16,16 @@ CLASSES = 5
 class TinyModel(nn.Module):
     """Tokens [batch] -> logits [batch, 5]."""
 
-    def __init__(self) -> None:
+    def __init__(self, narrow: int = 6, wide: int = 13) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 6)
-        self.frozen = nn.Linear(6, 6, bias=False).requires_grad_(False)
-        self.hidden = nn.Linear(6, 13)
+        self.embed = nn.Embedding(VOCABULARY, narrow)
+        self.frozen = nn.Linear(narrow, narrow, bias=False).requires_grad_(False)
+        self.hidden = nn.Linear(narrow, wide)
         self.gain = nn.Parameter(torch.tensor(1.25))
-        self.sometimes = nn.Linear(13, 13, bias=False)
-        self.late = nn.Linear(13, CLASSES)
+        self.sometimes = nn.Linear(wide, wide, bias=False)
+        self.late = nn.Linear(wide, CLASSES)
         self.dead = nn.Linear(7, 3)
-        self.head = nn.Linear(13, CLASSES)
+        self.head = nn.Linear(wide, CLASSES)
 
     def forward(self, tokens: Tensor, *, sometimes: bool = True, late: bool = True) -> Tensor:
         hidden = torch.tanh(self.hidden(self.frozen(self.embed(tokens)))) * self.gain

@@ -1,4 +1,4 @@
-"""Moments in bf16: the bits of a plain loop that keeps them so, everywhere, and what becomes of them in checkpoints."""
+"""Moments in bf16 and 8 bits: the bits of a plain loop that keeps them so, and what becomes of them in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import lightstep
 from lightstep.checkpoint.formats.convert import convert_checkpoint
 from lightstep.distributed import Window
 from lightstep.optimizer.moments import Moments
-from lightstep.precision.moments import StochasticRounding
+from lightstep.precision.moments import BFloat16
+from lightstep.precision.moments_int8 import Int8
+from lightstep.precision.noise import Noise
 from lightstep.precision.split import probe_masters
 from tests.covering import every_pair
 from tests.reference.pair import (
@@ -29,18 +31,41 @@ from tests.reference.pair import (
     scale_for,
     through_bytes,
 )
-from tests.reference.short_moments import NearestMoments, StochasticMoments, stochastically_rounded
+from tests.reference.short_moments import (
+    Int8Moments,
+    NearestMoments,
+    StochasticInt8Moments,
+    StochasticMoments,
+    block_of,
+    in_eight_bits,
+    stochastically_rounded,
+)
 from tests.reference.tiny_model import TinyModel, loss_of, representable
 
-ROUNDINGS = {"nearest": NearestMoments, "stochastic": StochasticMoments}
+KINDS = {
+    ("bfloat16", "nearest"): NearestMoments,
+    ("bfloat16", "stochastic"): StochasticMoments,
+    ("int8", "nearest"): Int8Moments,
+    ("int8", "stochastic"): StochasticInt8Moments,
+}
+"""The reference for ``optimizer_state.moments`` and ``moments_rounding``."""
+
+
+class ModelWithBlocks(TinyModel):
+    """Most rows can be divided into blocks, of 16 elements or more; those of ``dead`` cannot."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 80)
 
 
 class ShortPair(Pair):
-    """Both with moments in bf16."""
+    """Both with moments in fewer bits."""
 
-    def __init__(self, *args: Any, rounding: str, **options: Any) -> None:
-        self.reference_class = ROUNDINGS[rounding]
-        super().__init__(*args, moments="bfloat16", moments_rounding=rounding, **options)
+    def __init__(self, *args: Any, kind: tuple[str, str], **options: Any) -> None:
+        self.reference_class = KINDS[kind]
+        if kind[0] == "int8":
+            options["make_model"] = ModelWithBlocks
+        super().__init__(*args, moments=kind[0], moments_rounding=kind[1], **options)
 
 
 CLASSES = {
@@ -49,10 +74,12 @@ CLASSES = {
 }
 
 
-@every_pair(name=CLASSES, parameters=DTYPES, backend=sorted(EVERY_TIME.keys() - {"stream-overlap"}), rounding=ROUNDINGS)
-def test_the_bits_of_a_loop_that_keeps_its_moments_so(name: str, parameters: str, backend: str, rounding: str) -> None:
-    if name == "SGD-momentum" and rounding == "stochastic":
-        rounding = "nearest"  # it counts no steps
+@every_pair(name=CLASSES, parameters=DTYPES, backend=sorted(EVERY_TIME.keys()), kind=KINDS)
+def test_the_bits_of_a_loop_that_keeps_its_moments_so(
+    name: str, parameters: str, backend: str, kind: tuple[str, str]
+) -> None:
+    if name == "SGD-momentum":
+        kind = kind[0], "nearest"  # it counts no steps
     optimizer_class, first, second, common = CLASSES[name]
     pair = ShortPair(
         optimizer_class,
@@ -61,7 +88,7 @@ def test_the_bits_of_a_loop_that_keeps_its_moments_so(name: str, parameters: str
         common=common,
         parameters=parameters,
         backend=backend,
-        rounding=rounding,
+        kind=kind,
         max_norm=0.35,
         overflow_at=(1, 5),
         late_from=3,
@@ -78,12 +105,14 @@ def test_the_bits_of_a_loop_that_keeps_its_moments_so(name: str, parameters: str
         for key, value in pair.optimizer.state.get(p, {}).items()
         if key not in ("master", "step", "mu_product")
     ]
-    assert moments and {value.dtype for value in moments} == {torch.bfloat16}
+    assert moments and {value.dtype for value in moments} == {
+        torch.bfloat16 if kind[0] == "bfloat16" else torch.float32
+    }
 
 
-@every_pair(backend=IN_BACKWARD, parameters=["bfloat16", "float32"], rounding=ROUNDINGS)
-def test_updates_in_backward(backend: str, parameters: str, rounding: str) -> None:
-    pair = ShortPair(*TWO_GROUPS["AdamW"], parameters=parameters, backend=backend, rounding=rounding, scope="unit")
+@every_pair(backend=IN_BACKWARD, parameters=["bfloat16", "float32"], kind=KINDS)
+def test_updates_in_backward(backend: str, parameters: str, kind: tuple[str, str]) -> None:
+    pair = ShortPair(*TWO_GROUPS["AdamW"], parameters=parameters, backend=backend, kind=kind, scope="unit")
     pair.train(5)
     pair.resume()
     pair.train(3)
@@ -93,12 +122,13 @@ def test_updates_in_backward(backend: str, parameters: str, rounding: str) -> No
 
 
 STREAM = {"backend": "stream", "ring_mib": 8}
-SHAPES = [(700, 613), (300, 17), (5,), (1,), (0, 4)]
+SHAPES = [(700, 613), (700, 640), (40, 48), (300, 17), (5,), (1,), (0, 4), (2, 3, 64)]
 
 
 def by_hand(state: dict[str, Any], steps: int = 3, optimizer_class: Any = torch.optim.AdamW, **options: Any) -> Any:
     """A run on gradients from nowhere beside its reference: optimizer, parameters."""
-    values = {"clipping": {"max_norm": None}, "optimizer_state": {"moments": "bfloat16", **state}}
+    state = {"moments": "bfloat16", **state}
+    values = {"clipping": {"max_norm": None}, "optimizer_state": state}
     generator = torch.Generator().manual_seed(0)
     shapes = [(61, 47), (300, 17), (0, 4)] if optimizer_class is torch.optim.Muon else SHAPES
     model = nn.ParameterList(torch.randn(shape, generator=generator) for shape in shapes)
@@ -106,7 +136,7 @@ def by_hand(state: dict[str, Any], steps: int = 3, optimizer_class: Any = torch.
     model = strategy.prepare_model(representable(model))
     twin = copy.deepcopy(model)
     optimizer = strategy.create_optimizer(model, optimizer_class, **options)
-    reference = ROUNDINGS[state.get("moments_rounding", "nearest")](
+    reference = KINDS[state["moments"], state.get("moments_rounding", "nearest")](
         [{"params": list(twin.parameters())}], optimizer_class, **options
     )
     for _ in range(steps):
@@ -123,9 +153,11 @@ def by_hand(state: dict[str, Any], steps: int = 3, optimizer_class: Any = torch.
     return optimizer
 
 
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
 @pytest.mark.parametrize("state", [{}, {"backend": "bulk"}, STREAM, {**STREAM, "update": "next_forward"}])
-def test_large_tensors_whole_and_cut(state: dict[str, Any]) -> None:
-    optimizer = by_hand({**state, "moments_rounding": "stochastic"}, lr=1e-2, betas=(0.9, 0.999))
+def test_large_tensors_whole_and_cut(state: dict[str, Any], moments: str) -> None:
+    state = {**state, "moments": moments, "moments_rounding": "stochastic"}
+    optimizer = by_hand(state, lr=1e-2, betas=(0.9, 0.999))
     if state.get("backend") == "stream":
         assert any(start for unit in optimizer._backend.units() for _, start, _ in unit.parts), "nothing was cut"
 
@@ -142,12 +174,84 @@ def test_classes_that_need_whole_tensors(state: dict[str, Any]) -> None:
     by_hand(state, steps=2, optimizer_class=torch.optim.Muon, lr=1e-2)
 
 
+def test_eight_bits_take_four_bytes_per_parameter() -> None:
+    strategy = lightstep.Strategy.load("stream", overrides={"optimizer_state.moments": "int8"})
+    model = strategy.prepare_model(nn.Linear(1024, 4096, bias=False))
+    optimizer = strategy.create_optimizer(model)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    width = optimizer.memory_report()["host_bytes_per_parameter"]
+    assert width == pytest.approx(2 + (1 + 4 / 128) + (1 + 4 / 128 + 1 / 8), rel=0.001)
+
+
+# -- 8 bits ------------------------------------------------------------------------------------------------------------
+
+
+def in_codes(codec: Int8, value: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The planes of ``value`` rounded to nearest, and what they say."""
+    planes = [torch.empty(value.numel() // per, dtype=dtype) for _, dtype, per in codec.planes]
+    coded, decoded = codec.at(planes), torch.empty_like(value)
+    coded.encode(value)
+    coded.decode(decoded)
+    return planes, decoded
+
+
+@pytest.mark.parametrize("block", [128, 16])
+@pytest.mark.parametrize("never_negative", [False, True])
+def test_decoded_values_have_their_own_codes_again(block: int, never_negative: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(400 * block, generator=generator).pow_(5).mul_(1e-5)
+    value[: 2 * block] = 0.0
+    value[2 * block : 3 * block] *= 1e-20  # denormal neighbours of the largest
+    value = value.abs_() if never_negative else value
+    codec = Int8(block, never_negative)
+    planes, decoded = in_codes(codec, value)
+    again, same = in_codes(codec, decoded)
+    assert all(map(torch.equal, planes, again)) and torch.equal(decoded, same)
+    expected = in_eight_bits(value.view(-1, block).numpy(), never_negative, "", None)
+    assert torch.equal(decoded, torch.from_numpy(expected).view(-1))
+    largest = value.view(-1, block).abs().amax(1)
+    assert torch.equal(decoded.view(-1, block).abs().amax(1), largest), "scales are exact"
+    if never_negative:
+        assert torch.equal(decoded > 0, value > 0), "what is above zero stays there"
+
+
+def test_signs_that_are_not_its_own_are_kept() -> None:
+    value = torch.rand(512)
+    signed = torch.where(torch.arange(512) % 3 == 0, -value, value)
+    _, decoded = in_codes(Int8(128, True), signed)
+    _, expected = in_codes(Int8(128, True), value)
+    assert torch.equal(decoded.abs(), expected) and torch.equal(decoded < 0, signed < 0)
+
+
+def test_a_block_that_is_not_finite_is_seen() -> None:
+    value = torch.rand(256)
+    value[3] = float("nan")
+    for never_negative in (False, True):
+        _, decoded = in_codes(Int8(128, never_negative), value)
+        assert decoded[:128].isnan().all() and decoded[128:].isfinite().all()
+
+
+def test_rows_without_blocks_keep_fp32(caplog: Any) -> None:
+    shapes = {(8, 384): True, (8, 48): True, (6, 17): False, (40,): False, (3, 5, 64): True, (4, 8): False}
+    model = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+    optimizer = lightstep.MixedPrecisionOptimizer(list(model), torch.optim.AdamW, {"lr": 0.1}, moments=Moments("int8"))
+    for parameter in model:
+        parameter.grad = torch.randn_like(parameter)
+    given = [parameter.grad.clone() for parameter in model]
+    optimizer.step()
+    for parameter, gradient, coded in zip(model, given, shapes.values(), strict=True):
+        assert bool(block_of(parameter.shape)) is coded
+        exact = torch.zeros_like(gradient).lerp_(gradient, 1 - 0.9)
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], exact) is not coded
+
+
 # -- stochastic rounding -----------------------------------------------------------------------------------------------
 
 
 def rounded(value: torch.Tensor, step: Any, numbers: Any, entry: str = "exp_avg_sq") -> torch.Tensor:
     out = torch.empty_like(value, dtype=torch.bfloat16)
-    StochasticRounding().round(value, out, entry, step, numbers)
+    BFloat16(Noise()).at([out]).encode_update(value, entry, step, numbers)
     return out
 
 
@@ -208,6 +312,29 @@ def test_the_second_moment_does_not_stand_still() -> None:
     assert abs(found["stochastic"] - exact) < 0.01 * exact
 
 
+def test_an_8_bit_second_moment_does_not_stand_still_beside_a_large_one() -> None:
+    """One element's scale is constant, and its neighbours get gradients that are larger than they were."""
+    found = {}
+    for rounding in ("nearest", "stochastic"):
+        weight = nn.Parameter(torch.zeros(64, 128))
+        optimizer = lightstep.MixedPrecisionOptimizer(
+            [weight], torch.optim.AdamW, {"lr": 0.0}, moments=Moments("int8", rounding)
+        )
+        squares = torch.full_like(weight, 0.01)
+        squares[:, 0] = 1.0
+        state = {"step": 1.0, "exp_avg": weight * 0, "exp_avg_sq": squares}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
+        start = optimizer.state[weight]["exp_avg_sq"][:, 1:].mean().item()
+        for _ in range(100):
+            weight.grad = torch.full_like(weight, 0.2)
+            weight.grad[:, 0] = 1.0
+            optimizer.step()
+        found[rounding] = optimizer.state[weight]["exp_avg_sq"][:, 1:].mean().item()
+    exact = start * 0.999**100 + 0.04 * (1 - 0.999**100)
+    assert found["nearest"] == start
+    assert abs(found["stochastic"] - exact) < 0.02 * exact
+
+
 # -- from one setting to another ---------------------------------------------------------------------------------------
 
 
@@ -223,7 +350,14 @@ def trained(moments: str, folder: Any = None, **state: Any) -> tuple[Any, Any, A
 
 @pytest.mark.parametrize(
     ("first", "then", "backend"),
-    [("float32", "bfloat16", "resident"), ("bfloat16", "float32", "stream"), ("bfloat16", "bfloat16", "stream")],
+    [
+        ("float32", "bfloat16", "resident"),
+        ("bfloat16", "float32", "stream"),
+        ("bfloat16", "bfloat16", "stream"),
+        ("int8", "int8", "stream"),
+        ("int8", "float32", "resident"),
+        ("int8", "bfloat16", "stream"),
+    ],
 )
 def test_checkpoints_convert(tmp_path: Any, caplog: Any, first: str, then: str, backend: str) -> None:
     caplog.set_level(logging.INFO)
@@ -237,8 +371,8 @@ def test_checkpoints_convert(tmp_path: Any, caplog: Any, first: str, then: str, 
     direct_model.load_state_dict(model.state_dict())
     direct.load_state_dict(through_bytes(optimizer.state_dict()))
     lines = [record.message for record in caplog.records if "moments" in record.message]
-    assert len(lines) == (0 if first == then else 2), "one for each load"
-    dtype = getattr(torch, then)
+    assert len(lines) == (2 if first != then and "bfloat16" in (first, then) else 0), "one for each load"
+    dtype = torch.float32 if then == "int8" else getattr(torch, then)
     for p, q, r in zip(*(one.parameters() for one in (model, loaded_model, direct_model)), strict=True):
         assert torch.equal(p, q)
         for key, value in optimizer.state[p].items():
@@ -324,7 +458,7 @@ def test_what_is_refused_at_set_up(optimizer_class: Any, rounding: Any, message:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"optimizer_state": {"moments_rounding": "stochastic"}}, "moments is float32; set moments: bfloat16"),
+        ({"optimizer_state": {"moments_rounding": "stochastic"}}, "moments is float32; set moments: bfloat16 or int8"),
         (
             {"precision": {"master_weights": False}, "optimizer_state": {"moments": "bfloat16"}},
             "the moments of bfloat16 parameters without masters are bfloat16 already",

@@ -1,0 +1,141 @@
+"""The kernels of :class:`~lightstep.precision.moments_int8.Int8`, one for each direction.
+
+They are used only if they give the bits of the torch version on the device. ``available`` is False without Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightstep.distributed import Window
+from lightstep.precision.noise import signed
+from lightstep.precision.triton_launch import Launcher
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+available = triton is not None
+_TILE, _WARPS = 1024, 4
+
+
+def decode(planes: Sequence[Tensor], out: Tensor, block: int) -> None:
+    """Write the values to ``out`` (fp32, ``[n]``)."""
+    decoding(out.numel(), decoded(planes, out), (), block)
+
+
+def encode(
+    value: Tensor, planes: Sequence[Tensor], block: int, step: Tensor | None, salt: int, numbers: Tensor | Window
+) -> None:
+    """Encode ``value`` (fp32, ``[n]``), with the noise of ``step`` (0-dim, on the device), or to nearest without."""
+    row, window = (numbers, Window()) if isinstance(numbers, Tensor) else (None, numbers)
+    tensors = encoded(planes, value, step, row)
+    encoding(value.numel(), tensors, (signed(salt), *window), window.jump != 0, block)
+
+
+def decoded(planes: Sequence[Tensor], out: Tensor) -> tuple[Tensor | None, ...]:
+    """The tensors for a launch of :data:`decoding`."""
+    codes, scales, *signs = planes
+    return out, codes, scales, signs[0] if signs else None
+
+
+def encoded(
+    planes: Sequence[Tensor], value: Tensor, step: Tensor | None, numbers: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The tensors for a launch of :data:`encoding`."""
+    codes, scales, *signs = planes
+    return value.view(torch.int32), codes, scales, signs[0] if signs else None, step, numbers
+
+
+if available:
+    from lightstep.precision.moments_triton import mix, noise_of
+
+    @triton.jit
+    def power(code, FOURTH: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The part of the scale that a code stands for."""
+        if FOURTH:
+            square = code * 0.00392156862745098
+            square = square * square
+            return square * square
+        else:
+            root = code * 0.007874015748031496
+            return root * root
+
+    @triton.jit(do_not_specialize=["n"])
+    def _decode_kernel(out, codes, scales, signs, n, BLOCK: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        inside = place < n
+        code = tl.load(codes + place, mask=inside, other=0)
+        scale = tl.load(scales + place // BLOCK, mask=inside, other=0)
+        if signs is not None:
+            bits = (power(code.to(tl.float32), True) * scale).to(tl.int32, bitcast=True)
+            sign = (tl.load(signs + place // 8, mask=inside, other=0).to(tl.int32) >> (place % 8).to(tl.int32)) & 1
+            value = (bits | (sign << 31)).to(tl.float32, bitcast=True)
+        else:
+            signed = code.to(tl.int8, bitcast=True).to(tl.float32)
+            value = power(tl.abs(signed), False) * scale
+            value = tl.where(signed < 0, -value, value)
+        tl.store(out + place, value, mask=inside)
+
+    @triton.jit(do_not_specialize=["salt", "start", "inner", "jump", "skipped", "n"])
+    def _encode_kernel(  # type: ignore[no-untyped-def]
+        value,
+        codes,
+        scales,
+        signs,
+        step,
+        numbers,
+        salt,
+        start,
+        inner,
+        jump,
+        skipped,
+        n,
+        JUMPS: tl.constexpr,
+        BLOCK: tl.constexpr,
+        TILE: tl.constexpr,
+    ):
+        ROWS: tl.constexpr = TILE // BLOCK
+        first = tl.program_id(0).to(tl.int64) * TILE
+        place = first + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        inside = place < n
+        bits = tl.load(value + place, mask=inside, other=0)
+        magnitude = bits & 0x7FFFFFFF
+        scale = tl.max(magnitude, axis=1)
+        block = first // BLOCK + tl.arange(0, ROWS)
+        tl.store(scales + block, scale.to(tl.float32, bitcast=True), mask=block < n // BLOCK)
+        divisor = tl.maximum(scale, 1).to(tl.float32, bitcast=True)
+        shared = tl.broadcast_to(divisor[:, None], (ROWS, BLOCK))
+        part = tl.div_rn(magnitude.to(tl.float32, bitcast=True), shared)
+        root = tl.sqrt_rn(part)
+        steps = 127.0
+        if signs is not None:
+            root = tl.sqrt_rn(root)
+            steps = 255.0
+        if step is None:
+            up = tl.full((ROWS, BLOCK), 0.5, tl.float32)
+        else:
+            a = mix(tl.load(step).to(tl.int32) * -2048144777 + salt)
+            noise = noise_of(numbers, place, inside, a, mix(a + -1028477379), start, inner, jump, skipped, JUMPS)
+            up = noise.to(tl.float32) * 0.0000152587890625
+        code = tl.floor(root * steps + up)
+        code = tl.where(power(code - up, signs is not None) > part, code - 1.0, code)
+        code = tl.where(power(code + 1.0 - up, signs is not None) <= part, code + 1.0, code)
+        code = tl.where(part == part, code, steps)
+        code = tl.minimum(tl.maximum(code, 0.0), steps).to(tl.int32)
+        if signs is not None:
+            code = tl.where(magnitude > 0, tl.maximum(code, 1), 0)
+            negative = tl.reshape((bits >> 31) & 1, (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
+            byte = first // 8 + tl.arange(0, TILE // 8)
+            tl.store(signs + byte, tl.sum(negative, axis=1).to(tl.uint8), mask=byte < n // 8)
+        else:
+            code = tl.where(bits < 0, -code, code)
+        tl.store(codes + place, code.to(tl.uint8), mask=inside)
+
+    decoding = Launcher(_decode_kernel, _TILE, _WARPS, enable_fp_fusion=False)
+    encoding = Launcher(_encode_kernel, _TILE, _WARPS, enable_fp_fusion=False)
