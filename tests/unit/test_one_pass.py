@@ -198,21 +198,26 @@ def test_betas_may_leave_what_the_kernel_supports_and_come_back(one_pass_on_cpu:
 
 
 @pytest.mark.parametrize(
-    ("backend", "parameters", "rounding"),
+    ("backend", "parameters", "moments", "rounding"),
     [
-        ("resident", "bfloat16", "stochastic"),
-        ("bulk", "float16", "nearest"),
-        ("stream-in-backward-and-forward", "bfloat16", "nearest"),
-        ("stream-overlap-resident-in-part", "bfloat16", "stochastic"),
+        ("resident", "bfloat16", "bfloat16", "stochastic"),
+        ("bulk", "float16", "bfloat16", "nearest"),
+        ("stream-in-backward-and-forward", "bfloat16", "bfloat16", "nearest"),
+        ("stream-overlap-resident-in-part", "bfloat16", "bfloat16", "stochastic"),
+        ("resident", "bfloat16", "int8", "nearest"),
+        ("stream-overlap", "bfloat16", "int8", "stochastic"),
+        ("stream", "float16", "int8", "stochastic"),
     ],
 )
-def test_moments_in_bf16(backend: str, parameters: str, rounding: str, one_pass_on_cpu: Counter[str]) -> None:
+def test_moments_in_fewer_bits(
+    backend: str, parameters: str, moments: str, rounding: str, one_pass_on_cpu: Counter[str]
+) -> None:
     pair = ShortPair(
         *ADAMS["AdamW-amsgrad"],
         {"lr": 1e-3, "amsgrad": True},
         parameters=parameters,
         backend=backend,
-        rounding=rounding,
+        kind=(moments, rounding),
         max_norm=0.35,
         overflow_at=OVERFLOWS,
         intermittent=True,
