@@ -10,7 +10,9 @@ a block. A ``v`` above zero never becomes zero, because the update would then di
 
 The code is the largest whose value, less the part of a step that noise (or a half) stands for, is not above the
 magnitude. It is guessed from a square root, which torch's CPU kernels do not round correctly, and then compared, so its
-bits are the same everywhere.
+bits are the same everywhere. Of the noise 12 bits are used, from 1/8192 to 8191/8192 of a step: more would be lost in
+rounding, and a decoded value must have its own code again whatever the noise is, because a step that is skipped on the
+device encodes what it has decoded.
 
 Blocks lie within rows (the last dimension) of the whole parameter, so neither shards of the first dimension nor units
 cut one, and a parameter has the same codes however it is divided. Decoded values have their own codes again: a
@@ -155,7 +157,7 @@ def _encode(
         root = part.sqrt().sqrt_() if signs else part.sqrt()
         up: Any = 0.5
         if scratch is not None:
-            up = scratch.row(numbers, start, stop - start)[0].float().mul_(2.0**-16)
+            up = (scratch.row(numbers, start, stop - start)[0] >> 4).float().add_(0.5).mul_(2.0**-12)
         code = root.mul_(steps).add_(up).floor_()
         code.sub_((_power(code - up, steps) > part).to(code.dtype))
         code.add_((_power(code + 1 - up, steps) <= part).to(code.dtype))

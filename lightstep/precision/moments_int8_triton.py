@@ -122,7 +122,7 @@ if available:
         else:
             a = mix(tl.load(step).to(tl.int32) * -2048144777 + salt)
             noise = noise_of(numbers, place, inside, a, mix(a + -1028477379), start, inner, jump, skipped, JUMPS)
-            up = noise.to(tl.float32) * 0.0000152587890625
+            up = (noise >> 4).to(tl.float32) * 0.000244140625 + 0.0001220703125
         code = tl.floor(root * steps + up)
         code = tl.where(power(code - up, signs is not None) > part, code - 1.0, code)
         code = tl.where(power(code + 1.0 - up, signs is not None) <= part, code + 1.0, code)

@@ -90,7 +90,8 @@ def in_eight_bits(value: np.ndarray, never_negative: bool, key: str, step: int |
     part = np.abs(value) / np.where(scale > 0, scale, np.float32(1))
     up = np.full(value.shape, 0.5, np.float32)
     if step is not None:
-        up = noise(key, step, np.arange(value.size)).astype(np.float32).reshape(value.shape) / np.float32(65536)
+        bits = noise(key, step, np.arange(value.size)) >> 4
+        up = ((bits.astype(np.float32) + np.float32(0.5)) / np.float32(4096)).reshape(value.shape)
 
     def power(code: np.ndarray) -> np.ndarray:
         root = code * np.float32(1 / 255 if never_negative else 1 / 127)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import lightstep
 from lightstep.checkpoint.formats.convert import convert_checkpoint
 from lightstep.distributed import Window
 from lightstep.optimizer.moments import Moments
+from lightstep.precision import moments_int8
 from lightstep.precision.moments import BFloat16
 from lightstep.precision.moments_int8 import Int8
 from lightstep.precision.noise import Noise
@@ -214,6 +216,24 @@ def test_decoded_values_have_their_own_codes_again(block: int, never_negative: b
     assert torch.equal(decoded.view(-1, block).abs().amax(1), largest), "scales are exact"
     if never_negative:
         assert torch.equal(decoded > 0, value > 0), "what is above zero stays there"
+
+
+@pytest.mark.parametrize("never_negative", [False, True])
+def test_no_noise_changes_a_decoded_value(never_negative: bool) -> None:
+    """A step that is skipped on the device encodes what it has decoded."""
+    steps, power = (255, 4) if never_negative else (127, 2)
+    scales = torch.rand(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(40).sub(30).exp2()
+    parts = torch.arange(steps + 1, dtype=torch.float64).div(steps).pow(power)
+    value = (scales[:, None] * torch.cat([parts, parts[-1:].expand(512 - len(parts))])).float().view(-1)
+    codec = Int8(128, never_negative, Noise())
+    value.view(-1, 128)[:, 0] = scales.float().repeat_interleave(4)  # each block has its scale
+    planes, decoded = in_codes(codec, value)
+    before = [plane.clone() for plane in planes]
+    for noise in (0, 0xFFFF):
+        row = torch.full((1 << 18,), noise, dtype=torch.int32)
+        scratch = mock.Mock(row=lambda numbers, start, count, row=row: (row[:count], None, None))
+        moments_int8._encode(decoded, planes, 128, scratch, 0, Window())
+        assert all(map(torch.equal, planes, before)), noise
 
 
 def test_signs_that_are_not_its_own_are_kept() -> None:
