@@ -7,6 +7,7 @@ the same batches for a seed. Beside them, if bitsandbytes is installed, its Adam
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import sys
@@ -134,6 +135,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     kinds = given.kinds.split(",")
+    if "bitsandbytes" in kinds and importlib.util.find_spec("bitsandbytes") is None:
+        kinds.remove("bitsandbytes")
     jobs = [(kind, beta2, seed, given.steps) for seed in range(given.seeds) for beta2 in BETAS for kind in kinds]
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
         rows = list(pool.imap_unordered(run, jobs))

@@ -25,6 +25,7 @@ __all__ = ["Moments", "moments_of"]
 
 logger = logging.getLogger(__name__)
 
+_KEPT = (torch.float32, torch.bfloat16)
 _NAMES = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_diff", "exp_inf", "momentum_buffer"}
     | {"square_avg", "grad_avg", "acc_delta", "sum"}
@@ -103,14 +104,15 @@ class Moments:
         self._log_once(f"moments of {' and '.join(uncounted)} are rounded to nearest: their state counts no steps")
 
     def log_conversion(self, item: Managed, entries: Mapping[str, Any]) -> None:
-        """Log, once, that loaded moments are kept otherwise from here on. Those that int8 had are exact in fp32."""
+        """Log, once, that loaded moments are kept otherwise from here on."""
         for key, value in entries.items():
             spec = item.schema.get(key)
             if spec is None or not spec.like_parameter or not isinstance(value, Tensor):
                 continue
-            kept = entry_dtype(spec, item)
-            if {value.dtype, kept} == {torch.float32, torch.bfloat16}:
-                self._log_once(f"loaded moments are {value.dtype}, and are kept in {kept} from here on")
+            given, kept = str(value.dtype).removeprefix("torch."), "float32" if spec.codec is None else self.dtype
+            if given != kept and given in ("float32", "bfloat16") and entry_dtype(spec, item) in _KEPT:
+                exact = ", exactly if int8 moments were saved" if (given, kept) == ("float32", "int8") else ""
+                self._log_once(f"loaded moments are {given}, and are kept in {kept} from here on{exact}")
 
     def _log_once(self, line: str) -> None:
         if line not in self._logged:

@@ -11,7 +11,6 @@ with the noise of :mod:`lightstep.precision.noise`. Values that bf16 can represe
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -21,10 +20,9 @@ from torch import Tensor
 
 from lightstep.distributed import Window
 from lightstep.precision.noise import CHUNK, Noise, Scratch, salt_of
+from lightstep.precision.triton_launch import checked_kernels
 
 __all__ = ["BFloat16"]
-
-logger = logging.getLogger(__name__)
 
 
 class BFloat16:
@@ -87,18 +85,15 @@ def _round(value: Tensor, out: Tensor, salt: int, numbers: Tensor | Window, scra
 
 
 @functools.cache
-def _checked_kernels(device: torch.device) -> ModuleType | None:
-    """The fused kernel, if it gives the torch version's bits on this device."""
-    try:
+def _checked_kernels(device: torch.device) -> Any:
+    """The fused kernels, if they give the torch version's bits on this device."""
+
+    def load() -> ModuleType:
         from lightstep.precision import moments_triton
 
-        if moments_triton.available and _matches_torch(moments_triton, device):
-            return moments_triton
-        reason = "it differs from the torch version" if moments_triton.available else "Triton is not installed"
-    except Exception as error:  # compilers and drivers fail in many ways; the torch version works
-        reason = f"{type(error).__name__}: {error}"
-    logger.warning("moments are rounded by plain torch operations on %s, not by a fused kernel (%s)", device, reason)
-    return None
+        return moments_triton
+
+    return checked_kernels(load, _matches_torch, device, "moments are rounded")
 
 
 def _matches_torch(kernels: ModuleType, device: torch.device) -> bool:

@@ -22,7 +22,6 @@ checkpoint of them is exact.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -32,10 +31,9 @@ from torch import Tensor
 
 from lightstep.distributed import Window
 from lightstep.precision.noise import CHUNK, Noise, Scratch, salt_of, signed
+from lightstep.precision.triton_launch import checked_kernels
 
 __all__ = ["LARGEST_BLOCK", "SMALLEST_BLOCK", "Int8"]
-
-logger = logging.getLogger(__name__)
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 128, 16
 _MAGNITUDE = 0x7FFFFFFF
@@ -185,17 +183,14 @@ def _places(device: torch.device) -> Tensor:
 
 @functools.cache
 def _checked_kernels(device: torch.device) -> Any:
-    """The kernels, if they give the torch version's bits on this device."""
-    try:
-        from lightstep.precision import moments_int8_triton as kernels
+    """The fused kernels, if they give the torch version's bits on this device."""
 
-        if kernels.available and _matches_torch(kernels, device):
-            return kernels
-        reason = "they differ from the torch version" if kernels.available else "Triton is not installed"
-    except Exception as error:  # compilers and drivers fail in many ways; the torch version works
-        reason = f"{type(error).__name__}: {error}"
-    logger.warning("8-bit moments are coded by plain torch operations on %s, not by kernels (%s)", device, reason)
-    return None
+    def load() -> ModuleType:
+        from lightstep.precision import moments_int8_triton
+
+        return moments_int8_triton
+
+    return checked_kernels(load, _matches_torch, device, "8-bit moments are coded")
 
 
 def _matches_torch(kernels: ModuleType, device: torch.device) -> bool:

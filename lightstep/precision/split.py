@@ -16,20 +16,19 @@ from __future__ import annotations
 
 import bisect
 import functools
-import logging
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from lightstep.precision.triton_launch import checked_kernels
 
 if TYPE_CHECKING:
     from lightstep.precision.split_triton import WeightRow
 
 __all__ = ["Splitter"]
-
-logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 18  # elements per pass: the scratch memory stays small; a multiple of 8 for the bitmap
 _CHUNK_ON_CPU = 1 << 15  # elements per thread and pass: they stay in the cache of its core
@@ -255,18 +254,15 @@ def _wrap(value: int) -> int:
 
 
 @functools.cache
-def _checked_kernels(device: torch.device) -> ModuleType | None:
+def _checked_kernels(device: torch.device) -> Any:
     """The fused kernels, if they give the torch version's bits on this device."""
-    try:
+
+    def load() -> ModuleType:
         from lightstep.precision import split_triton
 
-        if split_triton.available and _matches_torch(split_triton, device):
-            return split_triton
-        reason = "they differ from the torch version" if split_triton.available else "Triton is not installed"
-    except Exception as error:  # compilers and drivers fail in many ways; the torch version works
-        reason = f"{type(error).__name__}: {error}"
-    logger.warning("masters are split by plain torch operations on %s, not by fused kernels (%s)", device, reason)
-    return None
+        return split_triton
+
+    return checked_kernels(load, _matches_torch, device, "masters are split")
 
 
 def _matches_torch(kernels: ModuleType, device: torch.device) -> bool:

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 _INT32 = 1 << 31
 _ALIGNMENT = 16  # kernels are specialised for addresses that are multiples of it
 
 Key = tuple[Any, ...]
+
+
+def checked_kernels(
+    load: Callable[[], ModuleType], matches: Callable[[Any, torch.device], bool], device: torch.device, what: str
+) -> Any:
+    """The module with fused kernels if they give the torch version's bits on this device, else ``None``.
+
+    Args:
+        load: imports the module, whose ``available`` says whether there is Triton.
+        matches: compares its kernels with the torch version.
+        what: is done by plain torch operations otherwise, for the log.
+    """
+    try:
+        kernels: Any = load()
+        if kernels.available and matches(kernels, device):
+            return kernels
+        reason = "they differ from the torch version" if kernels.available else "Triton is not installed"
+    except Exception as error:  # compilers and drivers fail in many ways; the torch version works
+        reason = f"{type(error).__name__}: {error}"
+    logger.warning("%s by plain torch operations on %s, not by fused kernels (%s)", what, device, reason)
+    return None
 
 
 def is_aligned(address: int) -> bool:

@@ -31,8 +31,8 @@ __all__ = [
 class Codec(Protocol):
     """How fp32 values are kept between updates, in fewer bytes; see ``lightstep.precision.moments``.
 
-    A value keeps its sign bit, even if it is rounded to zero. Decoded values that are encoded to nearest have the same
-    codes again.
+    Decoded values have the same codes again, to nearest and with any noise. Of entries that are never negative the sign
+    bit is kept as it is: it may carry a bit of the master.
 
     Attributes:
         dtype: of the values as users read and load them.

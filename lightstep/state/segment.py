@@ -50,8 +50,7 @@ class Views:
         rows = segment.parts[0].block.rows(slot.buffer, segment.first, segment.stop)
         layout = segment.layout
         self.low, self.master = rows.get("low half"), rows.get("master")
-        carrier = None if layout.carrier is None else rows[layout.carrier]  # not used if it is coded
-        self.extra = rows.get("bitmap") if carrier is None else carrier.view(-1)
+        self.extra = rows.get(layout.carrier or "bitmap")  # not used if the carrier is coded
         self.entries: dict[str, Tensor] = {}
         self.coded: dict[str, Coded] = {}
         for entry in layout.entries:
