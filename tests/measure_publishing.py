@@ -1,6 +1,6 @@
 """Publishes a Llama to a server's stand-in in another process: time, stall of the loop, iterations meanwhile, and bytes
 with and without deltas. On two GPUs the trainer has the first one, and the server the second one, over nccl; else the
-server is on the CPU, over gloo.
+server is on the CPU, over gloo. A delta is what one step has changed.
 
 python -m tests.measure_publishing                      # 25 M parameters on the CPU, over gloo
 python -m tests.measure_publishing --llama-3b           # 3.2 B parameters, the shape of Llama-3.2-3B
@@ -9,7 +9,6 @@ python -m tests.measure_publishing --llama-3b           # 3.2 B parameters, the 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import multiprocessing
 import os
 import statistics
@@ -25,10 +24,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightstep import Strategy, VllmServer
+from lightstep.rollout import link as links
 from lightstep.strategy.base import Strategy as BaseStrategy
 from tests.rollout_servers import FakeVllm
 
 GIB = 2**30
+PIECE = 2**24
 
 
 def make_model(args: argparse.Namespace) -> nn.Module:
@@ -43,18 +44,25 @@ def make_model(args: argparse.Namespace) -> nn.Module:
         return LlamaForCausalLM(LlamaConfig(**settings))
 
 
-def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Of all bits."""
-    found = hashlib.blake2b()
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        found.update(name.encode())
-        found.update(tensor.detach().bfloat16().contiguous().view(-1).view(torch.uint8).cpu().numpy())
-    return found.hexdigest()
+@torch.no_grad()
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
+    """Two sums of each tensor's words, one of them with a weight for each position. Computed where the tensor is."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, tensor in tensors:
+        words, plain, weighted = tensor.bfloat16().contiguous().view(-1).view(torch.int16), [], []
+        for start in range(0, len(words), PIECE):
+            piece = words[start : start + PIECE].long()
+            places = torch.arange(start, start + len(piece), device=piece.device) % 65521 + 1
+            plain.append(piece.sum())
+            weighted.append((piece * places).sum())
+        found[name] = int(torch.stack(plain).sum()), int(torch.stack(weighted).sum())
+    return found
 
 
 def serve(args: argparse.Namespace, pipe: Connection) -> None:
     """A server, until it is told to end. Asked for anything else, it sends the digest of its weights."""
     torch.set_num_threads(1)
+    links.CHANNELS = args.channels
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     named = make_model(args).named_parameters()
     weights = {name: torch.zeros(p.shape, dtype=torch.bfloat16, device=device) for name, p in named}
@@ -94,36 +102,39 @@ class Measurement:
             group["lr"] = lr
         backend = None if torch.cuda.device_count() > 1 else "gloo"
         servers = VllmServer(self.url, timeout_s=120, backend=backend, deltas=deltas)
-        self.strategy.publish_weights(self.model, servers)
-        self.strategy.publish_weights(self.model, servers, wait=False)  # page-locks memory
-        self.strategy.wait_for_publication()
+        for _ in range(2):  # connects the two, and page-locks memory
+            self.strategy.publish_weights(self.model, servers, wait=False)
+            self.strategy.wait_for_publication()
         alone = statistics.median(self.step()[1] for _ in range(self.iterations))
-        stalls, reports, meanwhile = [], [], []
+        calls, copies, reports, meanwhile = [], [], [], []
         for number in range(steps):
+            if deltas:  # to a set of one step before
+                self.strategy.publish_weights(self.model, servers)
             self.step()
             expected = digest(self.model.named_parameters()) if number == 0 else None
             begin = time.monotonic()
             self.strategy.publish_weights(self.model, servers, wait=False)
-            queued = time.monotonic()
+            calls.append(time.monotonic() - begin)
             if self.device.type == "cuda":
-                torch.cuda.synchronize()  # the copy on the device
-            stalls.append((queued - begin, time.monotonic() - begin))
+                torch.cuda.current_stream().synchronize()  # the copy on the device
+            copies.append(time.monotonic() - begin)
             iterations = [self.step() for _ in range(self.iterations)]
             report = self.strategy.wait_for_publication()
             assert report is not None
             reports.append(report)
-            meanwhile += [took for began, took in iterations if began < begin + report.seconds]
+            meanwhile += [took / alone for began, took in iterations if began < begin + report.seconds]
             if expected is not None:
                 pipe.send("digest")
                 assert pipe.recv() == expected, "what arrived is not what was published"
         servers.close()
         size, seconds = statistics.median(r.nbytes for r in reports), statistics.median(r.seconds for r in reports)
-        call, whole_stall = (statistics.median(each) * 1e3 for each in zip(*stalls, strict=True))
+        call, copy = statistics.median(calls) * 1e3, statistics.median(copies) * 1e3
         say(
             f"{'deltas' if deltas else 'whole':7} lr {lr:g}: {size / 2**20:.1f} MiB "
             f"({size / reports[0].whole_nbytes:.1%}) in {seconds:.2f} s ({size / seconds / 1e9:.2f} GB/s); the loop "
-            f"waited {call:.1f} ms, its device too {whole_stall:.1f} ms; an iteration takes {alone * 1e3:.0f} ms, and "
-            f"{statistics.mean(meanwhile) / alone:.3f} of that meanwhile ({len(meanwhile)} iterations); bits equal"
+            f"waited {call:.1f} ms, its stream too {copy:.1f} ms; an iteration takes {alone * 1e3:.0f} ms, and "
+            f"{statistics.mean(meanwhile):.3f} of that meanwhile ({len(meanwhile)} iterations: median "
+            f"{statistics.median(meanwhile):.3f}, longest {max(meanwhile):.3f}); bits equal"
         )
 
 
@@ -160,8 +171,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of each iteration")
     parser.add_argument("--iterations", type=int, default=8, help="while a set is on its way")
     parser.add_argument("--steps", type=int, default=5, help="publications of each kind")
+    parser.add_argument("--channels", type=int, default=links.CHANNELS, help="of NCCL, at most")
     args = parser.parse_args()
     torch.set_num_threads(2)
+    links.CHANNELS = args.channels
     processes = multiprocessing.get_context("spawn")
     pipe, other = processes.Pipe()
     server = processes.Process(target=serve, args=(args, other), daemon=True)

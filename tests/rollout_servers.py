@@ -83,6 +83,8 @@ class FakeServer:
         process: its present one.
     """
 
+    has_plugin = True
+
     def __init__(
         self, weights: dict[str, Tensor], timeout_s: float = 10.0, workers: int = 1, device: torch.device = CPU
     ) -> None:
@@ -163,7 +165,7 @@ class FakeServer:
             nested: dist.Store = dist.TCPStore(address, port, is_master=False, timeout=limit)
             for prefix in prefixes:
                 nested = dist.PrefixStore(prefix, nested)
-            opened.append(WeightLink(0, nested, first + worker, size, self.device, self._timeout))
+            opened.append(WeightLink(0, nested, first + worker, size, self.device, self._timeout, self.has_plugin))
 
         opened: list[WeightLink] = []
         self._in_threads(open_one)
@@ -290,6 +292,7 @@ class Broadcasts:
 
 class FakeSglang(FakeServer):
     software = "0.5.23"
+    has_plugin = False
 
     def answer(self, process: Process, path: str, payload: dict[str, Any]) -> Any:
         found = {

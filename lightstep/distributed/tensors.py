@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import cast
 
 import torch
@@ -33,6 +34,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def mesh_ranks(tensor: Tensor) -> tuple[int, ...]:
     """The ranks that hold a DTensor together; this process alone for a plain tensor."""
     return tuple(tensor.device_mesh.mesh.flatten().tolist()) if isinstance(tensor, DTensor) else (rank(),)
+
+
+def layout_of(tensor: Tensor) -> Hashable:
+    """Equal for two tensors of one shape that ranks share alike."""
+    if isinstance(tensor, DTensor):
+        return tensor.device_mesh, tuple(tensor.placements)
+    return getattr(tensor, "differs_across_ranks", False)
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class GroupTransport(WeightTransport):
     def send(self, bucket: Bucket) -> None:
         assert self._link is not None
         with self._diagnosing():
-            self._link.broadcast(bucket.buffer.to(self._link.device))
+            self._link.send(bucket.buffer)
 
     @contextlib.contextmanager
     def _diagnosing(self) -> Iterator[None]:

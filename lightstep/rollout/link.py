@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightstep.state.lanes import LanesOfDevices
+
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+CHANNELS = 8
+"""Of NCCL: each takes a multiprocessor of a GPU while a broadcast is under way, or waits for another member."""
+
+_POLL = 0.001
+"""Seconds. Each look takes the interpreter from the training loop."""
 
 
 class WeightLink:
@@ -23,6 +31,9 @@ class WeightLink:
     If a member dies, the others' next broadcast raises: with gloo at once, with NCCL after ``timeout``. (NCCL's own
     watchdog, which would end the process, is off.)
 
+    Broadcasts leave the processors of a GPU to what it computes: those of NCCL use :data:`CHANNELS` of them, or as many
+    as NCCL likes where another member is not of this class.
+
     Args:
         number: identifies the link; the same for all members.
         store: for the rendezvous of this link only.
@@ -30,14 +41,24 @@ class WeightLink:
         size: the number of members.
         device: of the tensors that are sent.
         timeout: seconds for one broadcast.
+        own_kind: all members are of this class.
     """
 
     def __init__(
-        self, number: int, store: dist.Store, rank: int, size: int, device: torch.device, timeout: float
+        self,
+        number: int,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: float,
+        own_kind: bool = True,
     ) -> None:
         self.number, self.device = number, device
         self._timeout = timeout
         self._connected = False
+        self._lanes = LanesOfDevices(small_pieces=True)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         limit = datetime.timedelta(seconds=timeout)
         self._group: Any
         if device.type == "cpu":
@@ -46,7 +67,21 @@ class WeightLink:
         with _without_nccl_error_handling():
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit * 2
+            if own_kind:  # all have to have as many
+                options.config.max_ctas = CHANNELS
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def send(self, data: Tensor) -> None:
+        """Broadcast from the first member, 1-D uint8 from any device. Returns when ``data`` may be reused."""
+        if data.device.type == "cpu" and self.device.type != "cpu":
+            if len(self._buffer) < len(data):
+                self._buffer = torch.empty(len(data), dtype=torch.uint8, device=self.device)
+            lanes, buffer = self._lanes(self._buffer.device), self._buffer[: len(data)]
+            lanes.host_to_device.wait(lanes.caller().record(lanes.event()))
+            lanes.host_to_device.copy(buffer, data)
+            lanes.caller().wait(lanes.host_to_device.record(lanes.event()))
+            data = buffer
+        self.broadcast(data.to(self.device))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Broadcast the first member's values in place. Returns when the tensor may be read (or reused, by the sender).
@@ -62,7 +97,7 @@ class WeightLink:
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no answer within {self._timeout:g} s")
-            time.sleep(0.0002)
+            time.sleep(_POLL)
         work.wait()
 
     def _start_broadcast(self, tensor: Tensor, deadline: float) -> Any:

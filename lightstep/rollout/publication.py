@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lightstep.checkpoint.errors import CheckpointError
-from lightstep.checkpoint.huggingface import find_senders
-from lightstep.distributed import Ranks, gather_tensor, local_tensor
-from lightstep.optimizer.param_groups import layer_of
+from lightstep.distributed import Ranks, gather_tensor
 from lightstep.rollout.file_names import infos_in_files, tensors_in_files
-from lightstep.rollout.transport import (
-    Bucket,
-    BucketDelta,
-    WeightInfo,
-    WeightTransferError,
-    WeightTransport,
-    buckets_of,
-)
-from lightstep.sharding.dtypes import planned_by_tensor
-from lightstep.sharding.model_names import NamedTensor, named_tensors
+from lightstep.rollout.published_model import PublishedModel
+from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo, WeightTransferError, WeightTransport
 
-__all__ = ["GatheredWeights", "Publication", "PublishedModel", "PublishedWeights", "WeightSource"]
-
-_MIB = 2**20
+__all__ = ["GatheredWeights", "Publication", "PublishedWeights", "WeightSource"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """A dtype of each size, in which elements are moved as they are."""
@@ -50,33 +37,6 @@ class PublishedWeights:
     nbytes: int
     whole_nbytes: int
     seconds: float
-
-
-class PublishedModel:
-    """The tensors of a model, in the dtypes and buckets in which they are sent. Created by all trainers.
-
-    Args:
-        model: without wrappers, and without pending updates.
-        dtype: weights are sent in it, except those that a rollout model keeps in another one.
-        bucket_mib: size of a bucket in MiB.
-        ranks: the trainers.
-
-    Raises:
-        WeightTransferError: ranks have different tensors of one name.
-    """
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype, bucket_mib: float, ranks: Ranks) -> None:
-        self.model = model
-        tensors = named_tensors(model)
-        try:
-            self.senders: Mapping[str, int] = find_senders(tensors, ranks)
-        except CheckpointError as error:  # all ranks raise it
-            raise WeightTransferError(f"{error}; engines know one tensor of a name") from error
-        planned = planned_by_tensor(model, dtype)
-        infos = [WeightInfo.of(named, planned.get(named.tensor)) for named in tensors]
-        self.named: Mapping[WeightInfo, NamedTensor] = dict(zip(infos, tensors, strict=True))
-        self.buckets = buckets_of(infos, [layer_of(info.name) for info in infos], bucket_mib * _MIB)
-        self.device = next((local_tensor(named.tensor).device for named in tensors), torch.device("cpu"))
 
 
 class WeightSource(ABC):
@@ -112,7 +72,7 @@ class GatheredWeights(WeightSource):
     """The present weights, gathered by the process groups that training uses."""
 
     def __init__(self, published: PublishedModel, ranks: Ranks) -> None:
-        super().__init__(published.model, published.buckets, published.device)
+        super().__init__(published.model, published.plan.buckets, published.device)
         self._published, self._ranks = published, ranks
 
     def bucket(self, number: int, buffer: Tensor | None) -> Bucket | None:
@@ -128,7 +88,7 @@ class GatheredWeights(WeightSource):
 
     def _gather(self, info: WeightInfo) -> Tensor:
         named = self._published.named[info]
-        sender = self._published.senders.get(named.name)
+        sender = self._published.plan.senders.get(named.name)
         return gather_tensor(named.tensor, sender, self._ranks.group, info.dtype)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 
 from lightstep.checkpoint.background import Pending, start_thread, thread_group
 from lightstep.distributed import Ranks, RemoteRankError
-from lightstep.rollout.publication import Publication, PublishedModel, PublishedWeights
+from lightstep.rollout.publication import Publication, PublishedWeights
+from lightstep.rollout.published_model import PublishedModel
 from lightstep.rollout.staged_weights import StagedWeights, staging_memory
 from lightstep.rollout.transport import WeightTransferError, WeightTransport
 from lightstep.state.host_copy_pool import HostCopyPool
@@ -49,6 +50,7 @@ class Publisher:
         self._free: list[HostCopyPool] = []
         self._last: PublishedWeights | None = None
         self._base: StagedWeights | None = None  # the last set, if its receivers keep it
+        self._stream: torch.cuda.Stream | None = None
 
     def wait(self) -> PublishedWeights | None:
         """Wait for all sets. Returns the last one that was sent.
@@ -109,11 +111,13 @@ class Publisher:
     def _replace(
         self, waiting: _Set, published: PublishedModel, version: int, transport: WeightTransport | None
     ) -> None:
+        waiting.staged.bring()  # its thread uses the memory no more
         try:
             waiting.staged = self._staged(published, waiting.staged.pool)
         except BaseException:
             waiting.dropped = True
             raise
+        waiting.staged.bring()
         waiting.version, waiting.transport = version, transport
 
     def _start(self, published: PublishedModel, version: int, transport: WeightTransport | None) -> None:
@@ -130,13 +134,15 @@ class Publisher:
     # -- in the thread
 
     def _send(self, item: _Set, previous: _Set | None) -> PublishedWeights | None:
+        with suppress(Exception):  # reading a bucket tries again, where all trainers hear of an error
+            item.staged.bring()
         if previous is not None:
             previous.pending.join()
         keeps = self._begin(item)
         staged, done = item.staged, None
         try:
             if not item.dropped:
-                with _own_stream(staged.origin):
+                with self._own_stream(staged.origin):
                     done = self._publication(item, keeps).send(item.version)
             return done
         finally:
@@ -169,7 +175,12 @@ class Publisher:
             self._free += [each.pool for each in unused]
             self._base = base
 
+    def _own_stream(self, device: torch.device) -> torch.cuda.StreamContext:
+        """A stream of the threads' own: their copies do not wait for what training has queued.
 
-def _own_stream(device: torch.device) -> torch.cuda.StreamContext:
-    """A stream of the thread's own: its copies do not wait for what training has queued."""
-    return torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None)
+        It is kept: memory that was allocated for one stream is not used again for another one.
+        """
+        if device.type != "cuda":
+            return torch.cuda.stream(None)
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return torch.cuda.stream(self._stream)

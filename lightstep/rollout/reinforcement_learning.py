@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -12,7 +13,8 @@ from lightstep.config import ConfigError, Rollout, RolloutServers
 from lightstep.distributed import Ranks, initialized, rank
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.group_transport import GroupReceiver, GroupTransport, MessageBoard
-from lightstep.rollout.publication import GatheredWeights, Publication, PublishedModel, PublishedWeights
+from lightstep.rollout.publication import GatheredWeights, Publication, PublishedWeights
+from lightstep.rollout.published_model import PublishedModel, SendingPlan
 from lightstep.rollout.publisher import Publisher
 from lightstep.rollout.roles import Roles
 from lightstep.rollout.servers import ServerTransport, SglangServer, VllmServer
@@ -75,6 +77,7 @@ class ReinforcementLearning:
         self._receiver: GroupReceiver | None = None
         self._publisher: Publisher | None = None
         self._last: PublishedWeights | None = None
+        self._plans: weakref.WeakKeyDictionary[nn.Module, SendingPlan] = weakref.WeakKeyDictionary()
 
     def open(self) -> None:
         """Create the message board, when there is a process group. Called by all ranks of all roles."""
@@ -112,7 +115,7 @@ class ReinforcementLearning:
             transport = self._transport_to(to, device)
 
             def published(ranks: Ranks) -> PublishedModel:
-                return PublishedModel(inner, dtype, self._config.bucket_mib, ranks)
+                return PublishedModel(inner, dtype, self._config.bucket_mib, ranks, self._plans)
 
             ranks = Ranks()
             if wait and not ranks.gather(transport is not None and transport.deltas)[0]:

@@ -42,14 +42,14 @@ class Server(ABC):
         kind: what it is a server of.
         first, stop: the first version whose protocol is known, and the first one whose is not.
         pauses: what may happen to running requests, by the server's own names. The first is the default.
-        takes_deltas: it can keep a set, and apply deltas to it.
+        has_plugin: it receives by lightstep's plugin, which can keep a set, and apply deltas to it.
     """
 
     kind: ClassVar[str]
     first: ClassVar[str]
     stop: ClassVar[str]
     pauses: ClassVar[Mapping[Pause, str]]
-    takes_deltas: ClassVar[bool] = False
+    has_plugin: ClassVar[bool] = False
 
     def __init__(self, url: str, timeout_s: float, api_key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -168,7 +168,7 @@ class Vllm(Server):
     :class:`~lightstep.rollout.vllm_plugin.ProcessGroupEngine`."""
 
     kind, first, stop = "vLLM", "0.28", "0.34"
-    takes_deltas = True
+    has_plugin = True
     pauses: ClassVar[Mapping[Pause, str]] = {"wait": "wait", "keep": "keep", "abort": "abort"}
 
     def version(self) -> str:

@@ -66,7 +66,7 @@ class ServerTransport(WeightTransport):
         check: bool = True,
         deltas: bool = False,
     ) -> None:
-        if deltas and not self.protocol.takes_deltas:
+        if deltas and not self.protocol.has_plugin:
             raise ValueError(f"deltas with {self.protocol.kind}: it loads whole tensors only; leave deltas out")
         self.deltas = deltas
         self._set_id, self._base, self._buckets_left = "", "", 0
@@ -163,7 +163,7 @@ class ServerTransport(WeightTransport):
         keeping = self._keeping(changed)
         calls = [_in_thread(server.update, infos, group, keeping) for server in self._servers]
         try:
-            self._wait_for(calls, _in_thread(link.broadcast, data.to(link.device)) if changed != 0 else None)
+            self._wait_for(calls, _in_thread(link.send, data) if changed != 0 else None)
         except BaseException:
             self._close_link()  # the others must not wait for their part of the broadcast
             raise
@@ -225,7 +225,9 @@ class ServerTransport(WeightTransport):
             place = {"master_address": address, "master_port": store.port, "rank_offset": 1 + sum(sizes[:n])}
             calls.append(_in_thread(server.join, {**place, "world_size": size}, self._group, backend))
         prefix = self.protocol.store_prefix(self._group, device.type)
-        link = _in_thread(WeightLink, self._number, dist.PrefixStore(prefix, store), 0, size, device, self._timeout)
+        meeting = dist.PrefixStore(prefix, store)
+        own = self.protocol.has_plugin
+        link = _in_thread(WeightLink, self._number, meeting, 0, size, device, self._timeout, own)
         try:
             self._wait_for_members(calls, link, address)
         except BaseException:

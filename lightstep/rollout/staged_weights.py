@@ -3,23 +3,25 @@
 Each trainer copies its own shards, cast to the dtype in which they are sent, behind what its training stream has
 queued. A shard that several trainers have is copied by the first of them. On an accelerator that is a copy on the
 device, which takes milliseconds, and is made before anything that training queues next; another stream brings it to the
-host. The thread gathers one bucket at a time on the first trainer, in a process group of its own.
+host, and the thread queues that. It gathers one bucket at a time on the first trainer, in a process group of its own.
 """
 
 from __future__ import annotations
 
+import threading
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightstep.checkpoint.tensors import shard_of
 from lightstep.distributed import Ranks, local_tensor
 from lightstep.rollout.deltas import changed_words, has_words, joined, shard_in_bucket
-from lightstep.rollout.publication import PublishedModel, WeightSource
+from lightstep.rollout.publication import WeightSource
+from lightstep.rollout.published_model import Part, PublishedModel
 from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo
 from lightstep.state.host_copy_pool import HostCopyPool
 
@@ -32,21 +34,6 @@ _LARGEST = 2**31
 def staging_memory() -> HostCopyPool:
     """Host memory for one set at a time."""
     return HostCopyPool("copying weights that are published while training goes on", "wait=True needs no copy")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One trainer's shard of a tensor.
-
-    Attributes:
-        info: the whole tensor.
-        region: where the shard is in it.
-        shard: the shard as a tensor of its own.
-    """
-
-    info: WeightInfo
-    region: tuple[slice, ...]
-    shard: WeightInfo
 
 
 class StagedWeights(WeightSource):
@@ -70,12 +57,15 @@ class StagedWeights(WeightSource):
     """
 
     def __init__(self, published: PublishedModel, pool: HostCopyPool, ranks: Ranks, gathering: Ranks) -> None:
-        super().__init__(published.model, published.buckets, torch.device("cpu"))
+        super().__init__(published.model, published.plan.buckets, torch.device("cpu"))
         self.pool, self.origin, self._ranks = pool, published.device, gathering
-        self._parts = _parts(published, ranks)
+        self._parts = published.plan.parts
         self.set_id = uuid.uuid4().hex
         self.base: StagedWeights | None = None
         self._own: list[Bucket] = []
+        self._on_device: deque[tuple[int, Tensor]] = deque()  # copies there, by bucket
+        self._brought: dict[int, Any] = {}  # events
+        self._bringing = threading.Lock()
         self._changed: list[list[int]] = []
         self._incoming = torch.empty(0, dtype=torch.uint8, device="cpu")
         own = [[part.shard for part in parts[ranks.rank]] for parts in self._parts]
@@ -87,22 +77,38 @@ class StagedWeights(WeightSource):
     def _copy(self, published: PublishedModel, own: Sequence[Sequence[WeightInfo]], sizes: Sequence[int]) -> None:
         tensors = {info.name: local_tensor(named.tensor).detach() for info, named in published.named.items()}
         has_room = published.device.type != "cpu"
-        for shards, size in zip(own, sizes, strict=True):
+        for number, (shards, size) in enumerate(zip(own, sizes, strict=True)):
             bucket = Bucket(shards, self.pool.allocate_bytes(size, published.device))
-            memory = _device_memory(size, published.device) if has_room else None
+            memory = _device_memory(size, published.device) if has_room and size else None
             if memory is not None:
                 _fill(Bucket(shards, memory), tensors)
-                self.pool.bring(bucket.buffer, memory)
-            else:
+                self._on_device.append((number, memory))
+            elif size:
                 has_room = False
                 self.pool.wait_for_background()  # it may still write what another set left there
                 _fill(bucket, tensors)
             self._own.append(bucket)
-        self.pool.seal()
+        self._filled = self.pool.seal()
+
+    def bring(self) -> None:
+        """Queue the copies from the device to the host, if they are not. Any thread may call this."""
+        with self._bringing:
+            while self._on_device:
+                number, memory = self._on_device[0]
+                self._brought[number] = self.pool.bring(self._own[number].buffer, memory, self._filled)
+                self._on_device.popleft()
+
+    def _wait_for(self, number: int) -> None:
+        """Until a bucket is on the host."""
+        self.bring()
+        if number in self._brought:
+            self._brought[number].synchronize()
+        else:
+            self.pool.wait_for(self._own[number].buffer)
 
     def bucket(self, number: int, buffer: Tensor | None) -> Bucket | None:
         own = self._own[number]
-        self.pool.wait_for(own.buffer)
+        self._wait_for(number)
         if buffer is None:
             if own.infos:
                 dist.send(own.buffer, group=self._ranks.group, group_dst=0)
@@ -135,7 +141,8 @@ class StagedWeights(WeightSource):
         return self._parts == base._parts
 
     def prepare_deltas(self) -> Sequence[bool]:
-        self.pool.wait_for(self._incoming)
+        for number in range(len(self.buckets)):
+            self._wait_for(number)
         own = [self._count(number) for number in range(len(self.buckets))]
         self._changed = self._ranks.gather(own)
         sums = [sum(counts) for counts in zip(*self._changed, strict=True)]
@@ -147,7 +154,7 @@ class StagedWeights(WeightSource):
     def _count(self, number: int) -> int:
         return sum(len(words) for *_, words in self._changes(number))
 
-    def _changes(self, number: int) -> Iterator[tuple[_Part, Tensor, Tensor]]:
+    def _changes(self, number: int) -> Iterator[tuple[Part, Tensor, Tensor]]:
         """Own parts of a bucket, with positions of changed words in them, and these words. A GPU compares them."""
         assert self.base is not None
         if not has_words(self.buckets[number]):
@@ -201,27 +208,3 @@ def _fill(bucket: Bucket, tensors: Mapping[str, Tensor]) -> None:
 def _reserve(pool: HostCopyPool, nbytes: int) -> None:
     pool.reset()
     pool.reserve(nbytes)
-
-
-def _parts(published: PublishedModel, ranks: Ranks) -> list[list[list[_Part]]]:
-    """By bucket and trainer: its parts. Each shard is the first trainer's that has it."""
-    infos = list(published.named)
-    shards = [shard_of(named.tensor) for named in published.named.values()]
-    own = {
-        (number, tuple(shard.offsets)): tuple(shard.lengths)
-        for number, shard in enumerate(shards)
-        if shard is not None and shard.numel
-    }
-    bucket_of = {info: number for number, bucket in enumerate(published.buckets) for info in bucket}
-    parts: list[list[list[_Part]]] = [[[] for _ in range(ranks.size)] for _ in published.buckets]
-    known: set[tuple[int, tuple[int, ...]]] = set()
-    for trainer, listed in enumerate(ranks.gather(own)):
-        for (number, offsets), lengths in listed.items():
-            if (number, offsets) in known:
-                continue
-            known.add((number, offsets))
-            info = infos[number]
-            region = tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
-            part = _Part(info, region, WeightInfo(info.names, lengths, info.dtype))
-            parts[bucket_of[info]][trainer].append(part)
-    return parts

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightstep.distributed import local_tensor
 from lightstep.state.host_memory import HostSlab, require
-from lightstep.state.lanes import LanesOfDevices
+from lightstep.state.lanes import Event, LanesOfDevices
 
 __all__ = ["HostCopyPool"]
 
@@ -40,7 +40,7 @@ class HostCopyPool:
         self._used: dict[HostSlab, int] = {}
         self._made: dict[Tensor, Tensor] = {}
         self._expected = 0
-        self._queued: list[torch.Event] = []
+        self._queued: list[Event] = []
         self._lanes = LanesOfDevices(small_pieces=True)
 
     @property
@@ -103,32 +103,34 @@ class HostCopyPool:
             self._made[tensor] = self.copy(tensor)
         return self._made[tensor]
 
-    def bring(self, target: Tensor, source: Tensor) -> None:
-        """Copy ``source`` to ``target`` in the background, after what the current stream has queued.
+    def bring(self, target: Tensor, source: Tensor, filled: Event) -> Event:
+        """Copy ``source`` to ``target`` in the background. Returns an event after the copy.
 
         Args:
             target: from :meth:`allocate_bytes`.
             source: 1-D uint8 on an accelerator. The caller gives it up.
+            filled: from :meth:`seal`, after ``source`` was written.
         """
         lanes = self._lanes(source.device)
         lane = lanes.device_to_host
-        lane.wait(lanes.caller().record(lanes.event()))
+        lane.wait(filled)
         lane.copy(target, source, self._what)
         assert lane.stream is not None
         source.record_stream(lane.stream)
-        self._queued.append(lane.record(lanes.event()))
+        return lane.record(lanes.event())
 
     def wait_for_background(self) -> None:
         """The current streams wait for all that :meth:`bring` has queued, also for an earlier moment."""
         for lanes in self._lanes:
             lanes.caller().wait(lanes.device_to_host.record(lanes.event()))
 
-    def seal(self) -> None:
-        """End the copies of this moment, and record events after them."""
+    def seal(self) -> Event | None:
+        """End the copies of this moment, and record an event after them on each device. Returns the last one."""
         self._made = {}
         for device in self._slabs:
             if device.type != "cpu":
                 self._queued.append(torch.accelerator.current_stream(device).record_event())
+        return self._queued[-1] if self._queued else None
 
     def wait_for(self, copy: Tensor) -> Tensor:
         """Wait for the copies, and return ``copy``; for the thread that reads, after :meth:`seal`."""
