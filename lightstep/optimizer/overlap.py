@@ -126,7 +126,7 @@ class SpeculativeUpdates(EarlyUpdates):
             yield
             return
         with self._queue.aborting("the backward with speculative updates"):
-            checksums = self._reset_checksums({*local, *shared})
+            checksums = self._reserve_checksums({*local, *shared})
             speculation = self._start_speculation(
                 Speculation(local, shared, after_backward, GroupValues(groups), *assumed, checksums)
             )
@@ -191,10 +191,10 @@ class SpeculativeUpdates(EarlyUpdates):
             )
         return found
 
-    def _reset_checksums(self, units: Iterable[Unit]) -> Checksums:
+    def _reserve_checksums(self, units: Iterable[Unit]) -> Checksums:
         """Memory for the checksums of all gradients that updates of these units use."""
         self._checksums = self._checksums or Checksums(self._backend.lanes.device)
-        self._checksums.reset(len({owner for unit in units for owner in unit.owners}))
+        self._checksums.reserve(len({owner for unit in units for owner in unit.owners}))
         return self._checksums
 
     def _start_speculation(self, speculation: Speculation) -> Speculation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.split import Splitter
 from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.schema import Managed, Unit
+from lightstep.state.staging import MasterSplitter
 
 __all__ = ["Checksums", "Commit", "Speculation", "UsedGradients"]
 
@@ -28,25 +29,23 @@ class Checksums:
 
     def __init__(self, device: torch.device) -> None:
         splitter = Splitter(device)
-        self._add = ChecksummedWeights(splitter).fingerprints if device.type == "cpu" else splitter.add_fingerprints
+        self._splitter: MasterSplitter = ChecksummedWeights(splitter) if device.type == "cpu" else splitter
         self._device = device
         self.then, self.now = (torch.empty(0, dtype=torch.int32, device=device) for _ in range(2))
 
-    def reset(self, count: int) -> None:
-        """Set all checksums to 0, of ``count`` gradients at least."""
+    def reserve(self, count: int) -> None:
+        """Allocate memory for the checksums of ``count`` gradients."""
         if self.then.numel() < count:
             self.then, self.now = (torch.empty(count, dtype=torch.int32, device=self._device) for _ in range(2))
-        self.then.zero_()
-        self.now.zero_()
 
-    def add(self, gradient: Tensor, out: Tensor) -> None:
-        """Queue the checksum of a gradient (fp32 or 16-bit) on the current stream.
+    def write(self, gradients: Iterable[Tensor], out: Tensor) -> None:
+        """Queue the checksums of gradients (fp32 or 16-bit) on the current stream.
 
         Args:
-            out: int32 ``[1]``, which is 0.
+            out: int32, one element for each gradient.
         """
-        codes = gradient.contiguous().view(-1).view(torch.int16)
-        self._add(codes, 0, [(0, codes.numel())], out)
+        codes = [gradient.contiguous().view(-1).view(torch.int16) for gradient in gradients]
+        self._splitter.fingerprint_rows([(row, 0, [(0, row.numel())], i) for i, row in enumerate(codes)], out)
 
 
 class UsedGradients:
@@ -72,10 +71,11 @@ class UsedGradients:
         On a device the checksums are queued on the current stream.
         """
         new = [item for item in gradients if item not in self._used]
+        first = len(self._used)
         for item in new:
-            number, gradient = len(self._used), gradients[item]
-            self._used[item] = gradient, gradient._version
-            self._checksums.add(gradient, self._checksums.then[number : number + 1])
+            self._used[item] = gradients[item], gradients[item]._version
+        if new:
+            self._checksums.write([gradients[item] for item in new], self._checksums.then[first : first + len(new)])
         return new
 
     def are_in(self, gradients: Gradients) -> bool:
@@ -92,8 +92,8 @@ class UsedGradients:
         """The checksums of these gradients now, and when they were used: int32 ``[n]``. Called once in a step."""
         count = len(self._used)
         now, then = self._checksums.now[:count], self._checksums.then[:count]
-        for number, item in enumerate(self._used):
-            self._checksums.add(gradients[item], now[number : number + 1])
+        if count:
+            self._checksums.write([gradients[item] for item in self._used], now)
         return now, then
 
     def clear(self) -> None:

@@ -100,7 +100,7 @@ class Splitter:
             first: position of the first element. Compare weights at equal positions only.
             ranges: in order, not overlapping.
         """
-        self.add_fingerprints(weight, first, ranges, out.zero_())
+        self._add_fingerprints(weight, first, ranges, out.zero_())
 
     def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None:
         """:meth:`fingerprints` of several rows to their places in ``out``; the others in ``out`` do not change."""
@@ -113,9 +113,9 @@ class Splitter:
             self._fused.fingerprint_rows(rows, out)
             return
         for weight, first, ranges, index in rows:
-            self.add_fingerprints(weight, first, ranges, out[index : index + len(ranges)])
+            self._add_fingerprints(weight, first, ranges, out[index : index + len(ranges)])
 
-    def add_fingerprints(self, weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
+    def _add_fingerprints(self, weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
         """Add the checksums of :meth:`fingerprints` to ``out``."""
         assert weight.is_contiguous()
         if self._fused is not None:

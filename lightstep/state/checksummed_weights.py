@@ -25,10 +25,13 @@ class ChecksummedWeights:
         self.split, self.join, self.nbytes, self.free = splitter.split, splitter.join, splitter.nbytes, splitter.free
 
     def fingerprints(self, weight: Tensor, first: int, ranges: Any, out: Tensor) -> None:
-        codes: Any = weight.view(torch.int16).numpy()
-        sums = [crc32(codes[start:stop]) for start, stop in ranges]
-        out.copy_(torch.tensor(sums, dtype=torch.int64, device="cpu"))  # int64 → int32 keeps the low half
+        self.fingerprint_rows([(weight, first, ranges, 0)], out)
 
     def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None:
-        for weight, first, ranges, index in rows:
-            self.fingerprints(weight, first, ranges, out[index : index + len(ranges)])
+        places, sums = [], []
+        for weight, _, ranges, index in rows:
+            codes: Any = weight.view(torch.int16).numpy()
+            places += range(index, index + len(ranges))
+            sums += [crc32(codes[start:stop]) for start, stop in ranges]
+        found = torch.tensor(sums, dtype=torch.int64, device="cpu")
+        out[places] = found.to(torch.int32)  # keeps the low half
