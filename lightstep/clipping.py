@@ -62,16 +62,13 @@ class GradientNorm:
     def tensor_norms(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Each gradient's own norm, 0-dim and on its device; ``None`` without a gradient."""
         norms: list[Tensor | None] = [None] * len(gradients)
-        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
         for number, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            if gradient.numel():
-                groups.setdefault((gradient.device, gradient.dtype), []).append((number, gradient))
-            else:  # an empty shard
+            if gradient is not None and not gradient.numel():  # an empty shard
                 norms[number] = gradient.new_zeros((), dtype=self.dtype)
-        for group in groups.values():
-            for (number, _), norm in zip(group, self._norms([gradient for _, gradient in group]), strict=True):
+        left = [(n, one) for n, one in enumerate(gradients) if one is not None and norms[n] is None]
+        for kind in dict.fromkeys([(one.device, one.dtype) for _, one in left]):
+            group = [(n, one) for n, one in left if (one.device, one.dtype) == kind]
+            for (number, _), norm in zip(group, self._norms([one for _, one in group]), strict=True):
                 norms[number] = norm
         return norms
 

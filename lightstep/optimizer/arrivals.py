@@ -32,7 +32,7 @@ class Arrivals:
     def __init__(self) -> None:
         self.layers: list[list[Managed]] = []
         self._units: list[Unit] = []
-        self._items: dict[Tensor, Managed] = {}
+        self._items: dict[int, Managed] = {}  # by the parameter's id: hashing a tensor is slower
         self.layer_of: dict[Managed, int] = {}
         self.batch_of: list[int] = []
         self.units_of: list[list[Unit]] = []
@@ -56,7 +56,7 @@ class Arrivals:
         if listed != self.layers or list(units) != self._units:
             self.layers, self._units = listed, list(units)
             self.layer_of = {item: layer for layer, items in enumerate(listed) for item in items}
-            self._items = {item.param: item for item in self.layer_of}
+            self._items = {id(item.param): item for item in self.layer_of}
             self._hooked = False
             in_unit = [sorted({self.layer_of[owner] for owner in unit.owners}) for unit in units]
             self.batch_of = _batches(len(listed), in_unit if batched else ())
@@ -84,18 +84,18 @@ class Arrivals:
         ``on_gradient`` queues comes behind all gradients that it has been called with.
         """
         if not self._hooked:
-            self._hooks.set_parameters(self._items, after=_make_hook(self._listeners))
+            parameters = [item.param for item in self._items.values()]
+            self._hooks.set_parameters(parameters, after=_make_hook(self._listeners))
             self._hooked = True
         self._hooks.restore()
         self._hooks.put_last()
         self._newest_streams.clear()
 
         def listener(parameter: Tensor) -> None:
-            item = self._items[parameter]
+            item = self._items[id(parameter)]
             if item.local.device.type != "cpu":
                 self._wait_for_other_stream(item.local.device)
-            with torch.no_grad():
-                on_gradient(item)
+            on_gradient(item)  # gradients are off: autograd calls hooks so, and FSDP2 too
 
         self._listeners.append(listener)
         try:

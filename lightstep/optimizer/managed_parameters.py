@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightstep.distributed import like, local_tensor
 from lightstep.optimizer.classes import GroupClasses
@@ -193,7 +193,7 @@ class ManagedParameters:
         """The parameters that somebody else has written to since :meth:`record`, as far as :class:`ModelWatch` can
         tell."""
         items = list(items)
-        found = dict(self._watch.touched([(item, local_tensor(item.param)) for item in items]))
+        found = dict(self._watch.touched(_with_locals(items)))
         others = [item for item in items if item.local.device.type == "cpu" and item not in found]
         return [*found, *self._backend.changed(others)]
 
@@ -236,8 +236,7 @@ class ManagedParameters:
         return converted
 
     def _locals(self) -> list[tuple[Managed, Tensor]]:
-        """Each parameter's present local shard."""
-        return [(item, local_tensor(item.param)) for item in self]
+        return _with_locals(self)
 
     def _convert(self, groups: Sequence[dict[str, Any]], locals_now: Iterable[tuple[Managed, Tensor]]) -> bool:
         """Carry state over to parameters whose dtype or device has changed (``model.float()``, ``model.to(...)``).
@@ -415,6 +414,12 @@ class ManagedParameters:
             if item.provisional:
                 master = {key: value for key, value in self._backend.entries(item).items() if key == "master"}
                 self.load_state(item, _copied(master))
+
+
+def _with_locals(items: Iterable[Managed]) -> list[tuple[Managed, Tensor]]:
+    """Each parameter's present local shard. This runs in every step: for plain parameters it calls nothing."""
+    parameters = [(item, item.param) for item in items]
+    return [(item, p if type(p) is nn.Parameter else local_tensor(p)) for item, p in parameters]
 
 
 def _trained(group: Mapping[str, Any]) -> list[Tensor]:

@@ -226,7 +226,7 @@ class SpeculativeUpdates(EarlyUpdates):
         gradient = peek(item.param)
         if gradient is None:
             return
-        if item in speculation.used:
+        if item in speculation.gradients and item in speculation.used:
             raise self._second_gradient(item)
         layer = self._arrivals.add_gradient(item, gradient, speculation.gradients)
         if layer is None:

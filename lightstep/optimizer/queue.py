@@ -7,7 +7,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightstep.optimizer.broken_step import OnError
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.optimizer.step_guard import StepGuard
@@ -342,12 +343,11 @@ class Queue:
     def schedule(self, jobs: Sequence[Job]) -> None:
         """Schedule jobs, among them all that update parts of the same parameters: the last one completes them."""
         last = {owner: job for job in jobs for owner in job.owners}
-        for owner in last:
-            last[owner].completed.append(owner)
         for job in jobs:
             job.number = self.num_jobs
-            self._scheduled.append(job)
+            job.completed = [owner for owner in job.owners if last[owner] is job]
             self.num_jobs += 1
+        self._scheduled.extend(jobs)
         if self.in_lane:
             self._completing_job.update({owner: job.number for owner, job in last.items()})
             while len(self._events) < self.num_jobs:
@@ -439,39 +439,40 @@ class Queue:
         """Those of the parameters that other replicas send, and the job that completes the last one (-1: none)."""
         last = -1
         sent: list[Managed] = []
+        completing, arrival = self._completing_job, self._arrival_job
         for item in items:
-            number = self._completing_job.get(item)
-            if number is None:
-                number = self._arrival_job.get(item, -1)
-                if number >= 0:
-                    sent.append(item)
-            last = max(last, number)
+            number = -1
+            if item in completing:
+                number = completing[item]
+            elif item in arrival:
+                number = arrival[item]
+                sent.append(item)
+            if number > last:
+                last = number
         return sent, last
 
     # -- errors
 
-    @contextlib.contextmanager
-    def aborting(self, what: str, on_interrupt: bool = True) -> Iterator[None]:
+    def aborting(self, what: str, on_interrupt: bool = True) -> OnError:
         """On an error in the body, drop the rest of the update and mark the step as broken.
 
         Args:
             what: names the body in the error message.
             on_interrupt: do so on an interrupt, too. An interrupt during a wait changes nothing.
         """
-        try:
-            yield
-        except BaseException as error:
-            if not on_interrupt and not isinstance(error, Exception):
-                raise
-            broken = self.updater.broken
-            already_broken = bool(broken)
-            half_done = bool(self._scheduled) or (self.early is not None and self.early.is_half_done)
-            if half_done and not already_broken:
-                broken.mark_failed(what, error)
-            self.reset()
-            if not already_broken:
-                self.backend.abandon()
-            raise
+        return OnError(partial(self._abort, what, on_interrupt))
+
+    def _abort(self, what: str, on_interrupt: bool, error: BaseException) -> None:
+        if not on_interrupt and not isinstance(error, Exception):
+            return
+        broken = self.updater.broken
+        already_broken = bool(broken)
+        half_done = bool(self._scheduled) or (self.early is not None and self.early.is_half_done)
+        if half_done and not already_broken:
+            broken.mark_failed(what, error)
+        self.reset()
+        if not already_broken:
+            self.backend.abandon()
 
     def reset(self) -> None:
         """Drop everything that is scheduled or submitted."""

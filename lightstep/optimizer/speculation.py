@@ -80,13 +80,13 @@ class UsedGradients:
 
     def are_in(self, gradients: Gradients) -> bool:
         """Whether these are the same tensors, with the same versions."""
-        return all(
-            item in gradients
-            and gradients[item].data_ptr() == then.data_ptr()
-            and gradients[item].shape == then.shape
-            and then._version == version
-            for item, (then, version) in self._used.items()
-        )
+        for item, (then, version) in self._used.items():
+            if item not in gradients or then._version != version:
+                return False
+            now = gradients[item]
+            if now is not then and not (now.data_ptr() == then.data_ptr() and now.shape == then.shape):
+                return False
+        return True
 
     def checksums(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
         """The checksums of these gradients now, and when they were used: int32 ``[n]``. Called once in a step."""
@@ -159,19 +159,17 @@ class Speculation:
             versions: those of the unit's weights when it was submitted. An earlier unit with another part of
                 the same weight raises the version, too.
         """
-        self.weights_changed |= any(
-            owner.local._version != self._own_versions.get(owner, version) for owner, version in versions.items()
-        )
+        known = {**versions, **{owner: self._own_versions[owner] for owner in versions if owner in self._own_versions}}
+        self.weights_changed |= {owner: owner.local._version for owner in versions} != known
         if not self.weights_changed or unit in self.shared:
             updater.speculate(unit, update)
         self._own_versions.update({owner: owner.local._version for owner in versions})
 
     def note_own_writes(self, update: Update) -> None:
         """The weights have these versions from the speculative updates; after :attr:`done`."""
-        for item in self.used:
-            if item in update.versions:
-                gradient, weight = update.versions[item]
-                update.versions[item] = gradient, self._own_versions.get(item, weight)
+        for item, version in self._own_versions.items():
+            if item in update.versions and item in self.used:
+                update.versions[item] = update.versions[item][0], version
 
     def assumed_update(self, gradients: Gradients) -> Update:
         """The update of these gradients with the assumed scaling."""

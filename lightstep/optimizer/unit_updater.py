@@ -83,7 +83,8 @@ class Update:
     def drop_gradients(self, items: list[Managed]) -> None:
         """Drop the gradients of these parameters, which are not read any more."""
         for item in items:
-            self.gradients.pop(item, None)
+            if item in self.gradients:
+                del self.gradients[item]
 
 
 class UnitUpdater:

@@ -167,28 +167,14 @@ class GradientAccumulator:
 
     def _total(self, parameter: Tensor, reduced: Tensor) -> Tensor:
         """The reduced sum, and what every rank has added since (a regularisation of the weights)."""
-        extra = self._local(parameter) if self._sums.has_gradient(parameter) else None
+        extra = _local(parameter) if self._sums.has_gradient(parameter) else None
         return reduced if extra is None else reduced + extra
 
     def _checked(self, parameter: Tensor) -> Tensor | None:
         """``p.grad``, checked."""
         if self._reduction is not None:
             self._refuse_unreduced(parameter)
-        return self._local(parameter)
-
-    def _local(self, parameter: Tensor) -> Tensor | None:
-        """The local shard of ``p.grad``."""
-        gradient = parameter.grad
-        if gradient is None:
-            return None
-        if gradient.is_sparse:
-            raise TypeError(
-                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which fp32 masters and one "
-                "global norm cannot take; build its layer with sparse=False"
-            )
-        if is_sharded(gradient):
-            return local_gradient(parameter, torch.float32)
-        return gradient.detach() if gradient.requires_grad else gradient
+        return _local(parameter)
 
     def _refuse_unreduced(self, parameter: Tensor) -> None:
         assert self._reduction is not None
@@ -234,10 +220,27 @@ def _none_unused(_: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def unshared(gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
     """The gradients, without shared memory: users may set one tensor as the gradient of two parameters."""
+    addresses = [gradient.data_ptr() for gradient in gradients.values()]
+    if len({*addresses}) == len(addresses):
+        return gradients
     seen: set[int] = set()
-    for key, gradient in gradients.items():
-        address = gradient.data_ptr()
+    for (key, gradient), address in zip(gradients.items(), addresses, strict=True):
         if address in seen and gradient.numel():
             gradients[key] = gradient.clone()
         seen.add(address)
     return gradients
+
+
+def _local(parameter: Tensor) -> Tensor | None:
+    """The local shard of ``p.grad``."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        raise TypeError(
+            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which fp32 masters and one "
+            "global norm cannot take; build its layer with sparse=False"
+        )
+    if type(gradient) is not Tensor and is_sharded(gradient):
+        return local_gradient(parameter, torch.float32)
+    return gradient.detach() if gradient.requires_grad else gradient

@@ -29,7 +29,12 @@ class ModelWatch:
 
     def touched(self, parameters: Iterable[tuple[Key, Tensor]]) -> list[tuple[Key, Tensor]]:
         """Those that do not have the version and address of the last :meth:`record`."""
-        return [(key, local) for key, local in parameters if self._seen.get(key) != (local._version, local.data_ptr())]
+        seen = self._seen
+        return [
+            (key, local)
+            for key, local in parameters
+            if key not in seen or seen[key] != (local._version, local.data_ptr())
+        ]
 
     def moved(self, key: Hashable, local: Tensor) -> bool:
         """Whether the parameter has another address than at the last :meth:`record`, or none, since it is empty."""

@@ -168,8 +168,9 @@ class AwaitedParameters(dict[str, "nn.Parameter | None"]):
         if self.steps != DeferredUpdates.steps and not _is_zero_grad(sys._getframe(2)):
             wait_for((self,))
 
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        self._wait()
+    def __getitem__(self, name: str) -> nn.Parameter | None:  # every forward reads so: without another call
+        if not torch.compiler.is_dynamo_compiling() and self.steps != DeferredUpdates.steps:
+            self._wait()
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -28,7 +28,8 @@ class ChecksummedWeights:
         self.fingerprint_rows([(weight, first, ranges, 0)], out)
 
     def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None:
-        places, sums = [], []
+        places: list[int] = []
+        sums: list[int] = []
         for weight, _, ranges, index in rows:
             codes: Any = weight.view(torch.int16).numpy()
             places += range(index, index + len(ranges))

@@ -15,6 +15,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -45,8 +46,8 @@ class Lane(ABC):
 
     stream: torch.Stream | None = None
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, status: _Status) -> None:
+        self.name, self._status = name, status
 
     @abstractmethod
     def run(self, job: Callable[[], object], label: str = "") -> None:
@@ -54,7 +55,7 @@ class Lane(ABC):
 
     def copy(self, target: Tensor, source: Tensor, label: str = "") -> None:
         """Submit a copy between two flat uint8 tensors of the same size."""
-        self.run(lambda: target.copy_(source, non_blocking=True), label)
+        self.run(partial(target.copy_, source, non_blocking=True), label)
 
     def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str = "") -> None:
         """Submit copies between contiguous tensors of the same shapes and dtypes."""
@@ -89,6 +90,8 @@ class Lanes:
         self.host_to_device, self.compute, self.device_to_host = (
             self._lane(name) for name in (HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST)
         )
+        self._threads = frozenset(lane.thread_id for lane in self._all() if isinstance(lane, ThreadLane))
+        self._calling_thread = CallerLane(COMPUTE, self._status)
 
     @property
     def delay(self) -> Delay | None:
@@ -101,13 +104,15 @@ class Lanes:
     @property
     def is_lane_thread(self) -> bool:
         """Whether the calling thread is a lane's own, which cannot wait for its own jobs."""
-        return any(isinstance(lane, ThreadLane) and lane.is_this_thread for lane in self._all())
+        return threading.get_ident() in self._threads
 
     def _lane(self, name: str) -> Lane:
         if self.device.type == "cpu":
-            return ThreadLane(name, self)
-        kind = StreamLane if name == COMPUTE else CopyLane
-        return kind(name, torch.Stream(self.device), self)
+            return ThreadLane(name, self._status)
+        stream = torch.Stream(self.device)
+        if name == COMPUTE:
+            return StreamLane(name, self._status, stream)
+        return CopyLane(name, self._status, stream, torch.Stream(self.device), self.small_pieces)
 
     def event(self) -> Event:
         """A new event for this device's lanes. Keep it, and record it again in the next step."""
@@ -116,8 +121,8 @@ class Lanes:
     def caller(self) -> Lane:
         """The caller's own work as a lane: its current stream, or on the CPU the calling thread."""
         if self.device.type == "cpu":
-            return CallerLane(COMPUTE, self)
-        return CallerStream(COMPUTE, torch.accelerator.current_stream(self.device), self)
+            return self._calling_thread
+        return CallerStream(COMPUTE, self._status, torch.accelerator.current_stream(self.device))
 
     def wait_for_caller(self) -> None:
         """Make later jobs of all lanes wait for what the caller has queued.
@@ -201,21 +206,21 @@ class StreamLane(Lane):
 
     stream: torch.Stream
 
-    def __init__(self, name: str, stream: torch.Stream, lanes: Lanes) -> None:
-        super().__init__(name)
-        self.stream = stream
-        self._lanes = lanes
+    def __init__(self, name: str, status: _Status, stream: torch.Stream) -> None:
+        self.name, self._status, self.stream = name, status, stream
 
     def run(self, job: Callable[[], object], label: str = "") -> None:
-        self._lanes.check()
+        status = self._status
+        if status.error is not None:
+            status.check()
         try:
             with self.stream:
-                if self._lanes.delay is not None:
-                    self._lanes.delay(self.name)
+                if status.delay is not None:
+                    status.delay(self.name)
                 job()
         except Exception as error:
-            self._lanes._status.fail(self.name, label, error)
-            self._lanes.check()
+            status.fail(self.name, label, error)
+            status.check()
 
     def record(self, event: Event) -> Event:
         self.stream.record_event(event)
@@ -235,16 +240,20 @@ class CopyLane(StreamLane):
     direction on another stream (a number that the model reads on the host, FSDP2's table for unpacking weights) would
     wait for all copies that are queued here. In pieces it waits for one of them. Between two pieces the engine pauses
     (about 10 µs on an H200), so there are none if nothing else copies meanwhile.
+
+    Args:
+        other: the second stream.
+        in_pieces: whether there are pieces.
     """
 
     PIECE: ClassVar[int] = 32 << 20
     """Bytes."""
 
-    def __init__(self, name: str, stream: torch.Stream, lanes: Lanes) -> None:
-        super().__init__(name, stream, lanes)
-        self._other = torch.Stream(lanes.device)
-        self._reached = lanes.event()
-        self._in_pieces = lanes.small_pieces
+    def __init__(
+        self, name: str, status: _Status, stream: torch.Stream, other: torch.Stream, in_pieces: bool = True
+    ) -> None:
+        super().__init__(name, status, stream)
+        self._other, self._reached, self._in_pieces = other, torch.Event(stream.device), in_pieces
 
     def copy(self, target: Tensor, source: Tensor, label: str = "") -> None:
         if not self._in_pieces:
@@ -254,7 +263,7 @@ class CopyLane(StreamLane):
             self.stream.record_event(self._reached)
             self._other.wait_event(self._reached)
             self.stream, self._other = self._other, self.stream
-            super().copy(piece, origin, label)
+            self.run(partial(piece.copy_, origin, non_blocking=True), label)
 
     def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str = "") -> None:
         for target, source in zip(targets, sources, strict=True):
@@ -270,13 +279,10 @@ class CallerStream(StreamLane):
     """The calling thread's current stream. A failure is raised there, and does not stop the lanes."""
 
     def run(self, job: Callable[[], object], label: str = "") -> None:
-        self._lanes.check()
-        if self._lanes.delay is not None:
-            self._lanes.delay(self.name)
-        job()
+        self._status.run_here(job, self.name)
 
     def synchronize(self) -> None:
-        self._lanes.check()
+        self._status.check()
         super().synchronize()
 
 
@@ -295,6 +301,8 @@ class ThreadEvent:
 
     def wait(self, number: int) -> None:
         """Block the calling thread until record ``number`` is reached, or a lane has failed."""
+        if self.completed >= number:
+            return
         with self._status.changed:
             self._status.changed.wait_for(lambda: self.completed >= number or self._status.error is not None)
 
@@ -338,6 +346,14 @@ class _Status:
         self._raised = True
         raise self.error
 
+    def run_here(self, job: Callable[[], object], name: str) -> None:
+        """Run a job of the caller's lane."""
+        if self.error is not None:
+            self.check()
+        if self.delay is not None:
+            self.delay(name)
+        job()
+
     def reset(self) -> None:
         with self.changed:
             self.error, self._raised = None, False
@@ -348,15 +364,8 @@ class _Status:
 class CallerLane(Lane):
     """The calling thread on the CPU: jobs run at once, and waits block it."""
 
-    def __init__(self, name: str, lanes: Lanes) -> None:
-        super().__init__(name)
-        self._lanes = lanes
-
     def run(self, job: Callable[[], object], label: str = "") -> None:
-        self._lanes.check()
-        if self._lanes.delay is not None:
-            self._lanes.delay(self.name)
-        job()
+        self._status.run_here(job, self.name)
 
     def record(self, event: Event) -> Event:
         event.recorded += 1
@@ -365,23 +374,23 @@ class CallerLane(Lane):
 
     def wait(self, event: Event) -> None:
         event.wait(event.recorded)
-        self._lanes.check()
+        self._status.check()
 
     def synchronize(self) -> None:
-        self._lanes.check()
+        self._status.check()
 
 
 class ThreadLane(Lane):
     """A thread on the CPU that runs its jobs in order. After a failure in any lane the remaining jobs are dropped."""
 
-    def __init__(self, name: str, lanes: Lanes) -> None:
-        super().__init__(name)
-        self._status = lanes._status
+    def __init__(self, name: str, status: _Status) -> None:
+        super().__init__(name, status)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         arguments = (self._jobs, self._status, name)
         # The thread must not refer to this lane: a lane without references is collected, and its thread then ends.
         self._thread = threading.Thread(target=_thread_main, args=arguments, name=f"lightstep-{name}", daemon=True)
         self._thread.start()
+        self.thread_id = self._thread.ident
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
         self._finalizer.atexit = False  # `_join_threads` does it
         _lanes.add(self)

@@ -160,22 +160,20 @@ class Unit:
     Attributes:
         owners: the parameter of each part.
         elements: length of its flat order.
+        label: names of the first and the last parameter, for messages.
     """
 
     index: int
     parts: tuple[tuple[Managed, int, int], ...]
     owners: list[Managed] = field(init=False)
     elements: int = field(init=False)
+    label: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.owners = [owner for owner, _, _ in self.parts]
         self.elements = sum(aligned(stop - start) for _, start, stop in self.parts)
-
-    @property
-    def label(self) -> str:
-        """Names of the first and the last parameter, for messages."""
         first, last = self.parts[0][0].name, self.parts[-1][0].name
-        return first if first == last else f"{first} … {last}"
+        self.label = first if first == last else f"{first} … {last}"
 
 
 def entry_dtype(spec: EntrySpec, owner: Managed) -> torch.dtype | None:

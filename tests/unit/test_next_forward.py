@@ -229,8 +229,8 @@ READERS = [
 class NamedStream(CallerLane):
     """The calling thread, as if it were a stream of an accelerator."""
 
-    def __init__(self, stream: Any, lanes: Any, waited: list[Any]) -> None:
-        super().__init__("compute", lanes)
+    def __init__(self, stream: Any, status: Any, waited: list[Any]) -> None:
+        super().__init__("compute", status)
         self.stream, self._waited = stream, waited
 
     def wait(self, event: Any) -> None:
@@ -243,7 +243,7 @@ def test_the_stream_of_backward_waits_before_its_gradients_are_freed(monkeypatch
     training.step()
     waited: list[Any] = []
     stream = "of backward"
-    monkeypatch.setattr(Lanes, "caller", lambda self: NamedStream(stream, self, waited))
+    monkeypatch.setattr(Lanes, "caller", lambda self: NamedStream(stream, self._status, waited))
     training.step()
     stream = "of a reader"
     waited.clear()
