@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
     from lightstep.rollout.engine import RolloutEngine, TransformersEngine
     from lightstep.rollout.server_files import SglangFolder
-    from lightstep.rollout.servers import SglangServer, VllmServer
+    from lightstep.rollout.servers import SglangServer, VllmNcclServer, VllmServer
     from lightstep.rollout.transport import (
         TrainingEnded,
         WeightInfo,
@@ -44,6 +44,7 @@ __all__ = [
     "Strategy",
     "TrainingEnded",
     "TransformersEngine",
+    "VllmNcclServer",
     "VllmServer",
     "WeightAverage",
     "WeightInfo",
@@ -69,7 +70,7 @@ _MODULES = {
     "precision.loss_scale": ["ConstantLossScale", "DynamicLossScale", "LossScale"],
     "rollout.engine": ["RolloutEngine", "TransformersEngine"],
     "rollout.server_files": ["SglangFolder"],
-    "rollout.servers": ["SglangServer", "VllmServer"],
+    "rollout.servers": ["SglangServer", "VllmNcclServer", "VllmServer"],
     "rollout.transport": ["TrainingEnded", "WeightInfo", "WeightTransferError", "WeightTransport"],
     "sharding.weight_average": ["WeightAverage"],
     "state.torch_offload": ["load_fsdp_optimizer", "offload_fsdp_optimizer"],

@@ -255,7 +255,8 @@ class OptimizerState(_Frozen):
 class RolloutServers(_Frozen):
     """Servers that generate, and get the weights that are published."""
 
-    kind: Literal["vllm", "sglang"]
+    kind: Literal["vllm", "vllm-nccl", "sglang"]
+    """``vllm`` has lightstep's plugin, ``vllm-nccl`` vLLM's own engine for NCCL."""
     urls: Annotated[list[Annotated[str, Field(pattern=r"^https?://.+")]], Field(min_length=1)]
     """Such as ``http://host:8000``."""
     pause: Literal["wait", "keep", "abort"] | None = None

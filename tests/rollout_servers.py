@@ -5,10 +5,12 @@ What they answer was seen with vLLM 0.32.0 and SGLang 0.5.23 on a CPU; ``make te
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +26,7 @@ from torch import Tensor
 from lightstep.rollout.deltas import HeldWeights, receive_bucket
 from lightstep.rollout.link import WeightLink
 from lightstep.rollout.server_protocols import refuse_other_names
+from lightstep.rollout.servers import VllmNcclServer
 from lightstep.rollout.transport import WeightInfo
 
 CPU = torch.device("cpu")
@@ -202,6 +205,14 @@ class FakeServer:
         assert all(torch.equal(buffers[0], other) for other in buffers[1:])
         return buffers[0]
 
+    def receive_flat(self, group: str, infos: list[WeightInfo]) -> Iterator[tuple[str, Tensor]]:
+        """One broadcast of tensors without padding."""
+        data, start = self.receive(group, sum(info.nbytes for info in infos)), 0
+        for info in infos:
+            stop = start + info.nbytes
+            yield info.name, data[start:stop].clone().view(info.dtype).view(info.shape)
+            start = stop
+
 
 def _copied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in weights.items()}
@@ -270,6 +281,56 @@ class FakeVllm(FakeServer):
         process.end(version)
 
 
+class FakeVllmNccl(FakeVllm):
+    """With vLLM's own engine for NCCL, of which this has the calls: the group is gloo's.
+
+    NCCL's identifier is a port here; see :class:`NcclOnCpu`.
+    """
+
+    has_plugin = False
+
+    def answer(self, process: Process, path: str, payload: dict[str, Any]) -> Any:
+        if path == "/weight_checker":
+            return {"checksums": dict.fromkeys(process.weights, "")}
+        return super().answer(process, path, payload)
+
+    def _init(self, place: dict[str, Any]) -> None:
+        if "master_address" in place or not place["packed"]:
+            raise Refusal(500, "an identifier, and packed tensors")
+        port = int(base64.b64decode(place["nccl_unique_id_b64"]).rstrip(b"\0"))
+        self.leave("only")
+        self.join("only", {**place, "master_address": "127.0.0.1", "master_port": port}, [])
+
+    def _update(self, process: Process, info: dict[str, Any]) -> None:
+        process.refuse_outside(500)
+        assert process.paused and info.keys() == {"names", "dtype_names", "shapes"}
+        for name, tensor in self.receive_flat("only", infos_of(info, "dtype_names")):
+            if name not in process.weights:
+                raise Refusal(500, f"no {name}")
+            process.weights[name].copy_(tensor)
+
+
+class NcclOnCpu(VllmNcclServer):
+    """Meets :class:`FakeVllmNccl` over gloo."""
+
+    def _device(self) -> torch.device:
+        return CPU
+
+    def _new_link(self, store: dist.Store, size: int, device: torch.device) -> Future[WeightLink]:
+        meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store.set("0", str(meeting.port).encode().ljust(128, b"\0"))
+        opened: Future[WeightLink] = Future()
+
+        def open_one() -> None:
+            try:
+                opened.set_result(WeightLink(0, meeting, 0, size, device, self._timeout))
+            except Exception as error:
+                opened.set_exception(error)
+
+        threading.Thread(target=open_one, daemon=True).start()
+        return opened
+
+
 @dataclass
 class Place:
     """As ``BucketInfo`` of the plugin."""
@@ -329,11 +390,6 @@ class FakeSglang(FakeServer):
 
     def _update(self, process: Process, payload: dict[str, Any]) -> None:
         process.refuse_outside(400)
-        infos = infos_of(payload, "dtypes")
-        data, start = self.receive(payload["group_name"], sum(info.nbytes for info in infos)), 0
-        for info in infos:
-            stop = start + info.nbytes
-            tensor = data[start:stop].clone().view(info.dtype).view(info.shape)
-            start = stop
-            if info.name in process.weights:  # SGLang ignores others, and says that it succeeded
-                process.weights[info.name].copy_(tensor)
+        for name, tensor in self.receive_flat(payload["group_name"], infos_of(payload, "dtypes")):
+            if name in process.weights:  # SGLang ignores others, and says that it succeeded
+                process.weights[name].copy_(tensor)

@@ -7,7 +7,7 @@ import datetime
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -92,24 +92,37 @@ class WeightLink:
         if self.device.type == "cpu":
             self._group.broadcast(tensor, 0).wait()
             return
+        self._complete(lambda: self._group.broadcast(tensor, 0))
+
+    def connect(self) -> None:
+        """Meet the other members in the sum of one number, as vLLM's own engine begins."""
+        one = torch.zeros(1, device=self.device)
+        self._complete(lambda: self._group.allreduce([one]))
+
+    def _complete(self, start: Callable[[], Any]) -> None:
+        """Start work of NCCL, and wait for it.
+
+        Raises:
+            RuntimeError: another member has died, or did not take part in time.
+        """
         deadline = time.monotonic() + self._timeout
-        work = self._start_broadcast(tensor, deadline)
+        work = self._start(start, deadline)
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no answer within {self._timeout:g} s")
             time.sleep(_POLL)
         work.wait()
 
-    def _start_broadcast(self, tensor: Tensor, deadline: float) -> Any:
-        """Launch a broadcast. The first one connects the members, which in NCCL has no timeout, so a thread does it."""
+    def _start(self, start: Callable[[], Any], deadline: float) -> Any:
+        """Launch work. The first one connects the members, which in NCCL has no timeout, so a thread does it."""
         if self._connected:
-            return self._group.broadcast(tensor, 0)
+            return start()
         outcome: list[Any] = []
 
         def connect() -> None:
-            torch.cuda.set_device(tensor.device)
+            torch.cuda.set_device(self._buffer.device)
             try:
-                outcome.append(self._group.broadcast(tensor, 0))
+                outcome.append(start())
             except Exception as error:
                 outcome.append(error)
 

@@ -17,7 +17,7 @@ from lightstep.rollout.publication import GatheredWeights, Publication, Publishe
 from lightstep.rollout.published_model import PublishedModel, SendingPlan
 from lightstep.rollout.publisher import Publisher
 from lightstep.rollout.roles import Roles
-from lightstep.rollout.servers import ServerTransport, SglangServer, VllmServer
+from lightstep.rollout.servers import ServerTransport, SglangServer, VllmNcclServer, VllmServer
 from lightstep.rollout.transport import (
     Bucket,
     TrainingEnded,
@@ -154,7 +154,7 @@ class ReinforcementLearning:
 
     def _server_transport(self, config: RolloutServers) -> ServerTransport:
         if self._servers is None:
-            kind = {"vllm": VllmServer, "sglang": SglangServer}[config.kind]
+            kind = {"vllm": VllmServer, "vllm-nccl": VllmNcclServer, "sglang": SglangServer}[config.kind]
             self._servers = kind(
                 config.urls,
                 pause=config.pause,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightstep.rollout.transport import Bucket, WeightInfo, WeightTransferError
 
-__all__ = ["NoAnswer", "Pause", "Server", "Sglang", "Vllm"]
+__all__ = ["NoAnswer", "Pause", "Server", "Sglang", "Vllm", "VllmNccl"]
 
 Pause = Literal["wait", "keep", "abort"]
 
@@ -168,6 +168,7 @@ class Vllm(Server):
     :class:`~lightstep.rollout.vllm_plugin.ProcessGroupEngine`."""
 
     kind, first, stop = "vLLM", "0.28", "0.34"
+    engine = "lightstep"
     has_plugin = True
     pauses: ClassVar[Mapping[Pause, str]] = {"wait": "wait", "keep": "keep", "abort": "abort"}
 
@@ -227,7 +228,39 @@ class Vllm(Server):
     def _hint(self, error: urllib.error.HTTPError) -> str:
         if error.code != 404:
             return ""
-        return ' (start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "lightstep"}\')'
+        option = f"--weight-transfer-config '{json.dumps({'backend': self.engine})}'"
+        return f" (start it with VLLM_SERVER_DEV_MODE=1 and {option})"
+
+
+class VllmNccl(Vllm):
+    """A server of vLLM in development mode, whose weight-transfer engine is vLLM's own ``nccl``.
+
+    Its checksums say which tensors it has: an update with an unknown one would leave half a set there.
+    """
+
+    first, engine, has_plugin = "0.32", "nccl", False
+
+    def __init__(self, url: str, timeout_s: float, api_key: str | None) -> None:
+        super().__init__(url, timeout_s, api_key)
+        self._names: frozenset[str] | None = None
+
+    def join(self, place: Mapping[str, Any], group: str, backend: str) -> None:
+        one_broadcast = {"packed": True, "packed_buffer_size_bytes": 1 << 40, "packed_num_buffers": 1}
+        self.post("/init_weight_transfer_engine", init_info={**place, **one_broadcast})
+
+    def check(self, infos: Sequence[WeightInfo]) -> None:
+        if self._names is None:
+            self._names = frozenset(self.post("/weight_checker", action="checksum")["checksums"])
+        refuse_other_names(infos, self._names, self.url)
+
+    def update(self, infos: Sequence[WeightInfo], group: str, keeping: Mapping[str, Any]) -> None:
+        self.post("/update_weights", update_info=_described(infos))
+
+    def holds(self, set_id: str, infos: Sequence[WeightInfo]) -> bool:
+        return False
+
+    def packed(self, bucket: Bucket) -> Tensor:
+        return _without_padding(bucket)
 
 
 class Sglang(Server):
@@ -290,14 +323,17 @@ class Sglang(Server):
         self.post("/continue_generation")
 
     def packed(self, bucket: Bucket) -> Tensor:
-        """Without the padding between tensors, which SGLang does not expect."""
-        tensors = [tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket]
-        return bucket.buffer if sum(map(len, tensors)) == len(bucket.buffer) else torch.cat(tensors)
+        return _without_padding(bucket)
 
     @staticmethod
     def store_prefix(group: str, device: str) -> str:
         """Torch nests three stores in a group that is made by hand: by its name, its name again, and the device."""
         return f"{group}/{group}//{device}/"
+
+
+def _without_padding(bucket: Bucket) -> Tensor:
+    tensors = [tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket]
+    return bucket.buffer if sum(map(len, tensors)) == len(bucket.buffer) else torch.cat(tensors)
 
 
 def _described(infos: Sequence[WeightInfo]) -> dict[str, Any]:

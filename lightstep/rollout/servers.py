@@ -6,9 +6,11 @@ and version see it when all of it has arrived. After a failure the server stays 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import socket
 import threading
+import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,10 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightstep.rollout.link import WeightLink
-from lightstep.rollout.server_protocols import NoAnswer, Pause, Server, Sglang, Vllm
+from lightstep.rollout.server_protocols import NoAnswer, Pause, Server, Sglang, Vllm, VllmNccl
 from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo, WeightTransferError, WeightTransport
 
-__all__ = ["ServerTransport", "SglangServer", "VllmServer"]
+__all__ = ["ServerTransport", "SglangServer", "VllmNcclServer", "VllmServer"]
+
+_FIRST_ID = "0"
+"""Under which torch's group puts NCCL's identifier of its first communicator."""
 
 _GRACE = 2.0
 """Seconds in which a server's own error may arrive, after the broadcast has failed."""
@@ -44,11 +49,12 @@ class ServerTransport(WeightTransport):
         address: of this host as the servers see it; ``None``: that of the interface by which the first one is reached.
         api_key: sent as a bearer token.
         check: compare names with the servers' models before anything is sent.
-        deltas: only vLLM. Weights that did not change since the last set are not sent. Each worker keeps a set in host
-            memory for that, and each trainer its shards of one.
+        deltas: only ``VllmServer``. Weights that did not change since the last set are not sent. Each worker keeps a
+            set in host memory for that, and each trainer its shards of one.
 
     Raises:
-        ValueError: there is no URL, or one is not ``http(s)://...``; an unknown ``pause``; ``deltas`` for SGLang.
+        ValueError: there is no URL, or one is not ``http(s)://...``; an unknown ``pause``; ``deltas`` where
+            servers load whole tensors only.
     """
 
     protocol: ClassVar[type[Server]]
@@ -67,7 +73,7 @@ class ServerTransport(WeightTransport):
         deltas: bool = False,
     ) -> None:
         if deltas and not self.protocol.has_plugin:
-            raise ValueError(f"deltas with {self.protocol.kind}: it loads whole tensors only; leave deltas out")
+            raise ValueError(f"{type(self).__name__} loads whole tensors only; leave deltas out, or use VllmServer")
         self.deltas = deltas
         self._set_id, self._base, self._buckets_left = "", "", 0
         allowed = list(self.protocol.pauses)
@@ -218,22 +224,30 @@ class ServerTransport(WeightTransport):
         address = self._address or _address_towards(self._servers[0].url)
         device = self._device()
         backend = "gloo" if device.type == "cpu" else "nccl"
-        self._joined, limit = True, timedelta(seconds=self._timeout)
-        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self._joined = True
+        link, place = self._open(address, size, device)
         calls = []
         for n, server in enumerate(self._servers):
-            place = {"master_address": address, "master_port": store.port, "rank_offset": 1 + sum(sizes[:n])}
-            calls.append(_in_thread(server.join, {**place, "world_size": size}, self._group, backend))
-        prefix = self.protocol.store_prefix(self._group, device.type)
-        meeting = dist.PrefixStore(prefix, store)
-        own = self.protocol.has_plugin
-        link = _in_thread(WeightLink, self._number, meeting, 0, size, device, self._timeout, own)
+            own = {"rank_offset": 1 + sum(sizes[:n]), "world_size": size}
+            calls.append(_in_thread(server.join, {**place, **own}, self._group, backend))
         try:
             self._wait_for_members(calls, link, address)
         except BaseException:
             link.add_done_callback(_close_if_open)
             raise
         self._link = link.result()
+
+    def _open(self, address: str, size: int, device: torch.device) -> tuple[Future[WeightLink], dict[str, Any]]:
+        """Open this end of the group. Returns it, and where the other members find it."""
+        limit = timedelta(seconds=self._timeout)
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        meeting = dist.PrefixStore(self.protocol.store_prefix(self._group, device.type), store)
+        link = self._new_link(meeting, size, device)
+        return link, {"master_address": address, "master_port": store.port}
+
+    def _new_link(self, store: dist.Store, size: int, device: torch.device) -> Future[WeightLink]:
+        own_kind = self.protocol.has_plugin
+        return _in_thread(WeightLink, self._number, store, 0, size, device, self._timeout, own_kind)
 
     def _wait_for_members(self, calls: Sequence[Future[Any]], link: Future[WeightLink], address: str) -> None:
         work = [*calls, link]
@@ -276,6 +290,45 @@ class VllmServer(ServerTransport):
     """
 
     protocol = Vllm
+
+
+class VllmNcclServer(ServerTransport):
+    """Servers of vLLM 0.32 and 0.33, in development mode, with vLLM's own engine for NCCL, without lightstep.
+
+    Start it with::
+
+        VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}'
+
+    A trainer needs a GPU. That engine has no time limit: where a trainer dies in the middle of a set, the server waits
+    for ever, and has to be restarted. Deltas need :class:`VllmServer`.
+    """
+
+    protocol = VllmNccl
+
+    def _open(self, address: str, size: int, device: torch.device) -> tuple[Future[WeightLink], dict[str, Any]]:
+        """NCCL makes an identifier, by which the members meet when the last one has it."""
+        store, deadline = dist.HashStore(), time.monotonic() + self._timeout
+        link = self._new_link(store, size, device)
+        while not store.check([_FIRST_ID]):
+            if link.done() or time.monotonic() > deadline:
+                what = link.exception() if link.done() else f"no identifier within {self._timeout:g} s"
+                raise WeightTransferError(f"NCCL did not open a group: {what}. Nothing was sent")
+            time.sleep(0.002)
+        return link, {"nccl_unique_id_b64": base64.b64encode(store.get(_FIRST_ID)).decode()}
+
+    def _new_link(self, store: dist.Store, size: int, device: torch.device) -> Future[WeightLink]:
+        def connected() -> WeightLink:
+            link = WeightLink(self._number, store, 0, size, device, self._timeout, own_kind=False)
+            link.connect()
+            return link
+
+        return _in_thread(connected)
+
+    def _device(self) -> torch.device:
+        device = super()._device()
+        if device.type == "cpu":
+            raise WeightTransferError("vLLM's engine nccl needs a trainer with a GPU; VllmServer takes gloo, too")
+        return device
 
 
 class SglangServer(ServerTransport):

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightstep import Strategy, VllmServer
+from lightstep import Strategy, VllmNcclServer, VllmServer
 from lightstep.rollout import staged_weights
 from lightstep.state.lanes import CopyLane
 from tests.reference.tiny_llama import VOCABULARY, make_llama
 from tests.rollout_servers import FakeVllm
 from tests.unit.test_publishing import STATES, Slow
+from tests.vllm_receiver import VllmReceiver, imported_engine, vllm_folder
 
 pytestmark = pytest.mark.gpu
 
@@ -157,3 +158,26 @@ def test_a_server_on_another_gpu_gets_them_over_nccl(deltas: bool) -> None:
     run.strategy.close()
     servers.close()
     server.kill()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(vllm_folder() is None, reason="needs vLLM's Python files: python -m tests.vllm_receiver packs them")
+def test_vllms_own_engine_gets_them_over_nccl() -> None:
+    """Its receiver is vLLM's, and what it loads into a stand-in."""
+    run = Run(STATES["stream"])
+    weights = {name: torch.zeros_like(tensor, device="cuda:1") for name, tensor in run.weights().items()}
+    with imported_engine() as engine:
+        server = VllmReceiver(engine, weights, timeout_s=60.0, device=torch.device("cuda", 1))
+        servers = VllmNcclServer(server.url, timeout_s=60.0)
+        for number in range(4):
+            run.step()
+            expected = run.weights()
+            run.strategy.publish_weights(run.model, servers, wait=number == 0)
+            run.step()
+            assert run.strategy.wait_for_publication() is not None
+            for name, tensor in expected.items():
+                assert torch.equal(server.process.weights[name].cpu(), tensor.cpu()), name
+            assert server.process.version == str(number + 1) and not server.process.paused
+        run.strategy.close()
+        servers.close()
+        server.kill()

@@ -16,11 +16,16 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightstep import ConfigError, SglangFolder, SglangServer, Strategy, VllmServer, WeightTransferError
+from lightstep.rollout import reinforcement_learning
 from lightstep.rollout.server_protocols import engine_names, refuse_other_names
 from lightstep.rollout.transport import WeightInfo
-from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, Refusal
+from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, FakeVllmNccl, NcclOnCpu, Refusal
 
-KINDS: dict[str, tuple[type[FakeServer], Any]] = {"vllm": (FakeVllm, VllmServer), "sglang": (FakeSglang, SglangServer)}
+KINDS: dict[str, tuple[type[FakeServer], Any]] = {
+    "vllm": (FakeVllm, VllmServer),
+    "vllm-nccl": (FakeVllmNccl, NcclOnCpu),
+    "sglang": (FakeSglang, SglangServer),
+}
 both = pytest.mark.parametrize("kind", KINDS)
 SMALL = {"roles.rollout": {"bucket_mib": 0.0005, "parameters": "bfloat16"}}
 
@@ -97,6 +102,12 @@ CONVERSATIONS = {
         *("/update_weights", "/update_weights", "/update_weights", "/finish_weight_update"),
         *("/reset_prefix_cache", "/resume"),
     ],
+    "vllm-nccl": [
+        *("/version", "/get_world_size", "/init_weight_transfer_engine", "/finish_weight_update", "/weight_checker"),
+        *("/pause?mode=wait", "/start_weight_update"),
+        *("/update_weights", "/update_weights", "/update_weights", "/finish_weight_update"),
+        *("/reset_prefix_cache", "/resume"),
+    ],
     "sglang": [
         *("/server_info", "/server_info", "/init_weights_update_group", "/end_weight_update", "/weights_checker"),
         *("/pause_generation", "/begin_weight_update", *["/update_weights_from_distributed"] * 3, "/end_weight_update"),
@@ -113,7 +124,8 @@ def test_what_a_server_is_told(kind: str, training: Training) -> None:
 
 
 @both
-def test_a_strategy_file_names_servers(kind: str) -> None:
+def test_a_strategy_file_names_servers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reinforcement_learning, "VllmNcclServer", NcclOnCpu)
     training = Training(kind)
     named = {"kind": kind, "urls": [each.url for each in training.fakes]}
     strategy = Strategy.load("resident", overrides={"roles.rollout": {"servers": named, "timeout_s": 10}})
@@ -238,9 +250,9 @@ class Breaking:
         time.sleep(0.5)
 
 
-UPDATE = {"vllm": "/update_weights", "sglang": "/update_weights_from_distributed"}
-FIRST = {"vllm": 2, "sglang": 1}
-"""vLLM's first call compares names."""
+UPDATE = {"sglang": "/update_weights_from_distributed"}
+FIRST = {"vllm": 2}
+"""The plugin's first call compares names."""
 
 
 @pytest.mark.parametrize("bucket", [0, 1, 2])
@@ -251,7 +263,7 @@ def test_a_failed_bucket_leaves_the_server_paused_until_a_set_is_complete(
     (server,) = training.fakes
     training.publish()
     training.step()
-    server.before = Breaking(UPDATE[kind], FIRST[kind] + bucket, "refuses", server)
+    server.before = Breaking(UPDATE.get(kind, "/update_weights"), FIRST.get(kind, 1) + bucket, "refuses", server)
     begin = time.monotonic()
     with pytest.raises(WeightTransferError, match=r"the engine is unwell.*will stay paused until a complete set"):
         training.publish()
@@ -268,7 +280,7 @@ def test_a_server_that_is_gone_is_noticed_in_time_and_may_be_replaced(kind: str,
     training.publish()
     training.step()
     gone = training.fakes[1]
-    gone.before = Breaking(UPDATE[kind], FIRST[kind] + 1, how, gone)
+    gone.before = Breaking(UPDATE.get(kind, "/update_weights"), FIRST.get(kind, 1) + 1, how, gone)
     begin = time.monotonic()
     with pytest.raises(WeightTransferError):
         training.publish()
