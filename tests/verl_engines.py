@@ -84,12 +84,14 @@ def import_verl() -> None:
             engines.setdefault("cpu", engines.get("cuda"))
 
 
-def save_model(folder: Path, **sizes: Any) -> None:
-    """A Llama in fp32, as a Hugging Face folder."""
+def save_model(folder: Path, device: str = "cpu", **sizes: Any) -> None:
+    """A Llama in fp32 with random weights from ``device``, as a Hugging Face folder."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     others = {"vocab_size": 64, "pad_token_id": 0, "initializer_range": 0.2}
-    LlamaForCausalLM(LlamaConfig(**{**shape, **others, **sizes})).save_pretrained(folder)
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(**{**shape, **others, **sizes}))
+    model.save_pretrained(folder)
 
 
 def make_engine(backend: str, folder: Path, *, lightstep: Any = "fsdp2", model: Any = None, **settings: Any) -> Any:
