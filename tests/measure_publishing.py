@@ -30,6 +30,8 @@ from tests.rollout_servers import FakeVllm
 
 GIB = 2**30
 PIECE = 2**24
+ROWS = ((1e-6, False), (1e-6, True), (1e-5, True))
+"""Learning rates, and whether deltas are sent."""
 
 
 def make_model(args: argparse.Namespace) -> nn.Module:
@@ -171,6 +173,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of each iteration")
     parser.add_argument("--iterations", type=int, default=8, help="while a set is on its way")
     parser.add_argument("--steps", type=int, default=5, help="publications of each kind")
+    parser.add_argument("--rows", type=int, default=len(ROWS), help="only so many")
     parser.add_argument("--channels", type=int, default=links.CHANNELS, help="of NCCL, at most")
     args = parser.parse_args()
     torch.set_num_threads(2)
@@ -185,7 +188,7 @@ def main() -> None:
     for _ in range(3):
         measurement.step()
     say(f"{count:.0f} M parameters, {args.strategy}; {link(measurement.device)}")
-    for lr, deltas in ((1e-6, False), (1e-6, True), (1e-5, True)):
+    for lr, deltas in ROWS[: args.rows]:
         measurement.row(lr, deltas, args.steps, pipe)
     measurement.strategy.close()
     pipe.send("end")
