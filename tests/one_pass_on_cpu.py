@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightstep.optimizer import arithmetic, one_pass
+from lightstep.precision import adam_kernel
 from lightstep.precision.adam_batch import AdamBatch, AdamMemory
+from lightstep.precision.moments import BFloat16
+from lightstep.precision.moments_int8 import Int8
+from lightstep.precision.noise import Noise
 from lightstep.precision.split import Splitter
 from lightstep.state import store
 
 used: Counter[str] = Counter()
-"""How often it ran, by how masters are kept."""
+"""How often it ran, by how masters and moments are kept."""
 
 
 def update(
@@ -28,11 +33,12 @@ def update(
     steps: Sequence[Tensor],
     shared: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],
-    *constants: bool,
+    *constants: Any,
 ) -> None:
     """See :func:`lightstep.precision.adam_triton.update`."""
     for memory, gradient, step in zip(batch.memories, gradients, steps, strict=True):
-        _update(memory, gradient.view(-1), step, shared, numbers, *constants)
+        assert constants[3:] == (memory.block, memory.noise)
+        _update(memory, gradient.view(-1), step, shared, numbers, *constants[:3])
         if batch.fingerprints is not None:
             found, place = torch.zeros(1, dtype=torch.int32), batch.fingerprints[memory.number : memory.number + 1]
             Splitter(memory.written.device).fingerprints(memory.written, memory.first, [(0, memory.n)], found)
@@ -49,15 +55,18 @@ def _update(
     decoupled: bool,
     maximize: bool,
 ) -> None:
-    exp_avg, exp_avg_sq, largest, weight, low, master = memory.tensors
+    tensors = memory.tensors
+    weight, low, whole = tensors.weight, tensors.low, tensors.master
     overflow, _, rate, divisor, factor = shared
     assert overflow is not None
     used["own" if weight is None else "split" if low is not None else "whole"] += 1
-    splitter, whole = Splitter(gradient.device), master
+    if memory.block:
+        used["bfloat16" if memory.block == 1 else "int8"] += 1
+    if overflow != 0:
+        return
+    splitter, (exp_avg, exp_avg_sq, largest) = Splitter(gradient.device), _decoded(memory)
     if whole is None:
         assert weight is not None and low is not None
-        if overflow != 0:
-            return
         whole = torch.empty_like(exp_avg)
         splitter.join(weight, low, exp_avg_sq, whole)
     row = gradient.float().clone()
@@ -74,7 +83,7 @@ def _update(
         [exp_avg],
         [exp_avg_sq],
         [] if largest is None else [largest],
-        [step],
+        [step + 1],
         lr=lr if rate is None else rate,
         beta1=beta1,
         beta2=beta2,
@@ -82,13 +91,44 @@ def _update(
         eps=eps,
         amsgrad=largest is not None,
         maximize=maximize,
-        found_inf=overflow,
     )
     if low is not None:
         assert weight is not None
         splitter.split(whole, weight, low, exp_avg_sq)
-    elif weight is not None and overflow == 0:
+    elif weight is not None:
         weight.copy_(whole)
+    _encode(memory, (exp_avg, exp_avg_sq, largest), step + 1)
+
+
+def _coded(memory: AdamMemory) -> list[Any]:
+    """Each moment's memory, as a codec sees it."""
+    noise = None if memory.window is None else Noise()
+    planes = [planes for planes in adam_kernel._planes_of(memory).values() if planes]
+    if memory.block == 1:
+        return [BFloat16(noise).at(own) for own in planes]
+    return [Int8(memory.block, number > 0, noise).at(own) for number, own in enumerate(planes)]
+
+
+def _decoded(memory: AdamMemory) -> list[Any]:
+    """The moments in fp32; the last one is ``None`` without ``amsgrad``."""
+    tensors = memory.tensors
+    if not memory.block:
+        return [tensors.exp_avg, tensors.exp_avg_sq, tensors.max_exp_avg_sq]
+    found: list[Any] = []
+    for coded in _coded(memory):
+        found.append(torch.empty(memory.n, dtype=torch.float32))
+        coded.decode(found[-1])
+    return [*found, None][:3]
+
+
+def _encode(memory: AdamMemory, moments: Sequence[Any], step: Tensor) -> None:
+    numbers = memory.window if memory.tensors.numbers is None else memory.tensors.numbers
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    for name, value, coded in zip(names, moments, _coded(memory) if memory.block else (), strict=False):
+        if memory.window is None:
+            coded.encode(value)
+        else:
+            coded.encode_update(value, name, step, numbers)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:

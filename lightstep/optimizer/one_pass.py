@@ -6,17 +6,18 @@ All other updates, and every first update, which makes the state, are left to :m
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightstep.distributed import Window
 from lightstep.optimizer.arithmetic import ADAMS
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.precision.adam_batch import AdamBatch, AdamMemory, AdamSettings, Scaling, corrections
+from lightstep.precision.adam_batch import AdamBatch, AdamMemory, AdamSettings, AdamTensors, Scaling, corrections
 from lightstep.precision.adam_kernel import fused_kernel_on, kind_of, runs_in_one_pass
 from lightstep.precision.gradient_stage import GradientStage
 from lightstep.state.record import Layout
@@ -25,6 +26,7 @@ from lightstep.state.segment import Piece, Segment
 __all__ = ["OnePass"]
 
 _ENTRIES = {"step", "exp_avg", "exp_avg_sq"}
+_DTYPES = (torch.float32, torch.bfloat16)
 _LARGEST = "max_exp_avg_sq"
 
 Row = tuple[int, int | None]
@@ -41,6 +43,8 @@ class OnePass:
 
     def __init__(self, classes: GroupClasses, stage: GradientStage) -> None:
         self._classes, self._stage = classes, stage
+        self._values: GroupValues | None = None  # of the step
+        self._known: dict[int, AdamSettings | None] = {}  # by group, in this step
 
     def update(
         self,
@@ -58,71 +62,104 @@ class OnePass:
         kernels = fused_kernel_on(segments[0].device) if segments else None
         if kernels is None:
             return list(segments)
-        settings: dict[int, AdamSettings | None] = {}
-        for segment in segments:
-            if id(segment.group) not in settings:
-                settings[id(segment.group)] = self._settings(segment, values)
-        form = _form(segments, gradients, [settings[id(segment.group)] for segment in segments], scaling)
+        if self._values is not values:
+            self._values, self._known = values, {}
+        settings = [self._settings_of(segment, values) for segment in segments]
+        form = _form(segments, gradients, settings, scaling)
         plan = segments[0].prepared
-        if plan is None or plan.form != form or any(segment.prepared is not plan for segment in segments):
+        if plan is None or any(segment.prepared is not plan for segment in segments) or plan.form != form:
             plan = self._plan(kernels, segments, gradients, settings, scaling, form)
+        if any(segments[i].gather() is not row for i, row in plan.gathered):  # the memory for rows is another one
+            plan = self._plan(kernels, segments, gradients, settings, scaling, form)
+            for i, _ in plan.gathered:
+                segments[i].gather()
         if plan.batches:
-            counters = [segments[i].values["step"] for i in plan.updated]
-            torch._foreach_add_(counters, 1)
-            for planned in plan.batches:
-                rows = [
-                    gradients[i][j] if j is not None else self._stage.gathered(segments[i], gradients[i])
-                    for i, j in planned.rows
-                ]
-                steps = [segments[i].values["step"] for i, _ in planned.rows]
-                own = settings[id(segments[planned.rows[0][0]].group)]
-                assert own is not None
-                planned.batch.update(kernels, rows, steps, own, scaling)
-                fingerprinted = planned.batch.fingerprints is not None
-                for i in planned.segments:
-                    segments[i].written(fingerprinted)
-            torch._foreach_sub_(counters, [scaling.overflow] * len(counters))
+            counters = [segments[i].kept_values["step"] for i in plan.updated]
+            self._run(kernels, plan, segments, gradients, settings, scaling)
+            self._count(segments, plan.updated, counters, scaling)
         return [segments[i] for i in plan.left]
+
+    def _run(
+        self,
+        kernels: ModuleType,
+        plan: _Plan,
+        segments: Sequence[Segment],
+        gradients: Sequence[Sequence[Tensor]],
+        settings: Sequence[AdamSettings | None],
+        scaling: Scaling,
+    ) -> None:
+        for batch, places, numbers in plan.batches:
+            rows = [
+                gradients[i][j] if j is not None else self._stage.gathered(segments[i], gradients[i]) for i, j in places
+            ]
+            steps = [segments[i].kept_values["step"] for i, _ in places]
+            own = settings[numbers[0]]
+            assert own is not None
+            batch.update(kernels, rows, steps, own, scaling)
+            for i in numbers:
+                segments[i].written(batch.fingerprints is not None)
+
+    def _count(
+        self, segments: Sequence[Segment], updated: Sequence[int], counters: list[Tensor], scaling: Scaling
+    ) -> None:
+        counted = [scaling.counted] * len(counters)
+        if segments[0].may_write_values:
+            torch._foreach_add_(counters, counted)
+        else:
+            for i, step in zip(updated, torch._foreach_add(counters, counted), strict=True):
+                segments[i].advance({"step": step})
 
     def _plan(
         self,
         kernels: ModuleType,
         segments: Sequence[Segment],
         gradients: Sequence[Sequence[Tensor]],
-        settings: Mapping[int, AdamSettings | None],
+        settings: Sequence[AdamSettings | None],
         scaling: Scaling,
         form: Any,
     ) -> _Plan:
-        """A plan for these segments. It is kept with their memory, unless some of it is gathered in every step."""
+        """A plan for these segments. It is kept with their memory."""
         left: list[int] = []
+        gathered: list[tuple[int, Tensor]] = []
         found: dict[tuple[Any, ...], list[tuple[Row, AdamMemory]]] = {}  # by group and kind
-        for i, (segment, own) in enumerate(zip(segments, gradients, strict=True)):
-            group = settings[id(segment.group)]
-            memories = None if group is None else _memories(segment, own, group.amsgrad)
+        for i, (segment, own, group) in enumerate(zip(segments, gradients, settings, strict=True)):
+            alike = all(gradient.is_contiguous() and gradient.dtype == own[0].dtype for gradient in own)
+            memories = None if group is None else _memories(segment, group.amsgrad, alike)
             if memories is None:
                 left.append(i)
                 continue
             by_part = len(memories) == len(own) and all(gradient.is_contiguous() for gradient in own)
             dtype = own[0].dtype if by_part else torch.float32
-            _, _, _, weight, low, _ = memories[0].tensors
+            head = memories[0]
+            weight, low = head.tensors.weight, head.tensors.low
+            if segment.gathers(alike):
+                gathered.append((i, head.written))
             marks = segment.fingerprints if len(memories) == len(own) else None  # gathered parts have one each
-            kind = dtype, None if weight is None else weight.dtype, low is None
-            rows = found.setdefault((id(segment.group), *kind, marks is None), [])
+            kind = dtype, None if weight is None else weight.dtype, low is None, head.block, head.noise
+            rows = found.setdefault((id(segment.group), marks is None, *kind), [])
             rows += [((i, j if by_part else None), memory) for j, memory in enumerate(memories) if memory.n]
         batches = []
-        for (group_id, dtype, *_, unmarked), rows in found.items():
-            group, numbers = settings[group_id], list(dict.fromkeys(i for (i, _), _ in rows))
+        for (_, unmarked, dtype, *_), rows in found.items():
+            numbers = list(dict.fromkeys(i for (i, _), _ in rows))
+            group = settings[numbers[0]]
             assert group is not None
             batch = AdamBatch([memory for _, memory in rows], None if unmarked else segments[numbers[0]].fingerprints)
             if runs_in_one_pass(kernels, kind_of(batch, dtype, group, scaling)):
                 batches.append(_Planned(batch, [place for place, _ in rows], numbers))
             else:
                 left += numbers
-        plan = _Plan(form, batches, [i for one in batches for i in one.segments], sorted(left))
-        kept = None if any(segment.gathers for segment in segments) else plan
+        updated = [i for one in batches for i in one.segments]
+        plan = _Plan(form, batches, updated, sorted(left), [one for one in gathered if one[0] in updated])
         for segment in segments:
-            segment.prepared = kept
+            segment.prepared = plan
         return plan
+
+    def _settings_of(self, segment: Segment, values: GroupValues) -> AdamSettings | None:
+        """The settings of the segment's group, which are the same in the whole step."""
+        key = id(segment.group)
+        if key not in self._known:
+            self._known[key] = self._settings(segment, values)
+        return self._known[key]
 
     def _settings(self, segment: Segment, values: GroupValues) -> AdamSettings | None:
         """The settings of the segment's group; ``None`` if the kernel does not support them."""
@@ -155,12 +192,18 @@ class _Planned(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How a unit's segments are updated. It refers to no segment, because their memory keeps it."""
+    """How a unit's segments are updated. It refers to no segment, because their memory keeps it.
+
+    Attributes:
+        updated, left: the numbers of the segments that the kernel updates, and of those that it does not.
+        gathered: those whose weights are gathered, and the rows in which the kernel expects them.
+    """
 
     form: Any
     batches: list[_Planned]
     updated: list[int]
     left: list[int]
+    gathered: list[tuple[int, Tensor]]
 
 
 def _form(
@@ -180,29 +223,55 @@ def _form(
     )
 
 
-def _memories(segment: Segment, gradients: Sequence[Tensor], amsgrad: bool) -> list[AdamMemory] | None:
+def _memories(segment: Segment, amsgrad: bool, by_part: bool) -> list[AdamMemory] | None:
     """What the kernel reads and writes of a segment; ``None`` if the segment has something else, too."""
     if not segment.has_state or segment.stop == segment.first:
         return None
-    if not _is_adams(segment.layout, segment.parts[0].keys):
+    block, keys = _block_of(segment.layout), segment.parts[0].keys
+    if block is None or {*keys} - {_LARGEST} != _ENTRIES or (_LARGEST in keys) != amsgrad:
         return None
-    state, dtype = segment.state, gradients[0].dtype
-    step = state["step"]
-    if step.device != segment.device or step.dtype != torch.float32 or (_LARGEST in state) != amsgrad:
+    step = segment.kept_values["step"]
+    if not isinstance(step, Tensor) or step.device != segment.device or step.dtype != torch.float32:
         return None
-    by_part = all(gradient.is_contiguous() and gradient.dtype == dtype for gradient in gradients)
     pieces = segment.pieces("exp_avg_sq", by_part)
-    return None if pieces is None else [_memory_of(segment, piece) for piece in pieces]
+    return None if pieces is None else [_memory_of(segment, piece, block) for piece in pieces]
 
 
-def _memory_of(segment: Segment, piece: Piece) -> AdamMemory:
-    number, start, stop, *rows = piece
-    moments = (segment.state.get(key) for key in ("exp_avg", "exp_avg_sq", _LARGEST))
-    own = (None if moment is None else moment.view(-1)[start:stop] for moment in moments)
-    return AdamMemory(*own, *rows, segment.index + number, segment.first + start)  # type: ignore[call-arg, arg-type]
+def _memory_of(segment: Segment, piece: Piece, block: int) -> AdamMemory:
+    planes = piece.entries
+    (first, *scales), (second, *sq) = planes["exp_avg"], planes["exp_avg_sq"]
+    largest, *largest_planes = planes.get(_LARGEST, (None,))
+    listed = piece.numbers if isinstance(piece.numbers, Tensor) else None
+    sq_scales, sq_signs = sq or (None, None)
+    max_scales, max_signs = largest_planes or (None, None)
+    tensors = AdamTensors(
+        first,
+        second,
+        largest,
+        piece.weight,
+        piece.low,
+        piece.master,
+        scales[0] if scales else None,
+        sq_scales,
+        max_scales,
+        sq_signs,
+        max_signs,
+        listed,
+    )
+    window = Window() if listed is not None else piece.numbers
+    return AdamMemory(tensors, segment.index + piece.number, piece.first, block, window)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=256)
-def _is_adams(layout: Layout, keys: tuple[str, ...]) -> bool:
-    flat = all((e.dtype == torch.float32 or e.codec is not None) and e.shape is None for e in layout.entries)
-    return flat and {*keys} - {_LARGEST} == _ENTRIES == {"step", *(e.key for e in layout.entries)} - {_LARGEST}
+def _block_of(layout: Layout) -> int | None:
+    """How all moments under a layout are kept, as in :class:`AdamMemory`; ``None``: they differ, or there is more."""
+    if {entry.key for entry in layout.entries} - {_LARGEST} != _ENTRIES - {"step"}:
+        return None
+    if any(entry.shape is not None or entry.dtype not in _DTYPES for entry in layout.entries):
+        return None
+    found = {
+        (0, False) if entry.codec is None else (entry.codec.block, entry.codec.is_stochastic)
+        for entry in layout.entries
+    }
+    plain = all(entry.dtype == torch.float32 for entry in layout.entries if entry.codec is None)
+    return next(iter(found))[0] if len(found) == 1 and plain else None

@@ -44,6 +44,7 @@ class Update:
     elsewhere: list[Managed] = field(init=False)
     without_state: list[Managed] = field(init=False)
     keep_gradients: bool = False
+    _scaling: dict[torch.device, Scaling] = field(default_factory=dict, repr=False)
     versions: dict[Managed, tuple[int, int]] = field(default_factory=dict)
     """Of gradient and weight, where the update is deferred: nobody else may write to them before it."""
 
@@ -52,9 +53,12 @@ class Update:
         self.without_state = [item for item in self.gradients if not item.updated]
 
     def scaling_on(self, device: torch.device) -> Scaling:
-        """Divisor, factor and overflow on a device."""
-        divisor, factor = (None if value is None else value.to(device) for value in (self.divisor, self.factor))
-        return Scaling(divisor, factor, self.overflow.to(device))
+        """Divisor, factor and overflow on a device: the same object for all units, which are updated in one lane."""
+        if device not in self._scaling:
+            divisor, factor = (None if value is None else value.to(device) for value in (self.divisor, self.factor))
+            overflow = self.overflow.to(device)
+            self._scaling[device] = Scaling(divisor, factor, overflow, 1 - overflow)
+        return self._scaling[device]
 
     def note_versions(self) -> None:
         """From now on :meth:`refuse_written` finds gradients and weights that somebody else writes to."""
@@ -264,13 +268,16 @@ class UnitUpdater:
     # -- the arithmetic
 
     def _apply(self, segments: Sequence[Segment], update: Update) -> None:
-        gradients = {
-            segment: [part.slice(update.gradients[part.owner]) for part in segment.parts] for segment in segments
-        }
+        available = update.gradients
+        gradients = [
+            [available[p.owner] if p.whole else p.slice(available[p.owner]) for p in segment.parts]
+            for segment in segments
+        ]
         scaling = update.scaling_on(segments[0].device)
-        left = self._one_pass.update(segments, [*gradients.values()], scaling, update.values)
+        left = self._one_pass.update(segments, gradients, scaling, update.values)
         if left:
-            scaled = self._scaled(left, [gradients[segment] for segment in left], update, scaling)
+            unscaled = [own for segment, own in zip(segments, gradients, strict=True) if segment in left]
+            scaled = self._scaled(left, unscaled, update, scaling)
             self._classes.apply(left, scaled, scaling.overflow, update.values)
 
     def _scaled(

@@ -7,67 +7,93 @@ import itertools
 import math
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightstep.distributed import Window
 from lightstep.precision.triton_launch import is_aligned
 
-__all__ = ["AdamBatch", "AdamMemory", "AdamSettings", "Scaling", "corrections"]
+__all__ = ["AdamBatch", "AdamMemory", "AdamSettings", "AdamTensors", "Noise", "Scaling", "corrections"]
+
+Noise = Literal["none", "window", "jumps", "listed"]
 
 _LONGEST = 1 << 20
 """Number of updates after which bias corrections must be 1 in fp32; that allows betas up to 0.99998."""
 
 
-class AdamMemory:
-    """The memory of a run on one device, which stays the same from step to step: flat, contiguous tensors ``[n]``.
+class AdamTensors(NamedTuple):
+    """The tensors of a run, flat and contiguous: ``[n]``, but for scales and signs.
 
-    Args:
-        exp_avg, exp_avg_sq, max_exp_avg_sq: fp32; the last with ``amsgrad`` only.
+    Attributes:
+        exp_avg, exp_avg_sq, max_exp_avg_sq: fp32, bf16, or 8-bit codes; the last with ``amsgrad`` only.
         weight: the parameters; ``None`` if they are their own masters.
         low: int16, the low halves of bf16 weights' masters as :class:`~lightstep.precision.split.Splitter` makes them,
             with the extra bits in the signs of ``exp_avg_sq``; ``None`` if ``master`` is given.
         master: fp32.
+        scales, sq_scales, max_scales, sq_signs, max_signs: what :class:`~lightstep.precision.moments_int8.Int8` keeps
+            of the moments beside codes.
+        numbers: the elements' numbers in their whole parameters, for noise (int32); ``None``: a window says them.
+    """
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+    weight: Tensor | None
+    low: Tensor | None
+    master: Tensor | None
+    scales: Tensor | None = None
+    sq_scales: Tensor | None = None
+    max_scales: Tensor | None = None
+    sq_signs: Tensor | None = None
+    max_signs: Tensor | None = None
+    numbers: Tensor | None = None
+
+
+class AdamMemory:
+    """The memory of a run on one device, which stays the same from step to step.
+
+    Args:
         number: position of the weights' fingerprint.
         first: position of the first element, for the fingerprint.
+        block: how moments are kept: 0: in fp32; 1: in bf16; more: in 8 bits, with a scale for so many elements.
+        window: where the elements are in their whole parameter, for noise; ``None``: moments are rounded to nearest.
 
     Attributes:
         addresses, aligned: the tensors' addresses (0 for ``None``), and whether all of them are aligned.
     """
 
-    __slots__ = ("addresses", "aligned", "first", "n", "number", "tensors")
+    __slots__ = ("addresses", "aligned", "block", "first", "n", "number", "tensors", "window")
 
     def __init__(
-        self,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        max_exp_avg_sq: Tensor | None,
-        weight: Tensor | None,
-        low: Tensor | None,
-        master: Tensor | None,
-        number: int = 0,
-        first: int = 0,
+        self, tensors: AdamTensors, number: int = 0, first: int = 0, block: int = 0, window: Window | None = None
     ) -> None:
-        self.tensors = exp_avg, exp_avg_sq, max_exp_avg_sq, weight, low, master
-        self.n, self.number, self.first = exp_avg.numel(), number, first
-        self.addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in self.tensors)
+        self.tensors, self.n, self.number, self.first = tensors, tensors.exp_avg.numel(), number, first
+        self.block, self.window = block, window
+        self.addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         self.aligned = all(map(is_aligned, self.addresses))
 
     @property
     def written(self) -> Tensor:
         """The weights, or the masters if the weights are their own."""
-        *_, weight, _, master = self.tensors
-        written = master if weight is None else weight
+        written = self.tensors.master if self.tensors.weight is None else self.tensors.weight
         assert written is not None
         return written
+
+    @property
+    def noise(self) -> Noise:
+        """How the elements' noise is found."""
+        if self.window is None:
+            return "none"
+        return "listed" if self.tensors.numbers is not None else "jumps" if self.window.jump else "window"
 
 
 class AdamBatch:
     """Runs that are updated together, all of one kind. It is made once and used in many steps.
 
     Args:
-        memories: in the order of their numbers.
+        memories: in the order of their numbers, alike in blocks and noise.
         fingerprints: int32 ``[m]``; element ``memory.number`` is set to the fingerprint of the 16-bit weights, as by
             :meth:`~lightstep.precision.split.Splitter.fingerprints`. ``None``: no fingerprints are kept.
 
@@ -100,7 +126,7 @@ class AdamBatch:
         Args:
             gradients: one for each run, contiguous, with its number of elements, all bf16, fp16 or fp32, as backward
                 left them. They are only read.
-            steps: 0-dim fp32: the number of each run's update.
+            steps: 0-dim fp32: how many updates each run has had.
         """
         for marks in self._marks:
             marks.zero_()  # the kernel adds to them
@@ -110,8 +136,9 @@ class AdamBatch:
         rate = lr if isinstance(lr, Tensor) else None
         shared = (scaling.overflow, table, rate, scaling.divisor, scaling.factor)
         numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
-        decays = settings.weight_decay != 0
-        kernels.update(self, gradients, steps, shared, numbers, decays, settings.decoupled, settings.maximize)
+        decays, (memory, *_) = settings.weight_decay != 0, self.memories
+        constants = decays, settings.decoupled, settings.maximize, memory.block, memory.noise
+        kernels.update(self, gradients, steps, shared, numbers, *constants)
         torch.autograd.graph.increment_version(self._written)  # autograd then refuses older graphs
 
 
@@ -129,11 +156,15 @@ class AdamSettings(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """The update uses ``gradient / divisor * factor``; if ``overflow`` is 1 nothing changes. All are 0-dim fp32."""
+    """The update uses ``gradient / divisor * factor``; if ``overflow`` is 1 nothing changes. All are 0-dim fp32.
+
+    ``counted`` is ``1 - overflow``: what counters of updates increase by.
+    """
 
     divisor: Tensor | None
     factor: Tensor | None
     overflow: Tensor
+    counted: Tensor
 
 
 @functools.lru_cache(maxsize=64)

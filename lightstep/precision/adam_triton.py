@@ -2,7 +2,9 @@
 
 The kernel does the operations of torch's fused CUDA kernel in the same order, and so gives its bits: a moment is
 ``fma(beta, moment, fma(-beta, x, x))``, decay is one ``fma``, divisions and roots are correctly rounded, and nothing
-else is contracted. Before and after, it joins and splits masters in registers, as :mod:`lightstep.precision.split`.
+else is contracted. Before and after, it joins and splits masters in registers, as :mod:`lightstep.precision.split`, and
+decodes and encodes moments that are kept in fewer bytes, as :mod:`lightstep.precision.moments` and
+:mod:`lightstep.precision.moments_int8`.
 
 Several runs share a launch, one row of programs each, so that the GPU is not idle between them. The body has two
 versions, for whole blocks and for the last one, because accesses under a mask are not vectorised.
@@ -17,22 +19,103 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightstep.precision.adam_batch import AdamBatch, AdamMemory
+from lightstep.distributed import Window
+from lightstep.precision.adam_batch import AdamBatch, AdamMemory, Noise
+from lightstep.precision.moments_int8_triton import (
+    decode_positive,
+    decode_signed,
+    encode_rows,
+    share_of_noise,
+    sign_bytes,
+)
+from lightstep.precision.moments_triton import mix, noise_of
+from lightstep.precision.noise import salt_of, signed
 from lightstep.precision.split_triton import TOGETHER, add_to_mark, pick, places_of
 from lightstep.precision.triton_launch import Launcher, is_aligned
 
 _BLOCK, _WARPS = 1024, 8
+_SALTS = tuple(signed(salt_of(entry)) for entry in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
 
 
 @triton.jit
-def _block(  # type: ignore[no-untyped-def]
+def _load_moment(codes, scales, signs, place, row, inside, left, KEPT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A moment in fp32, with the sign that it is kept with."""
+    code = tl.load(codes + place, mask=inside, other=0)
+    if KEPT == 0:
+        return code
+    elif KEPT == 1:
+        return (code.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(scales + row, mask=row * KEPT < left, other=0)[:, None]
+        if signs is not None:
+            return decode_positive(code, scale, tl.load(signs + place // 8, mask=inside, other=0), place)
+        else:
+            return decode_signed(code, scale)
+
+
+@triton.jit
+def _store_moment(  # type: ignore[no-untyped-def]
+    codes,
+    scales,
+    signs,
+    bits,
+    noise,
+    place,
+    row,
+    inside,
+    left,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Keep the fp32 numbers with these bits; ``noise``: 16 bits for each, or ``None`` to round to nearest."""
+    if KEPT == 0:
+        tl.store(codes + place, bits.to(tl.float32, bitcast=True), mask=inside)
+    elif KEPT == 1:
+        if noise is None:
+            tl.store(codes + place, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
+        else:
+            is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+            code = tl.where(is_nan, (bits >> 16) | 0x40, (bits + noise) >> 16)
+            tl.store(codes + place, code.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+    else:
+        if noise is None:
+            up = tl.full(place.shape, 0.5, tl.float32)
+        else:
+            up = share_of_noise(noise)
+        code, scale = encode_rows(bits, up, signs is not None)
+        tl.store(scales + row, scale.to(tl.float32, bitcast=True), mask=row * KEPT < left)
+        if signs is not None:
+            byte = tl.arange(0, BLOCK // 8)
+            tl.store(signs + byte, sign_bytes(bits, BLOCK), mask=byte * 8 < left)
+        tl.store(codes + place, code.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _noise(numbers, place, inside, updates, salt, window, NOISY: tl.constexpr, JUMPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    if NOISY:
+        start, inner, jump, skipped = window
+        a = mix(updates * -2048144777 + salt)
+        return noise_of(numbers, place, inside, a, mix(a + -1028477379), start, inner, jump, skipped, JUMPS)
+    else:
+        return None
+
+
+@triton.jit
+def _block(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     own,
     max_exp_avg_sq,
     weight,
     low,
     master,
+    scales,
+    sq_scales,
+    max_scales,
+    sq_signs,
+    max_signs,
+    numbers,
     mark,
     shared,
+    window,
     learning_rate,
     divisor,
     factor,
@@ -41,31 +124,43 @@ def _block(  # type: ignore[no-untyped-def]
     DECAY: tl.constexpr,
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
+    KEPT: tl.constexpr,
+    NOISY: tl.constexpr,
+    JUMPS: tl.constexpr,
+    SALT: tl.constexpr,
+    SQ_SALT: tl.constexpr,
+    MAX_SALT: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     # What may be None is outside of the tuples: Triton takes none into one.
     gradient, exp_avg, exp_avg_sq, step = own
     corrections, lr, beta1, beta2, weight_decay, eps, length = shared
-    place = tl.arange(0, BLOCK)
-    inside = place < left if not WHOLE else tl.full([BLOCK], True, tl.int1)
+    if KEPT > 1:  # one row for each scale
+        row = tl.arange(0, BLOCK // KEPT)
+        place = row[:, None] * KEPT + tl.arange(0, KEPT)[None, :]
+    else:
+        row = tl.arange(0, BLOCK)
+        place = tl.arange(0, BLOCK)
+    inside = place < left if not WHOLE else tl.full(place.shape, True, tl.int1)
     g = tl.load(gradient + place, mask=inside, other=0).to(tl.float32)
-    m = tl.load(exp_avg + place, mask=inside, other=0)
+    m = _load_moment(exp_avg, scales, None, place, row, inside, left, KEPT)
+    v = _load_moment(exp_avg_sq, sq_scales, sq_signs, place, row, inside, left, KEPT)
     if low is not None:
-        signed = tl.load(exp_avg_sq + place, mask=inside, other=0).to(tl.int32, bitcast=True)
+        signed = v.to(tl.int32, bitcast=True)
         v = (signed & 0x7FFFFFFF).to(tl.float32, bitcast=True)
         code = tl.load(weight + place, mask=inside, other=0).to(tl.int16, bitcast=True).to(tl.int32)
         lower = tl.load(low + place, mask=inside, other=0).to(tl.int32) & 0xFFFF
         p = (((code - ((signed >> 31) & 1)) << 16) | lower).to(tl.float32, bitcast=True)
     else:
-        v = tl.load(exp_avg_sq + place, mask=inside, other=0)
         p = tl.load(master + place, mask=inside, other=0)
 
     if learning_rate is not None:
         lr = tl.load(learning_rate)
-    updates = tl.minimum(tl.load(step).to(tl.int32), length - 1)
-    rate = tl.div_rn(lr, tl.load(corrections + updates))
-    root = tl.load(corrections + length + updates)
+    updates = tl.load(step).to(tl.int32) + 1
+    known = tl.minimum(updates, length - 1)
+    rate = tl.div_rn(lr, tl.load(corrections + known))
+    root = tl.load(corrections + length + known)
     # Multiplied by -1.0, because Triton's `-x` is `0 - x`, which is +0 if x is 0.
 
     if divisor is not None:
@@ -84,12 +179,17 @@ def _block(  # type: ignore[no-untyped-def]
     v = tl.fma(beta2, v, tl.fma(beta2 * -1.0, square, square))
     largest = v
     if max_exp_avg_sq is not None:
-        before = tl.load(max_exp_avg_sq + place, mask=inside, other=0)
+        before = _load_moment(max_exp_avg_sq, max_scales, max_signs, place, row, inside, left, KEPT)
         largest = tl.where(before < v, v, before)
-        tl.store(max_exp_avg_sq + place, largest, mask=inside)
+        noise = _noise(numbers, place, inside, updates, MAX_SALT, window, NOISY, JUMPS)
+        bits = largest.to(tl.int32, bitcast=True)
+        _store_moment(max_exp_avg_sq, max_scales, max_signs, bits, noise, place, row, inside, left, KEPT, BLOCK)
     p = p - tl.div_rn(rate * m, tl.div_rn(tl.sqrt_rn(largest), root) + eps)
 
-    tl.store(exp_avg + place, m, mask=inside)
+    noise = _noise(numbers, place, inside, updates, SALT, window, NOISY, JUMPS)
+    bits = m.to(tl.int32, bitcast=True)
+    _store_moment(exp_avg, scales, None, bits, noise, place, row, inside, left, KEPT, BLOCK)
+    second = v.to(tl.int32, bitcast=True)
     if low is not None:
         bits = p.to(tl.int32, bitcast=True)
         upper = bits >> 16
@@ -98,16 +198,16 @@ def _block(  # type: ignore[no-untyped-def]
         code = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, truncated, rounded)
         tl.store(weight + place, code.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
         tl.store(low + place, bits.to(tl.int16), mask=inside)
-        signed = (v.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (((code - upper) & 1) << 31)
-        tl.store(exp_avg_sq + place, signed.to(tl.float32, bitcast=True), mask=inside)
+        second = (second & 0x7FFFFFFF) | (((code - upper) & 1) << 31)
         add_to_mark(mark, code.to(tl.int16).to(tl.int32), start + place, inside)
     else:
-        tl.store(exp_avg_sq + place, v, mask=inside)
         tl.store(master + place, p, mask=inside)
         if weight is not None:
             rounded = p.to(weight.dtype.element_ty)
             tl.store(weight + place, rounded, mask=inside)
             add_to_mark(mark, rounded.to(tl.int16, bitcast=True).to(tl.int32), start + place, inside)
+    noise = _noise(numbers, place, inside, updates, SQ_SALT, window, NOISY, JUMPS)
+    _store_moment(exp_avg_sq, sq_scales, sq_signs, second, noise, place, row, inside, left, KEPT, BLOCK)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -119,6 +219,12 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
     weights,
     lows,
     masters,
+    all_scales,
+    all_sq_scales,
+    all_max_scales,
+    all_sq_signs,
+    all_max_signs,
+    all_numbers,
     steps,
     fingerprints,
     places,
@@ -136,12 +242,19 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
     DECAY: tl.constexpr,
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
+    KEPT: tl.constexpr,
+    NOISY: tl.constexpr,
+    JUMPS: tl.constexpr,
+    SALT: tl.constexpr,
+    SQ_SALT: tl.constexpr,
+    MAX_SALT: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     number = tl.program_id(1)
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    n = tl.load(places + 3 * number)
+    own_places = places + 7 * number
+    n = tl.load(own_places)
     if first < n:
         gradient = pick(gradients, number, COUNT) + first
         exp_avg = pick(exp_avgs, number, COUNT) + first
@@ -150,13 +263,21 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
         weight = None if weights is None else pick(weights, number, COUNT) + first
         low = None if lows is None else pick(lows, number, COUNT) + first
         master = None if masters is None else pick(masters, number, COUNT) + first
+        scales = None if all_scales is None else pick(all_scales, number, COUNT) + first // KEPT
+        sq_scales = None if all_sq_scales is None else pick(all_sq_scales, number, COUNT) + first // KEPT
+        max_scales = None if all_max_scales is None else pick(all_max_scales, number, COUNT) + first // KEPT
+        sq_signs = None if all_sq_signs is None else pick(all_sq_signs, number, COUNT) + first // 8
+        max_signs = None if all_max_signs is None else pick(all_max_signs, number, COUNT) + first // 8
+        numbers = None if all_numbers is None else pick(all_numbers, number, COUNT) + first
         step = pick(steps, number, COUNT)
-        mark = None if fingerprints is None else fingerprints + tl.load(places + 3 * number + 1)
-        start = (tl.load(places + 3 * number + 2) + first).to(tl.int32)
+        mark = None if fingerprints is None else fingerprints + tl.load(own_places + 1)
+        start = (tl.load(own_places + 2) + first).to(tl.int32)
         left = tl.minimum(n - first, BLOCK).to(tl.int32)
         if tl.load(overflow) == 0:
             own = (gradient, exp_avg, exp_avg_sq, step)
             shared = (corrections, lr, beta1, beta2, weight_decay, eps, length)
+            skipped = tl.load(own_places + 6) + first
+            window = (tl.load(own_places + 3), tl.load(own_places + 4), tl.load(own_places + 5), skipped)
             if left == BLOCK:
                 _block(
                     own,
@@ -164,8 +285,15 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
                     weight,
                     low,
                     master,
+                    scales,
+                    sq_scales,
+                    max_scales,
+                    sq_signs,
+                    max_signs,
+                    numbers,
                     mark,
                     shared,
+                    window,
                     learning_rate,
                     divisor,
                     factor,
@@ -174,6 +302,12 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
                     DECAY,
                     DECOUPLED,
                     MAXIMIZE,
+                    KEPT,
+                    NOISY,
+                    JUMPS,
+                    SALT,
+                    SQ_SALT,
+                    MAX_SALT,
                     BLOCK,
                     True,
                 )
@@ -184,8 +318,15 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
                     weight,
                     low,
                     master,
+                    scales,
+                    sq_scales,
+                    max_scales,
+                    sq_signs,
+                    max_signs,
+                    numbers,
                     mark,
                     shared,
+                    window,
                     learning_rate,
                     divisor,
                     factor,
@@ -194,6 +335,12 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
                     DECAY,
                     DECOUPLED,
                     MAXIMIZE,
+                    KEPT,
+                    NOISY,
+                    JUMPS,
+                    SALT,
+                    SQ_SALT,
+                    MAX_SALT,
                     BLOCK,
                     False,
                 )
@@ -212,14 +359,19 @@ def update(
     steps: Sequence[Tensor],
     shared: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],
-    *constants: bool,
+    decays: bool,
+    decoupled: bool,
+    maximize: bool,
+    block: int,
+    noise: Noise,
 ) -> None:
     """See :meth:`lightstep.precision.adam_batch.AdamBatch.update`.
 
     Args:
-        shared, numbers, constants: in the kernel's order: ``overflow``, ``corrections``, ``learning_rate``,
-            ``divisor``, ``factor``; ``lr`` to ``length``; ``DECAY``, ``DECOUPLED``, ``MAXIMIZE``.
+        shared, numbers: in the kernel's order: ``overflow``, ``corrections``, ``learning_rate``, ``divisor``,
+            ``factor``; ``lr`` to ``length``.
     """
+    constants = (decays, decoupled, maximize, block, noise != "none", noise == "jumps", *_SALTS)
     addresses = [gradient.data_ptr() for gradient in gradients]
     aligned = tuple(map(is_aligned, addresses))
     launches = batch.launches.get(aligned)
@@ -260,7 +412,9 @@ class _Launch:
         self._columns = self._columns_of([batch.memories[number].addresses for number in self._rows])
         self._compiling = self._columns_of([batch.memories[number].tensors for number in self._rows])
         device = memories[0].written.device
-        self._places = places_of(tuple((one.n, one.number, one.first) for one in memories), device)
+        windows = [one.window or Window() for one in memories]
+        places = ((one.n, one.number, one.first, *window) for one, window in zip(memories, windows, strict=True))
+        self._places = places_of(tuple(places), device)
         self._keys: dict[Any, Any] = {}
 
     def _columns_of(self, rows: Sequence[Sequence[Any]]) -> list[Any]:

@@ -37,6 +37,7 @@ class BFloat16:
 
     dtype = torch.bfloat16
     planes: Sequence[tuple[str, torch.dtype, int]] = (("", torch.bfloat16, 1),)
+    block = 1
 
     def __init__(self, noise: Noise | None = None) -> None:
         self._noise = noise
@@ -46,14 +47,15 @@ class BFloat16:
         return self._noise is not None
 
     def at(self, planes: Sequence[Tensor]) -> CodedInBFloat16:
-        return CodedInBFloat16(planes[0], self._noise)
+        return CodedInBFloat16(planes, self._noise)
 
 
 class CodedInBFloat16:
     """A :class:`~lightstep.state.schema.Coded`."""
 
-    def __init__(self, codes: Tensor, noise: Noise | None) -> None:
-        self._codes, self._noise = codes, noise
+    def __init__(self, planes: Sequence[Tensor], noise: Noise | None) -> None:
+        self.planes, self._noise = planes, noise
+        self._codes = planes[0]
 
     def decode(self, out: Tensor) -> None:
         out.copy_(self._codes)

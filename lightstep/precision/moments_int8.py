@@ -75,15 +75,15 @@ class CodedInInt8:
     """A :class:`~lightstep.state.schema.Coded`. It keeps launches of kernels from step to step."""
 
     def __init__(self, planes: Sequence[Tensor], block: int, noise: Noise | None) -> None:
-        self._planes, self._block, self._noise = planes, block, noise
+        self.planes, self._block, self._noise = planes, block, noise
         self._launches: dict[Any, Any] = {}
 
     def decode(self, out: Tensor) -> None:
         kernels = _checked_kernels(out.device) if out.device.type == "cuda" else None
         if kernels is None:
-            _decode(self._planes, out, self._block)
+            _decode(self.planes, out, self._block)
         else:
-            tensors = kernels.decoded(self._planes, out)
+            tensors = kernels.decoded(self.planes, out)
             self._launch(kernels.decoding, out.data_ptr(), tensors, (), self._block)
 
     def encode(self, value: Tensor) -> None:
@@ -98,10 +98,10 @@ class CodedInInt8:
         kernels = _checked_kernels(value.device) if value.device.type == "cuda" else None
         if kernels is None:
             scratch = None if step is None or self._noise is None else self._noise.at(value.device, step)
-            _encode(value, self._planes, self._block, scratch, salt, numbers)
+            _encode(value, self.planes, self._block, scratch, salt, numbers)
             return
         row, window = (numbers, Window()) if isinstance(numbers, Tensor) else (None, numbers)
-        tensors, jumps = kernels.encoded(self._planes, value, step, row), window.jump != 0
+        tensors, jumps = kernels.encoded(self.planes, value, step, row), window.jump != 0
         addresses = (value.data_ptr(), *(0 if one is None else one.data_ptr() for one in (step, row)), jumps)
         self._launch(kernels.encoding, addresses, tensors, (signed(salt), *window), jumps, self._block)
 

@@ -66,6 +66,57 @@ if available:
             root = code * 0.007874015748031496
             return root * root
 
+    @triton.jit
+    def decode_signed(code, scale):  # type: ignore[no-untyped-def]
+        """The fp32 values of codes of numbers with a sign."""
+        signed = code.to(tl.int8, bitcast=True).to(tl.float32)
+        value = power(tl.abs(signed), False) * scale
+        return tl.where(signed < 0, value * -1.0, value)
+
+    @triton.jit
+    def decode_positive(code, scale, byte, place):  # type: ignore[no-untyped-def]
+        """The fp32 values of codes of numbers that are never negative; ``byte`` has the signs."""
+        bits = (power(code.to(tl.float32), True) * scale).to(tl.int32, bitcast=True)
+        sign = (byte.to(tl.int32) >> (place % 8).to(tl.int32)) & 1
+        return (bits | (sign << 31)).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def share_of_noise(noise):  # type: ignore[no-untyped-def]
+        """The part of a step that 16 bits of noise stand for."""
+        return (noise >> 4).to(tl.float32) * 0.000244140625 + 0.0001220703125
+
+    @triton.jit
+    def encode_rows(bits, up, POSITIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Codes (int32) and scales (the bits of an fp32 number for each row) of the fp32 numbers with these ``bits``.
+
+        ``up``: the part of a step that is rounded up.
+        """
+        magnitude = bits & 0x7FFFFFFF
+        scale = tl.max(magnitude, axis=1)
+        divisor = tl.maximum(scale, 1).to(tl.float32, bitcast=True)
+        part = tl.div_rn(magnitude.to(tl.float32, bitcast=True), tl.broadcast_to(divisor[:, None], magnitude.shape))
+        root = tl.sqrt_rn(part)
+        steps = 127.0
+        if POSITIVE:
+            root = tl.sqrt_rn(root)
+            steps = 255.0
+        code = tl.floor(root * steps + up)
+        code = tl.where(power(code - up, POSITIVE) > part, code - 1.0, code)
+        code = tl.where(power(code + 1.0 - up, POSITIVE) <= part, code + 1.0, code)
+        code = tl.where(part == part, code, steps)
+        code = tl.minimum(tl.maximum(code, 0.0), steps).to(tl.int32)
+        if POSITIVE:
+            code = tl.where(magnitude > 0, tl.maximum(code, 1), 0)
+        else:
+            code = tl.where(bits < 0, -code, code)
+        return code, scale
+
+    @triton.jit
+    def sign_bytes(bits, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The signs of ``TILE`` numbers with these bits, eight in a byte."""
+        columns = tl.reshape((bits >> 31) & 1, (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
+        return tl.sum(columns, axis=1).to(tl.uint8)
+
     @triton.jit(do_not_specialize=["n"])
     def _decode_kernel(out, codes, scales, signs, n, BLOCK: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
         place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -73,14 +124,10 @@ if available:
         code = tl.load(codes + place, mask=inside, other=0)
         scale = tl.load(scales + place // BLOCK, mask=inside, other=0)
         if signs is not None:
-            bits = (power(code.to(tl.float32), True) * scale).to(tl.int32, bitcast=True)
-            sign = (tl.load(signs + place // 8, mask=inside, other=0).to(tl.int32) >> (place % 8).to(tl.int32)) & 1
-            value = (bits | (sign << 31)).to(tl.float32, bitcast=True)
+            byte = tl.load(signs + place // 8, mask=inside, other=0)
+            tl.store(out + place, decode_positive(code, scale, byte, place), mask=inside)
         else:
-            signed = code.to(tl.int8, bitcast=True).to(tl.float32)
-            value = power(tl.abs(signed), False) * scale
-            value = tl.where(signed < 0, -value, value)
-        tl.store(out + place, value, mask=inside)
+            tl.store(out + place, decode_signed(code, scale), mask=inside)
 
     @triton.jit(do_not_specialize=["salt", "start", "inner", "jump", "skipped", "n"])
     def _encode_kernel(  # type: ignore[no-untyped-def]
@@ -105,36 +152,19 @@ if available:
         place = first + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = place < n
         bits = tl.load(value + place, mask=inside, other=0)
-        magnitude = bits & 0x7FFFFFFF
-        scale = tl.max(magnitude, axis=1)
-        block = first // BLOCK + tl.arange(0, ROWS)
-        tl.store(scales + block, scale.to(tl.float32, bitcast=True), mask=block < n // BLOCK)
-        divisor = tl.maximum(scale, 1).to(tl.float32, bitcast=True)
-        shared = tl.broadcast_to(divisor[:, None], (ROWS, BLOCK))
-        part = tl.div_rn(magnitude.to(tl.float32, bitcast=True), shared)
-        root = tl.sqrt_rn(part)
-        steps = 127.0
-        if signs is not None:
-            root = tl.sqrt_rn(root)
-            steps = 255.0
         if step is None:
             up = tl.full((ROWS, BLOCK), 0.5, tl.float32)
         else:
             a = mix(tl.load(step).to(tl.int32) * -2048144777 + salt)
-            noise = noise_of(numbers, place, inside, a, mix(a + -1028477379), start, inner, jump, skipped, JUMPS)
-            up = (noise >> 4).to(tl.float32) * 0.000244140625 + 0.0001220703125
-        code = tl.floor(root * steps + up)
-        code = tl.where(power(code - up, signs is not None) > part, code - 1.0, code)
-        code = tl.where(power(code + 1.0 - up, signs is not None) <= part, code + 1.0, code)
-        code = tl.where(part == part, code, steps)
-        code = tl.minimum(tl.maximum(code, 0.0), steps).to(tl.int32)
+            up = share_of_noise(
+                noise_of(numbers, place, inside, a, mix(a + -1028477379), start, inner, jump, skipped, JUMPS)
+            )
+        code, scale = encode_rows(bits, up, signs is not None)
+        block = first // BLOCK + tl.arange(0, ROWS)
+        tl.store(scales + block, scale.to(tl.float32, bitcast=True), mask=block < n // BLOCK)
         if signs is not None:
-            code = tl.where(magnitude > 0, tl.maximum(code, 1), 0)
-            negative = tl.reshape((bits >> 31) & 1, (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
             byte = first // 8 + tl.arange(0, TILE // 8)
-            tl.store(signs + byte, tl.sum(negative, axis=1).to(tl.uint8), mask=byte < n // 8)
-        else:
-            code = tl.where(bits < 0, -code, code)
+            tl.store(signs + byte, sign_bytes(bits, TILE), mask=byte < n // 8)
         tl.store(codes + place, code.to(tl.uint8), mask=inside)
 
     decoding = Launcher(_decode_kernel, _TILE, _WARPS, enable_fp_fusion=False)

@@ -85,8 +85,9 @@ def _sum_rows(rows: Sequence[tuple[Tensor, int, int]], out: Tensor) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def places_of(places: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    """``[3k]``: number of elements, index of the fingerprint, and position of the first element of each run."""
+def places_of(places: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """``[k * n]``: n numbers of each of k runs: number of elements, index of the fingerprint, position of the first
+    element, and what a kernel needs beside these."""
     return torch.tensor(places, dtype=torch.int64, device="cpu").view(-1).to(device, non_blocking=True)
 
 
@@ -212,7 +213,7 @@ if available:
     def add_to_mark(mark, codes, place, inside):  # type: ignore[no-untyped-def]
         """Add the fingerprint of these weights (int32 from their 16 bits) to the run's, if fingerprints are kept."""
         if mark is not None:
-            tl.atomic_add(mark, tl.sum(tl.where(inside, mixed(codes, place), 0), axis=0), sem="relaxed")
+            tl.atomic_add(mark, tl.sum(tl.where(inside, mixed(codes, place), 0)), sem="relaxed")
 
     @triton.jit
     def pick(pointers, number, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]

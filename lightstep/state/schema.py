@@ -37,11 +37,13 @@ class Codec(Protocol):
     Attributes:
         dtype: of the values as users read and load them.
         planes: what is kept in the record: suffix of the field's name, dtype, and elements for each item.
+        block: how many elements share a scale; 1: there are no scales.
         is_stochastic: an update rounds stochastically.
     """
 
     dtype: torch.dtype
     planes: Sequence[tuple[str, torch.dtype, int]]
+    block: int
 
     @property
     def is_stochastic(self) -> bool: ...
@@ -50,7 +52,13 @@ class Codec(Protocol):
 
 
 class Coded(Protocol):
-    """Values in the memory of a record."""
+    """Values in the memory of a record.
+
+    Attributes:
+        planes: that memory, for a kernel that decodes and encodes by itself.
+    """
+
+    planes: Sequence[Tensor]
 
     def decode(self, out: Tensor) -> None:
         """Write the values to ``out`` (fp32, flat)."""

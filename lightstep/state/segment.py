@@ -9,13 +9,13 @@ give torch's own bits.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from lightstep.distributed import Window
 from lightstep.state.record import (
     History,
     Layout,
@@ -60,25 +60,27 @@ class Views:
                 row = rows[entry.key]
                 self.entries[entry.key] = row if entry.shape is not None else row.view(segment.shape)
         self.masters = [] if self.master is None else segment.parts_of(self.master)
-        self.pieces: list[Piece] | None = None
         self.prepared: Any = None
 
 
 class Piece(NamedTuple):
-    """Weights and masters of a range of a segment, flat. Split masters are ``weight`` and ``low``; whole ones are
-    ``master``.
+    """Weights, masters and moments of a range of a segment, flat. Split masters are ``weight`` and ``low``; whole ones
+    are ``master``.
 
     Attributes:
         number: position of its first part among the segment's parts.
-        start, stop: its range, counted from the segment's first element.
+        first: position of its first element in the unit.
+        entries: as they are in the record: one tensor, or the planes of a codec.
+        numbers: the elements' numbers in their whole parameters, as a codec needs them for its noise.
     """
 
     number: int
-    start: int
-    stop: int
+    first: int
     weight: Tensor | None
     low: Tensor | None
     master: Tensor | None
+    entries: dict[str, Sequence[Tensor]]
+    numbers: Tensor | Window | None
 
 
 class Segment(Run):
@@ -170,8 +172,21 @@ class Segment(Run):
         if history is not None and history.parts > len(self.parts):
             history = self._split_history(history)
         self._history, self._copies_history = history, copy_history
-        if self.coded:
-            self._state = self._read_state()  # before masters are joined: it holds their extra bits
+
+    def advance(self, counted: Mapping[str, Any]) -> None:
+        """These are the entries that are not in the record, and all of them."""
+        self._values = dict(counted)
+
+    @property
+    def kept_values(self) -> dict[str, Any]:
+        """:attr:`values` as they were before the update. They may be written to if :attr:`may_write_values`."""
+        assert self._history is not None, "the segment has no state"
+        return self._history.values
+
+    @property
+    def may_write_values(self) -> bool:
+        """Whether the entries that are not in the record may be written to, because the update is not rolled back."""
+        return not self._copies_history
 
     @property
     def values(self) -> dict[str, Any]:
@@ -224,6 +239,8 @@ class Segment(Run):
             return self.weights(staging).view(self.shape)
         if not self.has_state:
             return self._initial_master(staging, initial)
+        if self.coded:
+            self._state = self.state  # it holds the extra bits of masters
         if self.coding == "whole":
             assert views.master is not None
             return views.master.view(self.shape)
@@ -232,7 +249,8 @@ class Segment(Run):
         return flat.view(self.shape)
 
     def pieces(self, carrier: str, by_part: bool) -> list[Piece] | None:
-        """Weights and masters for an update that does not use :attr:`master`, and calls :meth:`written` when done.
+        """Weights, masters and moments for an update that uses neither :attr:`master` nor :attr:`state`, gathers
+        weights with :meth:`gather`, and calls :meth:`written` when done.
 
         Args:
             carrier: the entry in whose signs that update keeps the extra bits of split masters.
@@ -242,20 +260,24 @@ class Segment(Run):
         Returns:
             ``None`` if those bits are somewhere else, or if the masters are not fp32.
         """
-        views = self._views
-        assert views is not None
         if self.coding == "split" and self.layout.carrier != carrier:
             return None
         if self.coding == "own" and self.locals[0].dtype != torch.float32:
             return None
-        if self._flat is not None or (by_part and self._in_place_by_part):
-            if views.pieces is None:
-                weights = [local.view(-1) for local in self.locals]
-                views.pieces = [self._piece(views, *one) for one in zip(count(), self.ranges, weights, strict=False)]
-            return views.pieces
-        self._gathered = self._flat is None
-        row = self.weights(self._staging)  # gathered even if it is only written: an overflow leaves it as it is
-        return [self._piece(views, 0, (0, self.stop - self.first), row)]
+        if not self.gathers(by_part):
+            return [self._piece(n, place, self.locals[n].view(-1)) for n, place in enumerate(self.ranges)]
+        row = self._row(self._staging)[0]
+        return [self._piece(0, (0, self.stop - self.first), row)]
+
+    def gathers(self, by_part: bool) -> bool:
+        """Whether :meth:`pieces` has a gathered copy of the weights."""
+        return self._flat is None and not (by_part and self._in_place_by_part)
+
+    def gather(self) -> Tensor:
+        """Gather the weights; the copy is written back with the segment. Returns the row, which is the same one as long
+        as the memory for it is kept."""
+        self._gathered = True
+        return self.weights(self._staging)  # even if it is only written: an overflow leaves it as it is
 
     @property
     def prepared(self) -> Any:
@@ -268,17 +290,24 @@ class Segment(Run):
         assert self._views is not None, "the segment is not open"
         self._views.prepared = value
 
-    @property
-    def gathers(self) -> bool:
-        """Whether :meth:`pieces` and :attr:`state` are copies that each update makes anew."""
-        return self._gathered or bool(self.coded)
-
-    def _piece(self, views: Views, number: int, place: tuple[int, int], weight: Tensor) -> Piece:
-        start, stop = place
+    def _piece(self, number: int, place: tuple[int, int], weight: Tensor) -> Piece:
+        views, (start, stop) = self._views, place
+        assert views is not None, "the segment is not open"
+        entries: dict[str, Sequence[Tensor]] = {key: [row.view(-1)[start:stop]] for key, row in views.entries.items()}
+        numbers: Tensor | Window | None = None
+        for entry in self.layout.entries:
+            if entry.codec is None:
+                continue
+            planes = zip(views.coded[entry.key].planes, entry.codec.planes, strict=True)
+            entries[entry.key] = [plane[start // per : -(-stop // per)] for plane, (_, _, per) in planes]
+            if entry.codec.is_stochastic:
+                part = self.parts[number]
+                whole = part.elements != stop - start  # several parts
+                numbers = self._staging.element_numbers(self) if whole else self._staging.window_of(part)
         if self.coding == "own":
-            return Piece(number, start, stop, None, None, weight)
+            return Piece(number, self.first + start, None, None, weight, entries, numbers)
         low, master = (None if row is None else row[start:stop] for row in (views.low, views.master))
-        return Piece(number, start, stop, weight, low, master)
+        return Piece(number, self.first + start, weight, low, master, entries, numbers)
 
     @property
     def is_modified(self) -> bool:
@@ -390,7 +419,7 @@ class Segment(Run):
                 if value is not place and value.data_ptr() != place.data_ptr():
                     place.copy_(value)
         left = self._write_master(views, staging, splitter)
-        if views.coded and self.has_state:
+        if views.coded and self.has_state and self._state is not None:
             self._encode_entries(views, staging)
         self._state, self._views, self._master, self._to_join = {}, None, None, None
         return left

@@ -93,7 +93,7 @@ class Staging:
         for several."""
         head = run.parts[0]
         if len(run.parts) == 1:
-            return head.owner.window._replace(first=head.start)
+            return self.window_of(head)
         length, known = run.stop - run.first, self._numbers.get(head)
         if known is None or known.numel() < length:
             row = torch.zeros(length, dtype=torch.int32, device="cpu")
@@ -101,6 +101,11 @@ class Staging:
                 row[a:b] = part.owner.window.numbers(part.start, part.stop)
             known = self._numbers[head] = row.to(run.device)
         return known[:length]
+
+    @staticmethod
+    def window_of(part: Part) -> Window:
+        """Where its elements are in their whole parameter."""
+        return part.owner.window._replace(first=part.start)
 
     def masters_for(self, run: Run) -> Tensor:
         """The row for a run's joined masters."""

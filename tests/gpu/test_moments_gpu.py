@@ -10,10 +10,11 @@ from torch import nn
 
 import lightstep
 from lightstep.distributed import Window
-from lightstep.precision import moments, moments_int8, split
+from lightstep.precision import adam_kernel, moments, moments_int8, split
 from lightstep.precision.moments import BFloat16
 from lightstep.precision.noise import Noise
 from lightstep.precision.split import probe_masters
+from lightstep.state import segment
 from tests.covering import every_pair
 from tests.gpu.test_step_on_gpu import host_syncs_refused, set_gradients
 from tests.reference.pair import BACKENDS, DTYPES, EVERY_TIME, scale_for
@@ -68,6 +69,47 @@ def test_the_bits_of_a_loop_that_keeps_its_moments_so(
 @pytest.mark.parametrize("state", [{}, {"backend": "bulk"}, STREAM, {**STREAM, "update": "next_forward"}])
 def test_large_tensors_whole_and_cut(state: dict[str, Any], kind: tuple[str, str]) -> None:
     by_hand({**state, "moments": kind[0], "moments_rounding": kind[1]}, steps=6, lr=1e-2, betas=(0.9, 0.999))
+
+
+@pytest.mark.parametrize(
+    ("block", "noise"),
+    [
+        *((1, noise) for noise in ("none", "window", "jumps", "listed")),
+        *((128, noise) for noise in ("none", "window", "jumps", "listed")),
+        *((64, "window"), (32, "none"), (16, "listed")),
+    ],
+)
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, None])
+def test_one_kernel_decodes_updates_and_encodes(
+    block: int, noise: Any, weight: torch.dtype | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    twin, split_masters = adam_kernel.fused_kernel_on(DEVICE), weight == torch.bfloat16
+    assert twin is not None
+    flags = (True, True, False, False, False, True)  # decays, decoupled, maximize, rate on device, divided, multiplied
+    kinds = [
+        adam_kernel.Kind(DEVICE, gradient, weight, split_masters, amsgrad, weight is not None, *flags, block, noise)
+        for gradient, amsgrad in ((torch.bfloat16, False), (torch.float32, block in (1, 128)))
+    ]
+    assert all(adam_kernel.runs_in_one_pass(twin, kind) for kind in kinds), caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("state", [{"backend": "resident"}, STREAM, {**STREAM, "update": "overlap"}])
+def test_no_moment_is_coded_apart_from_its_update(
+    state: dict[str, Any], kind: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = lightstep.Strategy.load(
+        {"optimizer_state": {**state, "ring_mib": 64, "moments": kind[0], "moments_rounding": kind[1]}}
+    )
+    model = strategy.prepare_model(nn.Sequential(*[nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(8)]))
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    for step in range(5):
+        if step == 2:
+            refused = lambda *_: pytest.fail("moments were coded apart from the update")  # noqa: E731
+            monkeypatch.setattr(segment.Segment, "_decoded_row", refused)
+        set_gradients(model)
+        assert optimizer.step()
+    optimizer.synchronize()
 
 
 @pytest.mark.parametrize("kind", KINDS)

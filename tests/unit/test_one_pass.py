@@ -86,21 +86,45 @@ def test_lanes_with_random_delays(update: str, one_pass_on_cpu: Counter[str], mo
 
 
 @pytest.mark.parametrize("backend", ["resident", "bulk", "stream"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 def test_parameters_that_are_put_together_as_on_a_gpu(
-    backend: str, one_pass_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
+    backend: str, moments: str, one_pass_on_cpu: Counter[str], plans: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row of several, each with a fingerprint of its own."""
+    """One row of several, each with a fingerprint of its own. The plan is for that row, until its memory is freed."""
     monkeypatch.setattr(segment, "CPU_VECTOR", 1)
     monkeypatch.setattr(segment, "_FEW", 1)
-    tested = Training({"backend": backend})
+    rounding = {} if moments == "float32" else {"moments": moments, "moments_rounding": "stochastic"}
+    tested = Training({"backend": backend, **rounding})
     losses = tested.train(6)
     assert one_pass_on_cpu.total() > 0
+    planned = len(plans)
+    if backend != "bulk":  # whose slots exist during a step
+        losses += tested.train(2)
+        assert len(plans) == planned
+    tested.optimizer.release_device_memory()
+    losses += tested.train(2)
+    assert len(plans) > planned
     with monkeypatch.context() as apart:
         for module in (arithmetic, one_pass):
             apart.setattr(module, "fused_kernel_on", lambda device: None)
-        expected = Training({"backend": backend})
-        assert expected.train(6) == losses
+        expected = Training({"backend": backend, **rounding})
+        assert expected.train(8 if backend == "bulk" else 10) == losses
     assert_same(tested.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_nothing_is_decoded_or_encoded_by_itself(
+    moments: str, one_pass_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel does it. In the first update, which makes the state, torch's own step has fp32 moments."""
+    pair = ShortPair(*ADAMS["AdamW"], {"lr": 1e-3}, backend="resident", kind=(moments, "stochastic"))
+    pair.train(2)
+    with monkeypatch.context() as steady:
+        for name in ("_decoded_row", "_encode_entries"):
+            steady.setattr(segment.Segment, name, lambda *_: pytest.fail("moments were coded apart from the update"))
+        pair.train(3)
+    pair.resume()
+    assert one_pass_on_cpu[moments] > 0
 
 
 def test_classes_that_are_not_torchs_own_are_left_alone(one_pass_on_cpu: Counter[str]) -> None:
@@ -129,8 +153,7 @@ def test_a_kernel_with_other_bits_steps_aside(
         def update(batch: Any, *others: Any) -> None:
             twin.update(batch, *others)
             for memory in batch.memories:
-                exp_avg, _, _, weight, low, _ = memory.tensors
-                rows = {"exp_avg": exp_avg, "weight": weight, "low": low, "fingerprints": batch.fingerprints}
+                rows = {**memory.tensors._asdict(), "fingerprints": batch.fingerprints}
                 if (row := rows[wrong]) is not None:
                     row[row.numel() // 2].add_(1)
 
@@ -227,6 +250,7 @@ def test_moments_in_fewer_bits(
     pair.resume()
     pair.train(3)
     assert one_pass_on_cpu["split" if parameters == "bfloat16" else "whole"] > 0
+    assert one_pass_on_cpu[moments] > 0
 
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
