@@ -13,6 +13,8 @@ from lightstep.state.staging import MasterSplitter, WeightRow
 
 __all__ = ["ChecksummedWeights"]
 
+_SIGN = 1 << 31
+
 
 class ChecksummedWeights:
     """A splitter with CRC-32 as fingerprints.
@@ -33,6 +35,5 @@ class ChecksummedWeights:
         for weight, _, ranges, index in rows:
             codes: Any = weight.view(torch.int16).numpy()
             places += range(index, index + len(ranges))
-            sums += [crc32(codes[start:stop]) for start, stop in ranges]
-        found = torch.tensor(sums, dtype=torch.int64, device="cpu")
-        out[places] = found.to(torch.int32)  # keeps the low half
+            sums += [(crc32(codes[start:stop]) ^ _SIGN) - _SIGN for start, stop in ranges]  # as signed numbers
+        out[places] = torch.tensor(sums, dtype=torch.int32, device="cpu")
