@@ -22,6 +22,7 @@ from lightstep.plan.measure import cached_profile, measure_profile
 from lightstep.plan.memory import state_by_rules
 from lightstep.plan.model import LOSS_CHUNK, SHAPES, load_shape
 from lightstep.plan.planning import Planner, Workload, first_that_fits, is_plannable, not_planned, plans
+from lightstep.plan.relief import reliefs
 from lightstep.plan.report import draw, report
 from lightstep.plan.timing import Profile, find_profile, profile_here, with_own_memory
 from lightstep.presets import available_strategies, read_source
@@ -82,16 +83,20 @@ def _plan(options: PlanOptions) -> str:
         of_device, of_host = (None if gb is None else gb * 1e9 for gb in (options.gpu_memory, options.host_memory))
         return Planner(model, _workload(changed), profile, changed.gpus, of_device, of_host, optimizer)
 
-    made = plans(planner(options), configs, both=True)
+    chosen = planner(options)
+    made = plans(chosen, configs, both=True)
+    first = first_that_fits(made)
+    relief = [] if first is None else reliefs(first.strategy, configs[first.strategy], first, chosen)
     title = options.model if options.optimizer == "AdamW" else f"{options.model} with {options.optimizer}"
     if options.plot is not None:
         draw(title, made, options.plot)
     if options.as_json:
         given = {"model": options.model, "optimizer": options.optimizer, "profile": asdict(profile)}
-        values = {**given, "plans": [plan.values() for plan in made]}
+        changes = [{"change": change, **plan.values()} for change, plan in relief]
+        values = {**given, "plans": [plan.values() for plan in made], "relief": changes}
         return json.dumps(values, indent=2) + "\n"
     remedies = [] if any(plan.fits for plan in made) else _remedies(options, configs, planner)
-    return report(title, made, _workload(options), profile, remedies)
+    return report(title, made, _workload(options), profile, remedies, relief)
 
 
 def _workload(options: PlanOptions) -> Workload:

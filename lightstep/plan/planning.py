@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -156,6 +157,12 @@ class Planner:
         other = self._activations(not checkpointed, compute).peak if both else None
         by_layer = config.clipping.scope == "unit"
         return Plan(name, self._sizes.total, ranks, workload, held, time, clipped, other, by_layer, self._limit, reason)
+
+    def with_micro_batches(self, count: int) -> Planner:
+        """The same with another number of micro-batches in a step."""
+        other = copy.copy(self)
+        other._workload = replace(self._workload, micro_batches=count)
+        return other
 
     def _memory(self, config: StrategyConfig, seen: Activations) -> Memory:
         ranks, several, dtype = self.rank_count(config), self._workload.micro_batches > 1, config.precision.parameters

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightstep.plan.planning import Plan, Workload, first_that_fits
+from lightstep.plan.relief import Relief
 from lightstep.plan.timing import Profile
 
 if TYPE_CHECKING:
@@ -53,12 +54,18 @@ def peak_memory(device: torch.device) -> int:
 
 
 def report(
-    model: str, made: Sequence[Plan], workload: Workload, profile: Profile | None, remedies: Sequence[str] = ()
+    model: str,
+    made: Sequence[Plan],
+    workload: Workload,
+    profile: Profile | None,
+    remedies: Sequence[str] = (),
+    relief: Sequence[Relief] = (),
 ) -> str:
     """Tables of memory and time, the strategies that do not fit and why, and a recommendation.
 
     Args:
         remedies: what makes a strategy fit, if none of ``made`` does.
+        relief: what helps if the link limits the strategy that is recommended.
     """
     lines = [*_heading(model, made[0], workload, profile), "", *_memory_table(made), "", *_detail_table(made)]
     timed = any(plan.time is not None for plan in made)
@@ -70,7 +77,7 @@ def report(
         lines += ["", "Does not fit:"]
         for plan in refused:
             lines += _wrapped(f"{plan.strategy}: {plan.reason}", "  ")
-    lines += ["", *_advice(made, remedies)]
+    lines += ["", *_advice(made, remedies), *_relief_table(made, relief)]
     if profile is not None:
         lines += [line for source in profile.sources for line in _wrapped(source, "  ")]
     return "\n".join(lines) + "\n"
@@ -85,6 +92,27 @@ def _advice(made: Sequence[Plan], remedies: Sequence[str]) -> list[str]:
         return [f"None of these fits. {enough} is enough:", *(f"  {each}" for each in remedies)]
     advice = f"{'The fastest' if first.time else 'The first'} that fits: {first.strategy}"
     return _wrapped(f"{advice}, which clips each layer by its own norm" if first.clips_by_layer else advice, "")
+
+
+def _relief_table(made: Sequence[Plan], relief: Sequence[Relief]) -> list[str]:
+    first = first_that_fits(made)
+    if not relief or first is None:
+        return []
+    unit, name = _unit(made)
+    lines = [_row("ms per micro-batch", ("step", "exposed", f"{name}: peak", "host"), 11)]
+    for change, plan in (Relief("as it is", first), *relief):
+        assert plan.time is not None
+        times = (time / plan.workload.micro_batches for time in (plan.time.iteration, plan.time.exposed))
+        figures = [*(f"{time:,.0f}" if time >= 10 else f"{time:.1f}" for time in times)]
+        lines.append(_row(change, [*figures, *_figures((plan.memory.peak, plan.memory.host), unit)], 11))
+    hidden = [change for change, plan in relief if plan.time is not None and not plan.time.is_limited_by_link]
+    said = "The link limits it. Take the first of these that your run allows"
+    return [
+        *_wrapped(f"{said}; {hidden[0]} is enough." if hidden else f"{said}, or several.", ""),
+        "",
+        *lines,
+        "",
+    ]
 
 
 def _heading(model: str, plan: Plan, workload: Workload, profile: Profile | None) -> list[str]:

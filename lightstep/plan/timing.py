@@ -16,6 +16,10 @@ _TOTALS = {2: 4 * 37.188, 4: 8 * 23.082}
 """GB/s of a host's links together, both ways, by the number of GPUs: h200-x2-8b-16k.json, h200-x4-8b-16k.json."""
 
 
+_HIDDEN = 0.1
+"""The part of forward and backward by which copies may make an iteration longer and still count as hidden."""
+
+
 @dataclass(frozen=True)
 class Link:
     """The link between host and device.
@@ -155,15 +159,22 @@ class Time:
         compute: forward and backward.
         link: the copies, both directions at once.
         exposed: the part of the step that forward and backward do not hide.
+        update: the arithmetic of the step, which nothing hides.
     """
 
     compute: float
     link: float
     exposed: float
+    update: float = 0
 
     @property
     def iteration(self) -> float:
         return self.compute + self.exposed
+
+    @property
+    def is_limited_by_link(self) -> bool:
+        """Whether copies make the iteration longer by more than a small part."""
+        return self.exposed - self.update > _HIDDEN * self.compute
 
 
 def iteration_time(
@@ -184,7 +195,7 @@ def iteration_time(
     state = config.optimizer_state
     update = sizes.total / shard_count(config, ranks) / 1e9 * profile.update_ms
     if state.backend == "resident":
-        return Time(compute, 0, update)
+        return Time(compute, 0, update, update)
     link = memory.link / profile.link.each_way(ranks) / 1e6
     if state.update == "at_step":
         copies = link
@@ -192,7 +203,9 @@ def iteration_time(
         copies = _Units(sizes, one, link).end_of_updates() - one.backward
     else:
         copies = _Units(sizes, one, link).end_of_forward(updates_in_backward(config)) - one.forward
-    return Time(compute, link, max(update, copies))  # copies are hidden beside the computation, arithmetic is not
+    return Time(
+        compute, link, max(update, copies), update
+    )  # copies are hidden beside the computation, arithmetic is not
 
 
 class _Compute:

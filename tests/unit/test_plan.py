@@ -23,6 +23,7 @@ from lightstep.plan.cost import cost
 from lightstep.plan.memory import largest_unit, memory, shard_count, state_by_rules, state_of
 from lightstep.plan.model import SHAPES, load_shape, model_sizes, run_on_meta
 from lightstep.plan.planning import Planner, Workload, first_that_fits, plan_one, plans
+from lightstep.plan.relief import reliefs
 from lightstep.plan.report import report
 from lightstep.plan.timing import LINKS, PROFILES, find_profile, profile_here, profile_of_device
 from lightstep.presets import read_source
@@ -335,6 +336,31 @@ def test_the_parts_of_a_plan_are_in_its_json_and_its_tables() -> None:
     heads = [line.split() for line in lines if line.startswith(("GB per", "GB, buffers", "ms per"))]
     assert heads[1][2:] == ["ring", "previous", "gathered", "other", "spare", "no", "ckpt."]
     assert heads[2][3:] == ["step", "clipped", "compute", "link", "exposed", "link", "GB"]
+
+
+def test_where_the_link_limits_a_step_the_plan_says_what_helps() -> None:
+    """More accumulation, state on the device, bf16, int8: in this order."""
+    config, profile = Strategy.load("stream-overlap").config, find_profile("H100")
+    planner = Planner(load_shape("Llama-3.2-3B"), Workload(4096, checkpointed=True, loss_chunk=1024), profile, 1, 40e9)
+    plan = planner.plan("stream-overlap", config)
+    found = reliefs("stream-overlap", config, plan, planner)
+    changes = [change for change, _ in found]
+    assert changes[:3] == ["--micro-batches 2", "--micro-batches 4", "--micro-batches 8"]
+    assert changes[4:] == ["moments: bfloat16", "moments: int8"]
+    name, gib = changes[3].split(": ")
+    more = Strategy.load("stream-overlap", overrides={f"optimizer_state.{name}": float(gib) + 0.5}).config
+    assert not planner.plan("more", more).fits and found[3].plan.fits
+    for _, made in found:
+        assert plan.time is not None and made.time is not None
+        assert made.time.iteration / made.workload.micro_batches < plan.time.iteration
+    lines = report("3 B", [plan], planner._workload, profile, relief=found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split("  ")[0] for line in lines[lines.index("") :] if line.startswith(tuple(changes))] == changes
+    in_int8 = Strategy.load("stream-overlap", overrides={"optimizer_state.moments": "int8"}).config
+    smaller = planner.plan("int8", in_int8)
+    assert all(change.startswith(("--micro", "resident")) for change, _ in reliefs("int8", in_int8, smaller, planner))
+    long = Planner(load_shape("Llama-3.2-3B"), Workload(65_536, checkpointed=True, loss_chunk=1024), profile)
+    assert reliefs("stream-overlap", config, long.plan("stream-overlap", config), long) == []
 
 
 @pytest.mark.parametrize("layers", [2, 30])
