@@ -232,7 +232,7 @@ def test_another_model_is_refused_and_the_server_goes_on(server: RealServer) -> 
 def _faults(server: RealServer) -> Iterator[Faults]:
     server.kill()  # others have published, too
     server.start()
-    faults = Faults(server, make_model, limit=30.0, deltas=server.kind == "vllm")
+    faults = Faults(server, make_model, limit=30.0, short_limit=30.0, deltas=server.kind == "vllm")
     yield faults
     faults.close()
 

@@ -31,6 +31,6 @@ def _faults(request: pytest.FixtureRequest) -> Iterator[Faults]:
 
 @pytest.mark.parametrize("kind", ["of_trainers", "of_servers", "of_networks"])
 def test_never_is_half_a_set_served(faults: Faults, kind: str) -> None:
-    """A frozen server takes the time limit, so there are fewer of those."""
+    """A frozen server takes a time limit twice, so there are fewer of those."""
     outcome = getattr(faults, kind)(max(1, COUNT // 5) if kind == "of_networks" else COUNT)
     sys.stdout.write(f"{kind}: {outcome}\n")
