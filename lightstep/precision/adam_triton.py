@@ -59,45 +59,44 @@ def _store_moment(  # type: ignore[no-untyped-def]
     scales,
     signs,
     bits,
-    noise,
+    numbers,
+    updates,
+    window,
     place,
     row,
     inside,
     left,
     KEPT: tl.constexpr,
+    NOISY: tl.constexpr,
+    JUMPS: tl.constexpr,
+    SALT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keep the fp32 numbers with these bits; ``noise``: 16 bits for each, or ``None`` to round to nearest."""
+    """Keep the fp32 numbers with these bits."""
+    if NOISY:
+        start, inner, jump, skipped = window
+        a = mix(updates * -2048144777 + SALT)
+        noise = noise_of(numbers, place, inside, a, mix(a + -1028477379), start, inner, jump, skipped, JUMPS)
     if KEPT == 0:
         tl.store(codes + place, bits.to(tl.float32, bitcast=True), mask=inside)
     elif KEPT == 1:
-        if noise is None:
-            tl.store(codes + place, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
-        else:
+        if NOISY:
             is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
             code = tl.where(is_nan, (bits >> 16) | 0x40, (bits + noise) >> 16)
             tl.store(codes + place, code.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
-    else:
-        if noise is None:
-            up = tl.full(place.shape, 0.5, tl.float32)
         else:
+            tl.store(codes + place, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
+    else:
+        if NOISY:
             up = share_of_noise(noise)
+        else:
+            up = tl.full(place.shape, 0.5, tl.float32)
         code, scale = encode_rows(bits, up, signs is not None)
         tl.store(scales + row, scale.to(tl.float32, bitcast=True), mask=row * KEPT < left)
         if signs is not None:
             byte = tl.arange(0, BLOCK // 8)
             tl.store(signs + byte, sign_bytes(bits, BLOCK), mask=byte * 8 < left)
         tl.store(codes + place, code.to(tl.uint8), mask=inside)
-
-
-@triton.jit
-def _noise(numbers, place, inside, updates, salt, window, NOISY: tl.constexpr, JUMPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    if NOISY:
-        start, inner, jump, skipped = window
-        a = mix(updates * -2048144777 + salt)
-        return noise_of(numbers, place, inside, a, mix(a + -1028477379), start, inner, jump, skipped, JUMPS)
-    else:
-        return None
 
 
 @triton.jit
@@ -181,14 +180,46 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     if max_exp_avg_sq is not None:
         before = _load_moment(max_exp_avg_sq, max_scales, max_signs, place, row, inside, left, KEPT)
         largest = tl.where(before < v, v, before)
-        noise = _noise(numbers, place, inside, updates, MAX_SALT, window, NOISY, JUMPS)
         bits = largest.to(tl.int32, bitcast=True)
-        _store_moment(max_exp_avg_sq, max_scales, max_signs, bits, noise, place, row, inside, left, KEPT, BLOCK)
+        _store_moment(
+            max_exp_avg_sq,
+            max_scales,
+            max_signs,
+            bits,
+            numbers,
+            updates,
+            window,
+            place,
+            row,
+            inside,
+            left,
+            KEPT,
+            NOISY,
+            JUMPS,
+            MAX_SALT,
+            BLOCK,
+        )
     p = p - tl.div_rn(rate * m, tl.div_rn(tl.sqrt_rn(largest), root) + eps)
 
-    noise = _noise(numbers, place, inside, updates, SALT, window, NOISY, JUMPS)
     bits = m.to(tl.int32, bitcast=True)
-    _store_moment(exp_avg, scales, None, bits, noise, place, row, inside, left, KEPT, BLOCK)
+    _store_moment(
+        exp_avg,
+        scales,
+        None,
+        bits,
+        numbers,
+        updates,
+        window,
+        place,
+        row,
+        inside,
+        left,
+        KEPT,
+        NOISY,
+        JUMPS,
+        SALT,
+        BLOCK,
+    )
     second = v.to(tl.int32, bitcast=True)
     if low is not None:
         bits = p.to(tl.int32, bitcast=True)
@@ -206,8 +237,24 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: PLR0915
             rounded = p.to(weight.dtype.element_ty)
             tl.store(weight + place, rounded, mask=inside)
             add_to_mark(mark, rounded.to(tl.int16, bitcast=True).to(tl.int32), start + place, inside)
-    noise = _noise(numbers, place, inside, updates, SQ_SALT, window, NOISY, JUMPS)
-    _store_moment(exp_avg_sq, sq_scales, sq_signs, second, noise, place, row, inside, left, KEPT, BLOCK)
+    _store_moment(
+        exp_avg_sq,
+        sq_scales,
+        sq_signs,
+        second,
+        numbers,
+        updates,
+        window,
+        place,
+        row,
+        inside,
+        left,
+        KEPT,
+        NOISY,
+        JUMPS,
+        SQ_SALT,
+        BLOCK,
+    )
 
 
 @triton.jit(do_not_specialize=["length"])
