@@ -30,14 +30,16 @@ logger = logging.getLogger(__name__)
 
 LATEST, ENDED = "latest", "ended"
 
+_AFTERWARDS = "Training can continue; engines with incomplete weights wait for a complete set"
+
 _GRACE = 5.0
 """Seconds in which receivers report that their link broke. A receiver that does not is taken for dead."""
 
 _BROADCAST_SHARE = 0.9
 """The share of the timeout for one broadcast. The rest is for finding out which receiver failed."""
 
-_SHORTEST, _LONGEST = 0.001, 0.02
-"""Seconds between two polls, at first and at most."""
+_PAUSE = 0.005
+"""Seconds between two polls."""
 
 
 class MessageBoard:
@@ -51,6 +53,11 @@ class MessageBoard:
         number = store.add(f"lightstep/roles of rank {dist.get_rank()}", 1)
         self.store = dist.PrefixStore(f"lightstep/roles/{number}", store)
 
+    def end(self) -> None:
+        """Tell the receivers that no further weights will be sent."""
+        with contextlib.suppress(RuntimeError):
+            self.write(ENDED, True)
+
     def write(self, key: str, value: Any) -> None:
         """Set the key's value."""
         self.store.set(key, json.dumps(value))
@@ -61,33 +68,23 @@ class MessageBoard:
 
     def wait(self, key: str, deadline: float) -> Any:
         """Wait until the key is set, and return its value; ``None`` after ``deadline`` (in ``time.monotonic()``)."""
-        return self.poll(lambda: self.read(key), deadline)
+        return poll(lambda: self.read(key), deadline)
 
-    @staticmethod
-    def poll(read: Callable[[], Any], deadline: float) -> Any:
-        """Call ``read`` until it returns something else than ``None``, and return that; ``None`` after ``deadline``.
+    def open_link(self, number: int, rank: int, size: int, device: torch.device, timeout: float) -> WeightLink:
+        """The link of this number, whose members meet at this board's store."""
+        store = dist.PrefixStore(f"stores/{number}", self.store)
+        return WeightLink(number, store, rank, size, device, _BROADCAST_SHARE * timeout)
 
-        The store's own ``wait`` is not used: while it waits, it blocks Ctrl-C and the store's connection, which other
-        threads need (NCCL's for example), and it logs every timeout.
-        """
-        pause = _SHORTEST
-        while (found := read()) is None and time.monotonic() < deadline:
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
-        return found
 
-    def next_number(self) -> int:
-        """1, 2, 3, ...: a new number for each call on any rank."""
-        return int(self.store.add("numbers", 1))
+def poll(read: Callable[[], Any], deadline: float) -> Any:
+    """Call ``read`` until it returns something else than ``None``, and return that; ``None`` after ``deadline``.
 
-    def delete(self, *keys: str) -> None:
-        """Delete keys."""
-        for key in keys:
-            self.store.delete_key(key)
-
-    def store_for(self, name: str) -> dist.Store:
-        """A store for the rendezvous of a process group."""
-        return dist.PrefixStore(f"stores/{name}", self.store)
+    The store's own ``wait`` is not used: while it waits, it blocks Ctrl-C and the store's connection, which other
+    threads need (NCCL's for example), and it logs every timeout.
+    """
+    while (found := read()) is None and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+    return found
 
 
 class GroupTransport(WeightTransport):
@@ -113,9 +110,9 @@ class GroupTransport(WeightTransport):
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
         self._delete_old_messages()
         if self.receivers != self._next_receivers:
-            self._close_link()
+            self.close()
             self.receivers = self._next_receivers
-        self._set = self._board.next_number()
+        self._set = int(self._board.store.add("numbers", 1))
         offer = {
             "version": version,
             "receivers": list(self.receivers),
@@ -152,16 +149,14 @@ class GroupTransport(WeightTransport):
     def _open_link(self, replies: Sequence[dict[str, Any]]) -> None:
         """Open a new link, unless all members still have the last one."""
         if self._link is not None and any(reply["link"] != self._link.number for reply in replies):
-            self._close_link()
+            self.close()
         kind = link_device([device_id(self._device), *(reply["device"] for reply in replies)])
         number = self._set if self._link is None else self._link.number
         self._board.write(f"{self._set}/verdict", {"link": number, "device": kind})
         if self._link is None:
             device = torch.device("cpu") if kind == "cpu" else self._device
-            store = self._board.store_for(str(number))
             with self._diagnosing():
-                timeout = _BROADCAST_SHARE * self._timeout
-                self._link = WeightLink(number, store, 0, 1 + len(self.receivers), device, timeout)
+                self._link = self._board.open_link(number, 0, 1 + len(self.receivers), device, self._timeout)
 
     def send(self, bucket: Bucket) -> None:
         assert self._link is not None
@@ -175,41 +170,36 @@ class GroupTransport(WeightTransport):
         try:
             yield
         except RuntimeError as error:
-            self._close_link()
-            raise self._diagnose(error, min(latest, time.monotonic() + _GRACE)) from error
+            self.close()
+            self._refuse_failures(min(latest, time.monotonic() + _GRACE), is_broken=True)
+            raise WeightTransferError(f"the link broke: {error}. {_AFTERWARDS}") from error
 
-    def _diagnose(self, error: RuntimeError, deadline: float) -> WeightTransferError:
+    def _refuse_failures(self, deadline: float, is_broken: bool) -> None:
+        """Raise an error that names the receivers that have failed, or have not reported by ``deadline``.
+
+        Args:
+            is_broken: the link broke. Receivers that only report that have not failed.
+        """
         reports = self._answers("done", deadline)
-        failed = {rank: report["error"] for rank, report in reports.items() if report and report.get("own")}
+        errors = {rank: report for rank, report in reports.items() if report and "error" in report}
+        failed = {rank: report["error"] for rank, report in errors.items() if report["own"] or not is_broken}
         silent = [rank for rank, report in reports.items() if report is None]
         texts = [f"rollout rank {rank} failed: {text}" for rank, text in failed.items()]
         if silent:
             texts.append(f"rollout {_list_ranks(silent)} died or hangs")
-        what = "; ".join(texts) or f"the link broke: {error}"
-        return WeightTransferError(
-            f"{what}. Training can continue; engines with incomplete weights wait for a complete set",
-            [*failed, *silent],
-        )
+        if texts:
+            raise WeightTransferError(f"{'; '.join(texts)}. {_AFTERWARDS}", [*failed, *silent])
 
     def finish(self) -> None:
-        reports = self._answers("done", time.monotonic() + self._timeout)
-        failed = [rank for rank, report in reports.items() if report is None or "error" in report]
-        if failed:
-            texts = [f"rollout rank {rank}: {(reports[rank] or {}).get('error', 'no answer')}" for rank in failed]
-            raise WeightTransferError(f"not all rollout workers have the complete set: {'; '.join(texts)}", failed)
+        self._refuse_failures(time.monotonic() + self._timeout, is_broken=False)
 
     def abort(self, reason: str) -> None:
-        self._close_link()
+        self.close()
         with contextlib.suppress(RuntimeError):
             self._board.write(f"{self._set}/verdict", {"abort": reason})
 
     def close(self) -> None:
-        """Tell the receivers that no further weights will be sent."""
-        self._close_link()
-        with contextlib.suppress(RuntimeError):
-            self._board.write(ENDED, True)
-
-    def _close_link(self) -> None:
+        """Close the link."""
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -218,8 +208,9 @@ class GroupTransport(WeightTransport):
         """Delete the messages of the set before the last one: receivers may still read those of the last one."""
         old = self._set - 1
         if old > 0:
-            receivers_keys = [f"{old}/{what}/{rank}" for rank in self.receivers for what in ("reply", "done")]
-            self._board.delete(f"{old}/offer", f"{old}/verdict", *receivers_keys)
+            answers = [f"{what}/{rank}" for rank in self.receivers for what in ("reply", "done")]
+            for key in ("offer", "verdict", *answers):
+                self._board.store.delete_key(f"{old}/{key}")
 
 
 class GroupReceiver:
@@ -246,7 +237,7 @@ class GroupReceiver:
 
     def _receive(self, engine: RolloutEngine, wait: bool, deadline: float) -> int | None:
         while True:
-            offer = self._board.poll(self._next_offer, deadline) if wait else self._next_offer()
+            offer = poll(self._next_offer, deadline) if wait else self._next_offer()
             if offer is None and wait:
                 raise WeightTransferError(
                     "no weights were published in time; the engine still has its previous weights. Wait for longer "
@@ -327,11 +318,9 @@ class GroupReceiver:
         number = verdict["link"]
         if self._link is None or self._link.number != number:
             self.close()
-            rank = 1 + offer["receivers"].index(self._rank)
-            store = self._board.store_for(str(number))
+            rank, size = 1 + offer["receivers"].index(self._rank), 1 + len(offer["receivers"])
             device = torch.device("cpu") if verdict["device"] == "cpu" else device
-            size = 1 + len(offer["receivers"])
-            self._link = WeightLink(number, store, rank, size, device, _BROADCAST_SHARE * self._timeout)
+            self._link = self._board.open_link(number, rank, size, device, self._timeout)
         return self._link
 
     def _reason(self, error: RuntimeError) -> str:

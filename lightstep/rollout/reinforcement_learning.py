@@ -224,11 +224,11 @@ class ReinforcementLearning:
 
     def _close(self) -> None:
         if self._board is not None and initialized():
+            for end in (self._transport, self._receiver):
+                if end is not None:
+                    end.close()
             if self._roles.own_role == "trainer" and self._roles.rank == 0:
-                self._transport = self._transport or GroupTransport(self._board, (), torch.device("cpu"), self._timeout)
-                self._transport.close()
-            if self._receiver is not None:
-                self._receiver.close()
+                self._board.end()
         if self._servers is not None:
             self._servers.close()
         self._transport = self._receiver = self._board = self._servers = self._publisher = None
