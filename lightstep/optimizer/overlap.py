@@ -349,7 +349,7 @@ class SpeculativeUpdates(EarlyUpdates):
             return False
         if not speculation.values.matches(groups):
             self.roll_back("hyper-parameters were changed")
-        elif not (all(item.updated for item in gradients) and speculation.used.are_in(gradients)):
+        elif [item for item in gradients if not item.updated] or not speculation.used.are_in(gradients):
             self.roll_back("gradients were changed")
         elif self._weights_were_written(speculation) or not adopt_writes(gradients, speculation.used):
             self.roll_back("weights were written to")
@@ -372,7 +372,7 @@ class SpeculativeUpdates(EarlyUpdates):
         (update,) = updates
         update.values, speculation.update = speculation.values, update
         update.drop_gradients(update.elsewhere)
-        refuse_older_graphs(item for item in update.gradients if item not in speculation.used)
+        refuse_older_graphs([item for item in update.gradients if item not in speculation.used])
         update.note_versions()
         with self._queue.aborting("the update under way"):
             self._queue.wait_for_caller()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,42 +45,35 @@ class Checksums:
             out: int32, one element for each gradient.
         """
         codes = [gradient.contiguous().view(-1).view(torch.int16) for gradient in gradients]
-        self._splitter.fingerprint_rows([(row, 0, [(0, row.numel())], i) for i, row in enumerate(codes)], out)
+        self._splitter.fingerprint_rows([(row, 0, [(0, row.shape[0])], i) for i, row in enumerate(codes)], out)
 
 
-class UsedGradients:
-    """The gradients that speculative updates use, and whether somebody writes to them afterwards.
+class UsedGradients(dict[Managed, tuple[Tensor, int]]):
+    """The gradients that speculative updates use, with their versions, and whether somebody writes to them afterwards.
 
     Most writes increment the tensor's version. Those through ``p.grad.data``, or by kernels of other libraries, do not:
     the checksums show them.
     """
 
     def __init__(self, checksums: Checksums) -> None:
+        super().__init__()
         self._checksums = checksums
-        self._used: dict[Managed, tuple[Tensor, int]] = {}
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._used
-
-    def __iter__(self) -> Iterator[Managed]:
-        return iter(self._used)
 
     def add(self, gradients: Gradients) -> list[Managed]:
         """Remember these gradients; returns the parameters whose gradients have not been used before.
 
         On a device the checksums are queued on the current stream.
         """
-        new = [item for item in gradients if item not in self._used]
-        first = len(self._used)
-        for item in new:
-            self._used[item] = gradients[item], gradients[item]._version
+        new = [item for item in gradients if item not in self]
+        first = len(self)
+        self.update({item: (gradients[item], gradients[item]._version) for item in new})
         if new:
             self._checksums.write([gradients[item] for item in new], self._checksums.then[first : first + len(new)])
         return new
 
     def are_in(self, gradients: Gradients) -> bool:
         """Whether these are the same tensors, with the same versions."""
-        for item, (then, version) in self._used.items():
+        for item, (then, version) in self.items():
             if item not in gradients or then._version != version:
                 return False
             now = gradients[item]
@@ -90,14 +83,11 @@ class UsedGradients:
 
     def checksums(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
         """The checksums of these gradients now, and when they were used: int32 ``[n]``. Called once in a step."""
-        count = len(self._used)
+        count = len(self)
         now, then = self._checksums.now[:count], self._checksums.then[:count]
         if count:
-            self._checksums.write([gradients[item] for item in self._used], now)
+            self._checksums.write([gradients[item] for item in self], now)
         return now, then
-
-    def clear(self) -> None:
-        self._used.clear()
 
 
 class Speculation:

@@ -142,7 +142,10 @@ class GradientAccumulator:
         self._sums.complete()
         self._collected = list(parameters)
         totals = self._sums.totals()
-        return [self._total(p, totals[p]) if p in totals else self._checked(p) for p in parameters]
+        checked = _local if self._reduction is None else self._checked
+        if not totals:
+            return [checked(p) for p in parameters]
+        return [self._total(p, totals[p]) if p in totals else checked(p) for p in parameters]
 
     def consume(self) -> None:
         """Remove what was collected last."""
@@ -153,7 +156,7 @@ class GradientAccumulator:
     def peek(self, parameter: Tensor) -> Tensor | None:
         """:meth:`collect` for one parameter whose gradient is complete while backward continues."""
         self._sums.complete([parameter])
-        return self._checked(parameter)
+        return _local(parameter) if self._reduction is None else self._checked(parameter)
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """:meth:`peek`, and remove the gradient."""
@@ -171,9 +174,8 @@ class GradientAccumulator:
         return reduced if extra is None else reduced + extra
 
     def _checked(self, parameter: Tensor) -> Tensor | None:
-        """``p.grad``, checked."""
-        if self._reduction is not None:
-            self._refuse_unreduced(parameter)
+        """The local shard of ``p.grad``, which must have been reduced."""
+        self._refuse_unreduced(parameter)
         return _local(parameter)
 
     def _refuse_unreduced(self, parameter: Tensor) -> None:

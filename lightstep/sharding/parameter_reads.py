@@ -158,10 +158,6 @@ class AwaitedParameters(dict[str, "nn.Parameter | None"]):
         self.updates: list[DeferredUpdates] = []
         self.steps = -1
 
-    def unawaited(self) -> list[nn.Parameter]:
-        """The parameters, without waiting."""
-        return [parameter for parameter in super().values() if parameter is not None]
-
     def _wait(self) -> None:
         if torch.compiler.is_dynamo_compiling():  # first: dynamo guards on everything that is read
             return
@@ -240,7 +236,7 @@ def awaited(modules: Iterable[nn.Module]) -> list[AwaitedParameters]:
 
 def updates_of(modules: Iterable[AwaitedParameters]) -> list[DeferredUpdates]:
     """All updates that these modules' parameters may wait for."""
-    return list(dict.fromkeys(updates for own in modules for updates in own.updates))
+    return list(dict.fromkeys([updates for own in modules for updates in own.updates]))
 
 
 def wait_for(modules: Iterable[AwaitedParameters], shards: Collection[Tensor] | None = None) -> None:
@@ -254,7 +250,8 @@ def wait_for(modules: Iterable[AwaitedParameters], shards: Collection[Tensor] | 
     stale = [own for own in modules if own.steps != steps]
     if not stale:
         return
-    parameters = [p for own in stale for p in own.unawaited()] if shards is None else shards
+    # `dict.values`: without waiting
+    parameters = [p for own in stale for p in dict.values(own) if p is not None] if shards is None else shards
     for updates in updates_of(stale):
         updates.wait(parameters)
     for own in stale:

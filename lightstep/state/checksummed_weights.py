@@ -30,10 +30,9 @@ class ChecksummedWeights:
         self.fingerprint_rows([(weight, first, ranges, 0)], out)
 
     def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None:
-        places: list[int] = []
-        sums: list[int] = []
+        pieces: list[Any] = []
         for weight, _, ranges, index in rows:
-            codes: Any = weight.view(torch.int16).numpy()
-            places += range(index, index + len(ranges))
-            sums += [(crc32(codes[start:stop]) ^ _SIGN) - _SIGN for start, stop in ranges]  # as signed numbers
-        out[places] = torch.tensor(sums, dtype=torch.int32, device="cpu")
+            codes = (weight if weight.dtype is torch.int16 else weight.view(torch.int16)).numpy()
+            pieces += [(index + i, codes[start:stop]) for i, (start, stop) in enumerate(ranges)]
+        sums = [(crc32(codes) ^ _SIGN) - _SIGN for _, codes in pieces]  # as signed numbers
+        out[[place for place, _ in pieces]] = torch.tensor(sums, dtype=torch.int32, device="cpu")
