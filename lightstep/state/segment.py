@@ -235,12 +235,12 @@ class Segment(Run):
     def _join_master(
         self, views: Views, staging: Staging, splitter: MasterSplitter, initial: Mapping[Managed, Tensor]
     ) -> Tensor:
+        if self.coded:
+            self._state = self.state  # decoded: it holds the extra bits of masters
         if self.coding == "own":
             return self.weights(staging).view(self.shape)
         if not self.has_state:
             return self._initial_master(staging, initial)
-        if self.coded:
-            self._state = self.state  # it holds the extra bits of masters
         if self.coding == "whole":
             assert views.master is not None
             return views.master.view(self.shape)

@@ -16,6 +16,7 @@ from lightstep.precision import adam_batch, adam_kernel
 from lightstep.state import segment, staging, store
 from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair
+from tests.distributed.models import TinyTransformer
 from tests.one_pass_on_cpu import one_pass_fixture
 from tests.patience import PATIENCE
 from tests.reference.pair import EVERY_TIME, Pair, scale_for
@@ -25,6 +26,7 @@ from tests.unit.test_next_forward import Training, assert_same, small_cuts
 __all__ = ["one_pass_fixture", "small_cuts"]
 
 OVERFLOWS = (3, 6)
+WIDE = functools.partial(TinyTransformer, width=32)  # rows of blocks
 ADAMS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -94,9 +96,9 @@ def test_parameters_that_are_put_together_as_on_a_gpu(
     monkeypatch.setattr(segment, "CPU_VECTOR", 1)
     monkeypatch.setattr(segment, "_FEW", 1)
     rounding = {} if moments == "float32" else {"moments": moments, "moments_rounding": "stochastic"}
-    tested = Training({"backend": backend, **rounding})
+    tested = Training({"backend": backend, **rounding}, make=WIDE)
     losses = tested.train(6)
-    assert one_pass_on_cpu.total() > 0
+    assert one_pass_on_cpu["split" if moments == "float32" else moments] > 0
     planned = len(plans)
     if backend != "bulk":  # whose slots exist during a step
         losses += tested.train(2)
@@ -107,7 +109,7 @@ def test_parameters_that_are_put_together_as_on_a_gpu(
     with monkeypatch.context() as apart:
         for module in (arithmetic, one_pass):
             apart.setattr(module, "fused_kernel_on", lambda device: None)
-        expected = Training({"backend": backend, **rounding})
+        expected = Training({"backend": backend, **rounding}, make=WIDE)
         assert expected.train(8 if backend == "bulk" else 10) == losses
     assert_same(tested.snapshot(), expected.snapshot())
 
@@ -281,8 +283,16 @@ class LateEntry(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("large", [1 << 18, 48])
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "state", [{"backend": "resident"}, {"backend": "stream"}, {"backend": "stream", "moments": "int8"}]
+)
 def test_a_neighbour_that_needs_more_room_changes_nothing(
-    large: int, one_pass_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
+    large: int,
+    parameters: str,
+    state: dict[str, Any],
+    one_pass_on_cpu: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its record is arranged anew when the kernel has written to weights already."""
     monkeypatch.setattr(staging, "LARGE", large)
@@ -291,7 +301,7 @@ def test_a_neighbour_that_needs_more_room_changes_nothing(
         if not in_one_pass:
             for module in (arithmetic, one_pass):
                 monkeypatch.setattr(module, "fused_kernel_on", lambda device: None)
-        training = Training({"backend": "resident"})
+        training = Training(state, parameters, make=WIDE)
         names = dict(training.model.named_parameters())
         late = [p for name, p in names.items() if name.endswith("bias")]
         rest = [p for name, p in names.items() if not name.endswith("bias")]
@@ -306,7 +316,8 @@ def test_a_neighbour_that_needs_more_room_changes_nothing(
         states.append(training.snapshot())
     assert any(key.endswith("/late") for key in states[0])
     assert_same(*states)
-    assert one_pass_on_cpu["split"] > 0
+    assert one_pass_on_cpu["split" if parameters == "bfloat16" else "own"] > 0
+    assert (one_pass_on_cpu["int8"] > 0) == ("moments" in state)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
