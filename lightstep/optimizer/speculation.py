@@ -12,6 +12,7 @@ from torch import Tensor
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.queue import Job
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
+from lightstep.precision.adam_batch import Scaling
 from lightstep.precision.split import Splitter
 from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.schema import Managed, Unit
@@ -135,6 +136,7 @@ class Speculation:
         self.update: Update | None = None
         self._own_versions: dict[Managed, int] = {}  # versions of weights as our own updates left them
         self._no_overflow: Tensor | None = None
+        self._scalings: dict[torch.device, Scaling] = {}
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self.local or unit in self.shared
@@ -166,7 +168,8 @@ class Speculation:
         if self._no_overflow is None:
             device = next(iter(gradients.values())).device
             self._no_overflow = torch.zeros((), dtype=torch.float32, device=device)
-        return Update(gradients, self.divisor, self.factor, self._no_overflow, self.values, keep_gradients=True)
+        scaling = self.divisor, self.factor, self._no_overflow
+        return Update(gradients, *scaling, self.values, keep_gradients=True, scalings=self._scalings)
 
 
 class Commit(Job):

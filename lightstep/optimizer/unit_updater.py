@@ -34,6 +34,7 @@ class Update:
         elsewhere: the parameters that other replicas update and send.
         without_state: the parameters that had no state when the update was made.
         keep_gradients: the gradients must not be changed.
+        scalings: what :meth:`scaling_on` has made; updates with the same scaling share it.
     """
 
     gradients: Gradients
@@ -44,7 +45,7 @@ class Update:
     elsewhere: list[Managed] = field(init=False)
     without_state: list[Managed] = field(init=False)
     keep_gradients: bool = False
-    _scaling: dict[torch.device, Scaling] = field(default_factory=dict, repr=False)
+    scalings: dict[torch.device, Scaling] = field(default_factory=dict, repr=False)
     versions: dict[Managed, tuple[int, int]] = field(default_factory=dict)
     """Of gradient and weight, where the update is deferred: nobody else may write to them before it."""
 
@@ -54,11 +55,11 @@ class Update:
 
     def scaling_on(self, device: torch.device) -> Scaling:
         """Divisor, factor and overflow on a device: the same object for all units, which are updated in one lane."""
-        if device not in self._scaling:
+        if device not in self.scalings:
             divisor, factor = (None if value is None else value.to(device) for value in (self.divisor, self.factor))
             overflow = self.overflow.to(device)
-            self._scaling[device] = Scaling(divisor, factor, overflow, 1 - overflow)
-        return self._scaling[device]
+            self.scalings[device] = Scaling(divisor, factor, overflow, 1 - overflow)
+        return self.scalings[device]
 
     def note_versions(self) -> None:
         """From now on :meth:`refuse_written` finds gradients and weights that somebody else writes to."""

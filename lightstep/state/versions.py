@@ -114,7 +114,7 @@ class Version:
         """
         previous, self._segments = self.previous, segments
         place = slot.buffer[self.record.nbytes :] if previous.device is None else previous.device
-        _copy((previous.row(segment, place), segment.weights(staging)) for segment in segments)
+        _copy([(previous.row(segment, place), segment.weights(staging)) for segment in segments])
         self._place = place
         if previous.fingerprints is not None and fingerprints is not None:
             previous.fingerprints.copy_(fingerprints)
