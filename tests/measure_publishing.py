@@ -4,18 +4,22 @@ server is on the CPU, over gloo. A delta is what one step has changed.
 
 python -m tests.measure_publishing                      # 25 M parameters on the CPU, over gloo
 python -m tests.measure_publishing --llama-3b           # 3.2 B parameters, the shape of Llama-3.2-3B
+python -m tests.measure_publishing --vllm PYTHON        # to a real server, on the CPU; or --sglang
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,10 +27,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightstep import Strategy, VllmServer
+from lightstep import SglangServer, Strategy, VllmServer
 from lightstep.rollout import link as links
 from lightstep.strategy.base import Strategy as BaseStrategy
 from tests.rollout_servers import FakeVllm
+from tests.servers.test_real_servers import RealServer
 
 GIB = 2**30
 PIECE = 2**24
@@ -75,8 +80,38 @@ def serve(args: argparse.Namespace, pipe: Connection) -> None:
         pipe.send(digest(server.process.weights.items()))
 
 
+@contextlib.contextmanager
+def stand_in(args: argparse.Namespace) -> Iterator[tuple[str, Connection]]:
+    """Its URL, and what asks it for digests."""
+    processes = multiprocessing.get_context("spawn")
+    pipe, other = processes.Pipe()
+    server = processes.Process(target=serve, args=(args, other), daemon=True)
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "1" if torch.cuda.device_count() > 1 else ""}):
+        server.start()
+    yield pipe.recv(), pipe
+    pipe.send("end")
+    server.join()
+
+
+@contextlib.contextmanager
+def real_server(args: argparse.Namespace) -> Iterator[tuple[str, None]]:
+    """Its URL. It begins with other weights."""
+    kind = "vllm" if args.vllm else "sglang"
+    with tempfile.TemporaryDirectory() as folder:
+        model: Any = LlamaForCausalLM(make_model(args).config).bfloat16()
+        model.save_pretrained(Path(folder, "model"))
+        del model
+        server = RealServer(kind, args.vllm or args.sglang, Path(folder), ["--skip-tokenizer-init"])
+        server.start()
+        try:
+            yield server.url, None
+        finally:
+            server.kill()
+
+
 class Measurement:
     def __init__(self, args: argparse.Namespace, url: str) -> None:
+        self.client = SglangServer if args.sglang else VllmServer
         self.strategy: BaseStrategy = Strategy.load(args.strategy)
         torch.manual_seed(0)
         self.model = self.strategy.prepare_model(make_model(args))
@@ -98,12 +133,12 @@ class Measurement:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def row(self, lr: float, deltas: bool, steps: int, pipe: Connection) -> None:
+    def row(self, lr: float, deltas: bool, steps: int, pipe: Connection | None) -> None:
         """Publications that the loop does not wait for, with iterations meanwhile. Prints medians."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         backend = None if torch.cuda.device_count() > 1 else "gloo"
-        servers = VllmServer(self.url, timeout_s=120, backend=backend, deltas=deltas)
+        servers = self.client(self.url, timeout_s=120, backend=backend, deltas=deltas)
         for _ in range(2):  # connects the two, and page-locks memory
             self.strategy.publish_weights(self.model, servers, wait=False)
             self.strategy.wait_for_publication()
@@ -113,7 +148,7 @@ class Measurement:
             if deltas:  # to a set of one step before
                 self.strategy.publish_weights(self.model, servers)
             self.step()
-            expected = digest(self.model.named_parameters()) if number == 0 else None
+            expected = digest(self.model.named_parameters()) if number == 0 and pipe is not None else None
             begin = time.monotonic()
             self.strategy.publish_weights(self.model, servers, wait=False)
             calls.append(time.monotonic() - begin)
@@ -125,7 +160,7 @@ class Measurement:
             assert report is not None
             reports.append(report)
             meanwhile += [took / alone for began, took in iterations if began < begin + report.seconds]
-            if expected is not None:
+            if pipe is not None and expected is not None:
                 pipe.send("digest")
                 assert pipe.recv() == expected, "what arrived is not what was published"
         servers.close()
@@ -136,7 +171,7 @@ class Measurement:
             f"({size / reports[0].whole_nbytes:.1%}) in {seconds:.2f} s ({size / seconds / 1e9:.2f} GB/s); the loop "
             f"waited {call:.1f} ms, its stream too {copy:.1f} ms; an iteration takes {alone * 1e3:.0f} ms, and "
             f"{statistics.mean(meanwhile):.3f} of that meanwhile ({len(meanwhile)} iterations: median "
-            f"{statistics.median(meanwhile):.3f}, longest {max(meanwhile):.3f}); bits equal"
+            f"{statistics.median(meanwhile):.3f}, longest {max(meanwhile):.3f}){'' if pipe is None else '; bits equal'}"
         )
 
 
@@ -174,25 +209,21 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=8, help="while a set is on its way")
     parser.add_argument("--steps", type=int, default=5, help="publications of each kind")
     parser.add_argument("--rows", type=int, default=len(ROWS), help="only so many")
+    parser.add_argument("--vllm", help="the interpreter of a real server")
+    parser.add_argument("--sglang", help="the same, for whole sets")
     parser.add_argument("--channels", type=int, default=links.CHANNELS, help="of NCCL, at most")
     args = parser.parse_args()
     torch.set_num_threads(2)
     links.CHANNELS = args.channels
-    processes = multiprocessing.get_context("spawn")
-    pipe, other = processes.Pipe()
-    server = processes.Process(target=serve, args=(args, other), daemon=True)
-    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "1" if torch.cuda.device_count() > 1 else ""}):
-        server.start()
-    measurement = Measurement(args, pipe.recv())
-    count = sum(p.numel() for p in measurement.model.parameters()) / 1e6
-    for _ in range(3):
-        measurement.step()
-    say(f"{count:.0f} M parameters, {args.strategy}; {link(measurement.device)}")
-    for lr, deltas in ROWS[: args.rows]:
-        measurement.row(lr, deltas, args.steps, pipe)
-    measurement.strategy.close()
-    pipe.send("end")
-    server.join()
+    with (real_server if args.vllm or args.sglang else stand_in)(args) as (url, pipe):
+        measurement = Measurement(args, url)
+        count = sum(p.numel() for p in measurement.model.parameters()) / 1e6
+        for _ in range(3):
+            measurement.step()
+        say(f"{count:.0f} M parameters, {args.strategy}; {link(measurement.device)}")
+        for lr, deltas in ROWS[: 1 if args.sglang else args.rows]:
+            measurement.row(lr, deltas, args.steps, pipe)
+        measurement.strategy.close()
 
 
 if __name__ == "__main__":

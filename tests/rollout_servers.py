@@ -40,6 +40,10 @@ class Refusal(Exception):
         self.status = status
 
 
+class OnlyTheLast(Refusal):
+    """Of several workers the last one has failed."""
+
+
 @dataclass
 class Process:
     """What is lost with a server's process.
@@ -96,6 +100,7 @@ class FakeServer:
         self.calls: list[str] = []
         self.before: Callable[[str], object] = lambda path: None
         self._links: dict[str, list[WeightLink]] = {}  # of each worker, by group
+        self._unread: list[Exception | None] = []  # answers of the second worker
         self._http = self._start(0)
 
     @property
@@ -152,7 +157,7 @@ class FakeServer:
         """A new process on the same port."""
         port = self.port
         self.kill()
-        self.process = Process(_copied(weights))
+        self.process, self._unread = Process(_copied(weights)), []
         self._http = self._start(port)
 
     def answer(self, process: Process, path: str, payload: dict[str, Any]) -> Any:
@@ -248,8 +253,27 @@ class FakeVllm(FakeServer):
         }
         if path not in acts:
             raise Refusal(404, "Not Found")
-        acts[path]()
+        self._together(acts[path])
         return {}
+
+    def _together(self, act: Callable[[], object]) -> None:
+        """Each worker answers. After the first one's error vLLM does not read the others' answers before the next call
+        does."""
+        error: Exception | None = None
+        try:
+            act()
+        except Exception as caught:
+            error = caught
+        if self.workers == 1:
+            if error is not None:
+                raise error
+            return
+        self._unread.append(error)
+        if isinstance(error, OnlyTheLast):
+            error = None
+        read = None if error is not None else self._unread.pop(0)
+        if error is not None or read is not None:
+            raise error or read  # type: ignore[misc]
 
     def _init(self, place: dict[str, Any]) -> None:
         self.leave("only")
@@ -260,11 +284,14 @@ class FakeVllm(FakeServer):
         infos = infos_of(info, "dtype_names")
         place = Place(**{key: value for key, value in info.items() if key in Place.__dataclass_fields__})
         if info.get("check_only"):
-            process.updating = False  # what an error leaves behind
-            if place.base:
-                process.held.refuse_other_base(place.base)
-            else:
-                refuse_other_names(infos, process.weights, "the server")
+            process.updating = self.workers > 1  # what an error of the last worker leaves behind
+            try:
+                if place.base:
+                    process.held.refuse_other_base(place.base)
+                else:
+                    refuse_other_names(infos, process.weights, "the server")
+            except RuntimeError as error:
+                raise OnlyTheLast(500, str(error)) from error
             process.updating = True
             return
         assert process.paused, "a request now would end the engine"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import urllib.error
@@ -21,6 +20,9 @@ from lightstep.rollout.transport import Bucket, WeightInfo, WeightTransferError
 __all__ = ["NoAnswer", "Pause", "Server", "Sglang", "Vllm", "VllmNccl"]
 
 Pause = Literal["wait", "keep", "abort"]
+
+_PASSED, _TRIES = 5, 20
+"""Calls of vLLM that pass one after the other, and how many are made at most."""
 
 _QUICK = 10.0
 """Seconds for a question to a server that may be gone."""
@@ -118,8 +120,8 @@ class Server(ABC):
         """All of the set has been loaded."""
 
     @abstractmethod
-    def give_up(self) -> None:
-        """The set that was started last will not be completed. Another one may be started."""
+    def settle(self) -> None:
+        """Make ready for a set, whatever a trainer has left that died in the middle of one. Requests go on."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -189,15 +191,20 @@ class Vllm(Server):
         self._call(self._posting("/shutdown_weight_transfer_engine", {}), self._quick)
 
     def check(self, infos: Sequence[WeightInfo]) -> None:
-        self.post("/start_weight_update")
-        self.post("/update_weights", update_info={**_described(infos), "check_only": True})  # an error ends the update
+        self._start_anew()
+        try:
+            self.post("/update_weights", update_info={**_described(infos), "check_only": True})
+        except WeightTransferError as error:
+            if not isinstance(error, NoAnswer):
+                self._try("/finish_weight_update")  # one worker has refused, and the others have begun
+            raise
         self.post("/finish_weight_update")
 
     def pause(self, how: Pause) -> None:
         self.post(f"/pause?mode={self.pauses[how]}")
 
     def start(self) -> None:
-        self.post("/start_weight_update")
+        self._start_anew()
 
     def update(self, infos: Sequence[WeightInfo], group: str, keeping: Mapping[str, Any]) -> None:
         self.post("/update_weights", update_info={**_described(infos), **keeping})
@@ -210,8 +217,7 @@ class Vllm(Server):
         except NoAnswer:
             raise
         except WeightTransferError:  # whatever it is, a whole set is right
-            with contextlib.suppress(WeightTransferError):
-                self.give_up()
+            self._try("/finish_weight_update")
             return False
         return True
 
@@ -219,8 +225,31 @@ class Vllm(Server):
         self.post("/finish_weight_update", weight_version=str(version))
         self.post("/reset_prefix_cache")
 
-    def give_up(self) -> None:
-        self.post("/finish_weight_update")
+    def settle(self) -> None:
+        """After an error of several workers vLLM reads only the first one's answer, and takes each of the others' for
+        that of a later call. So this calls what does no harm until no error comes any more."""
+        passed = 0 if self.workers() > 1 else _PASSED
+        for _ in range(_TRIES):
+            if passed < _PASSED:
+                passed = passed + 1 if self._try("/shutdown_weight_transfer_engine") else 0
+
+    def _start_anew(self) -> None:
+        """Start a set, and end one that is open."""
+        for _ in range(_TRIES):
+            if self._try("/start_weight_update"):
+                return
+            self._try("/finish_weight_update")
+        self.post("/start_weight_update")
+
+    def _try(self, path: str) -> bool:
+        """Whether the server takes the call."""
+        try:
+            self.post(path)
+        except NoAnswer:
+            raise
+        except WeightTransferError:
+            return False
+        return True
 
     def resume(self) -> None:
         self.post("/resume")
@@ -316,8 +345,13 @@ class Sglang(Server):
         self.post("/end_weight_update")
         self.post("/update_weight_version", new_version=str(version), abort_all_requests=False)
 
-    def give_up(self) -> None:
-        self.post("/end_weight_update")
+    def settle(self) -> None:
+        try:
+            self.post("/end_weight_update")
+        except NoAnswer:
+            raise
+        except WeightTransferError:
+            pass  # nothing is open
 
     def resume(self) -> None:
         self.post("/continue_generation")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightstep.rollout.link import WeightLink
-from lightstep.rollout.server_protocols import NoAnswer, Pause, Server, Sglang, Vllm, VllmNccl
+from lightstep.rollout.server_protocols import Pause, Server, Sglang, Vllm, VllmNccl
 from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo, WeightTransferError, WeightTransport
 
 __all__ = ["ServerTransport", "SglangServer", "VllmNcclServer", "VllmServer"]
@@ -131,19 +131,15 @@ class ServerTransport(WeightTransport):
             self._disconnect()
             self._servers = self._next_servers
         self._on_all(lambda server: server.refuse_other_versions())  # also finds those that are gone
-        self.accepts_deltas = bool(self._base) and all(self._on_all(lambda server: server.holds(self._base, infos)))
-        is_foreign = bool(self._base) and not self.accepts_deltas  # some server has another set
-        if self._link is not None and (is_foreign or not self._all_know_the_last_version()):
+        known = (bool(self._base) or self._link is not None) and self._all_know_the_last_version()
+        holds = known and bool(self._base) and all(self._on_all(lambda server: server.holds(self._base, infos)))
+        self.accepts_deltas = holds
+        if self._link is not None and (not known or (self._base and not holds)):
             self._disconnect()
         if self._link is None:
+            self._on_all(lambda server: server.settle())
             self._connect()
         self._version = version
-        try:
-            self._on_all(lambda server: server.give_up())
-        except NoAnswer:
-            raise
-        except WeightTransferError:
-            pass  # nothing is open, unless a trainer died in the middle of a set
         if self._checks:
             self._on_all(lambda server: server.check(infos))
         self._buckets_left = len(buckets)

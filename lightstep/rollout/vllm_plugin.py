@@ -105,6 +105,9 @@ class ProcessGroupEngine(WeightTransferEngine):
     def receive_weights(self, update_info: BucketInfo) -> None:
         infos = update_info.infos
         if update_info.check_only:
+            parallel = self.parallel_config
+            if parallel.rank < parallel.world_size - 1:
+                return  # all have the same names; vLLM loses count of answers after an error of several workers
             if update_info.base:
                 self._held.refuse_other_base(update_info.base)
             else:

@@ -1,7 +1,8 @@
 """Real servers of vLLM and SGLang: ``make test-servers VLLM_PYTHON=... SGLANG_PYTHON=...``.
 
 Each variable names an interpreter in whose environment the server is installed, and lightstep beside vLLM. A server
-that is not named is left out. They run on CPUs, and start within a minute or two.
+that is not named is left out. They run on CPUs, and start within a minute or two. ``VLLM_WORKERS=2``: so many
+tensor-parallel ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,15 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lightstep import SglangFolder, SglangServer, Strategy, VllmServer, WeightTransferError
+from lightstep import SglangFolder, Strategy, WeightTransferError
 from lightstep.rollout.publication import PublishedWeights
+from lightstep.rollout.server_protocols import Pause
 from tests.ports import free_port
-from tests.rollout_faults import Faults
+from tests.rollout_faults import CLIENTS, Faults
 
 pytestmark = pytest.mark.timeout(1800)
 
+WORKERS = os.environ.get("VLLM_WORKERS", "1")
 COUNT = int(os.environ.get("ROLLOUT_FAULTS", "5"))
 
 PROMPT = [2, 3, 11, 4, 5, 12]
@@ -38,10 +42,15 @@ SGLANG = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
 
 
 class RealServer:
-    """A process that serves a tiny Llama."""
+    """A process that serves the Llama in ``folder/model``.
 
-    def __init__(self, kind: str, python: str, folder: Path) -> None:
+    Args:
+        options: of its command.
+    """
+
+    def __init__(self, kind: str, python: str, folder: Path, options: Sequence[str] = ()) -> None:
         self.kind, self._python, self._folder, self.port = kind, python, folder, free_port()
+        self._options = options
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -50,10 +59,12 @@ class RealServer:
         if self.kind == "vllm":
             command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", self.port]
             command += ["--served-model-name", "model", "--dtype", "bfloat16", "--max-model-len", 128]
+            command += ["--tensor-parallel-size", WORKERS]
             command += ["--enforce-eager", "--weight-transfer-config", '{"backend": "lightstep"}']
         else:
             command = [self._python, "-m", "sglang.launch_server", "--model-path", model, "--port", self.port]
             command += ["--device", "cpu", "--max-total-tokens", 4096, "--mem-fraction-static", 0.05]
+        command += self._options
         own = {**os.environ, **VLLM, **SGLANG, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             list(map(str, command)), env=own, stdout=log, stderr=log, start_new_session=True
@@ -97,16 +108,16 @@ class RealServer:
         except OSError:
             return None
 
-    def tokens(self, timeout: float = 60.0) -> list[int]:
+    def tokens(self, timeout: float = 60.0, count: int = 8) -> list[int]:
         """A greedy answer."""
         if self.kind == "vllm":
-            settings = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+            settings = {"max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
             return list(
                 self.ask("/v1/completions", timeout, model="model", prompt=PROMPT, **settings)["choices"][0][
                     "token_ids"
                 ]
             )
-        settings = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+        settings = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
         return list(self.ask("/generate", timeout, input_ids=PROMPT, sampling_params=settings)["output_ids"])
 
 
@@ -139,7 +150,7 @@ class Training:
         self.strategy = Strategy.load("stream", overrides={"roles.rollout": {"bucket_mib": 0.1}})
         self.model = self.strategy.prepare_model(make_model())
         self.optimizer = self.strategy.create_optimizer(self.model, lr=1e-2)
-        self.servers = {"vllm": VllmServer, "sglang": SglangServer}[server.kind](server.url, **settings)
+        self.servers = CLIENTS[server.kind](server.url, **settings)
 
     def step(self, lr: float = 1e-2) -> None:
         self.optimizer.param_groups[0]["lr"] = lr
@@ -215,6 +226,32 @@ def test_a_folder_brings_what_a_process_group_brings(server: RealServer, tmp_pat
     training.model.load_state_dict(kept)
     training.strategy.publish_weights(training.model, to=folder)
     assert server.checksums() == expected and server.tokens() == tokens
+    training.servers.close()
+
+
+@pytest.mark.parametrize("pause", ["wait", "keep", "abort"])
+def test_requests_that_run_meanwhile_are_answered(server: RealServer, pause: Pause) -> None:
+    """In full, unless they are aborted. Afterwards the answers are those of the new weights."""
+    if pause not in CLIENTS[server.kind].protocol.pauses:
+        pytest.skip(f"{server.kind} does not have {pause}")
+    training, count = Training(server, pause=pause), 100
+
+    def request() -> tuple[int, float]:
+        return len(server.tokens(count=count)), time.monotonic()
+
+    with ThreadPoolExecutor(4) as pool:
+        training.publish()
+        training.step()
+        running = [pool.submit(request) for _ in range(4)]
+        time.sleep(0.2)
+        begin = time.monotonic()
+        training.publish()
+        lengths, ends = zip(*(each.result() for each in running), strict=True)
+    assert max(ends) > begin, "nothing ran any more"
+    assert set(lengths) == {count} or (pause == "abort" and max(lengths) <= count)
+    tokens = server.tokens()
+    training.publish()
+    assert server.tokens() == tokens
     training.servers.close()
 
 

@@ -348,7 +348,7 @@ def test_a_strategy_file_asks_for_deltas() -> None:
 class _Base:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.device = model, torch.device("cpu")
-        self.parallel_config = types.SimpleNamespace(pipeline_parallel_size=1)
+        self.parallel_config = types.SimpleNamespace(pipeline_parallel_size=1, rank=0, world_size=1)
         self.model_config = types.SimpleNamespace(quantization=None)
 
 

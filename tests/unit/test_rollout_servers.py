@@ -19,7 +19,7 @@ from lightstep import ConfigError, SglangFolder, SglangServer, Strategy, VllmSer
 from lightstep.rollout import reinforcement_learning
 from lightstep.rollout.server_protocols import engine_names, refuse_other_names
 from lightstep.rollout.transport import WeightInfo
-from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, FakeVllmNccl, NcclOnCpu, Refusal
+from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, FakeVllmNccl, NcclOnCpu, Process, Refusal
 
 KINDS: dict[str, tuple[type[FakeServer], Any]] = {
     "vllm": (FakeVllm, VllmServer),
@@ -96,20 +96,20 @@ def test_every_worker_of_every_server_gets_every_version(kind: str, servers: int
 
 CONVERSATIONS = {
     "vllm": [
-        *("/version", "/get_world_size", "/init_weight_transfer_engine", "/finish_weight_update"),
+        *("/version", "/get_world_size", "/get_world_size", "/init_weight_transfer_engine"),
         *("/start_weight_update", "/update_weights", "/finish_weight_update"),  # the comparison of names
         *("/pause?mode=wait", "/start_weight_update"),
         *("/update_weights", "/update_weights", "/update_weights", "/finish_weight_update"),
         *("/reset_prefix_cache", "/resume"),
     ],
     "vllm-nccl": [
-        *("/version", "/get_world_size", "/init_weight_transfer_engine", "/finish_weight_update", "/weight_checker"),
+        *("/version", "/get_world_size", "/get_world_size", "/init_weight_transfer_engine", "/weight_checker"),
         *("/pause?mode=wait", "/start_weight_update"),
         *("/update_weights", "/update_weights", "/update_weights", "/finish_weight_update"),
         *("/reset_prefix_cache", "/resume"),
     ],
     "sglang": [
-        *("/server_info", "/server_info", "/init_weights_update_group", "/end_weight_update", "/weights_checker"),
+        *("/server_info", "/end_weight_update", "/server_info", "/init_weights_update_group", "/weights_checker"),
         *("/pause_generation", "/begin_weight_update", *["/update_weights_from_distributed"] * 3, "/end_weight_update"),
         *("/update_weight_version", "/continue_generation"),
     ],
@@ -271,6 +271,33 @@ def test_a_failed_bucket_leaves_the_server_paused_until_a_set_is_complete(
     assert server.process.paused and server.process.version == "1"
     training.step()  # training goes on
     assert training.publish() == 2 and training.serves("2")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "vllm-nccl"])
+def test_answers_that_vllm_has_not_read_do_no_harm(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers fail, and vLLM takes the second one's error for the answer to a later call."""
+    training = Training(kind, timeout_s=5.0, workers=2)
+    training.publish()
+    (server,) = training.fakes
+
+    update = server._update
+
+    def broken(process: Process, info: dict[str, Any]) -> None:
+        if info.get("check_only"):
+            update(process, info)
+            return
+        process.updating = False
+        raise Refusal(500, "no room")
+
+    for _ in range(3):
+        training.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "_update", broken)
+            with pytest.raises(WeightTransferError, match=r"no room"):
+                training.publish()
+        assert server.process.paused
+        assert training.serves(str(training.publish()))
+    training.close()
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
