@@ -252,6 +252,24 @@ class OptimizerState(_Frozen):
         return self
 
 
+class Weights(_Frozen):
+    """Where weights and gradients are while nobody works on them."""
+
+    placement: Literal["device", "host"] = "device"
+    device_mib: Annotated[float, Field(gt=0)] = 2048
+    """Placement host: device memory for weights and gradients that are brought ahead or may be needed again, in MiB;
+    what modules and updates work on counts, too."""
+
+    @model_validator(mode="after")
+    def _device_mib_has_an_effect(self) -> Weights:
+        if self.placement == "device" and self.device_mib != 2048:
+            raise ValueError(
+                f"device_mib {self.device_mib:g} is device memory for weights that rest on the host, and placement is "
+                "device; leave it out, or set placement: host"
+            )
+        return self
+
+
 class RolloutServers(_Frozen):
     """Servers that generate, and get the weights that are published."""
 
@@ -327,6 +345,7 @@ class StrategyConfig(_Frozen):
     precision: Precision = Precision()
     clipping: Clipping = Clipping()
     optimizer_state: OptimizerState = OptimizerState()
+    weights: Weights = Weights()
     roles: RolesConfig = RolesConfig()
 
     @model_validator(mode="after")
@@ -335,6 +354,17 @@ class StrategyConfig(_Frozen):
             raise ValueError(
                 "roles.rollout.mode async with sharding.kind deepspeed: DeepSpeed's engine takes all ranks; set "
                 "sharding.kind to fsdp2, ddp or single, or roles.rollout.mode to sync"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_on_the_host(self) -> StrategyConfig:
+        if self.weights.placement == "device":
+            return self
+        if self.sharding.kind != "single":
+            raise ValueError(
+                f"weights.placement host with sharding.kind {self.sharding.kind}: weights rest on the host for one "
+                "device so far; set sharding.kind: single, or placement: device"
             )
         return self
 

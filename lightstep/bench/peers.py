@@ -372,7 +372,7 @@ class Fsdp2Offload(Contender):
     arithmetic.
     """
 
-    name = "fsdp2-offload"
+    name = "torch-offload"
     about = "fully_shard(CPUOffloadPolicy), fp32 shards, bf16 compute, fused CPU AdamW; includes FSDP's own gathers"
     needs_group = True
 

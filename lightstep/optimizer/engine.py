@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.eager import eager_backward, no_grad_no_inference
 from lightstep.optimizer.group_values import GroupValues
+from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import InitialMasters, ManagedParameters, Places
 from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.queue import Factors, Queue, UpdateTime
@@ -34,6 +36,7 @@ from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.scaled_backward import ScaledBackward
+from lightstep.state.host_weights import HostWeights
 from lightstep.state.interrupts import uninterrupted
 from lightstep.state.schema import Managed
 from lightstep.state.store import Store
@@ -89,8 +92,10 @@ class Engine:
         update_time: UpdateTime,
         initial_masters: InitialMasters | None = None,
         moments: Moments | None = None,
+        host_weights: HostWeights | None = None,
     ) -> None:
         self.closed = True
+        self._host_weights = host_weights
         self.unreduced = False
         self.param_groups: list[dict[str, Any]] = []
         self.accumulating: bool | None = None
@@ -110,13 +115,20 @@ class Engine:
     def _build(self, backend: Store, reduce_float32: bool, places: Places | None) -> None:
         """Make the parts that are never saved."""
         self.backend = backend
-        self.gradients = GradientAccumulator(reduce_float32)
+        self.host_gradients = self._make_host_gradients(reduce_float32)
+        self.gradients = GradientAccumulator(reduce_float32, self.host_gradients)
         self.scaled_backward = ScaledBackward()
         self.managed = ManagedParameters(
-            self.classes, backend, self.master_weights, places, self._initial_masters, self.moments
+            self.classes,
+            backend,
+            self.master_weights,
+            places,
+            self._initial_masters,
+            self.moments,
+            self._host_weights,
         )
         self.broken = BrokenStep(self.managed, backend)
-        self.updater = UnitUpdater(self.classes, backend, self.broken, self.managed.record)
+        self.updater = UnitUpdater(self.classes, backend, self.broken, self.managed.record, self.host_gradients)
         self.queue = Queue(self.updater, backend, self.update_time)
         self.guard = self.queue.guard
         listeners = self.update_listeners  # not self: that would be a reference cycle
@@ -124,6 +136,26 @@ class Engine:
         self._scaling: Scaling | None = None
         self._measured: Measured | None = None
         self._used: list[Tensor] = []  # the parameters that had a gradient in the last step
+
+    def _make_host_gradients(self, float32: bool) -> HostGradients | None:
+        if self._host_weights is None:
+            return None
+        gradients, own = HostGradients(self._host_weights, float32), weakref.ref(self)
+
+        def measure(arrived: Sequence[tuple[Tensor, Tensor]]) -> None:
+            engine = own()
+            if engine is not None:
+                engine._measure_arrived(arrived)
+
+        gradients.on_arrival = measure
+        return gradients
+
+    def _measure_arrived(self, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Gradients (of parameters) are about to leave the device: their norms are taken now."""
+        if self._scaling is not None:
+            found = ((self.managed.get(parameter), gradient) for parameter, gradient in arrived)
+            known = {item: gradient for item, gradient in found if item is not None}
+            self._scaling.add_norms(known, self.loss_scale)
 
     # -- readers and other threads
 
@@ -229,6 +261,9 @@ class Engine:
         self.guard.trainer = threading.get_ident()
         self.wait_for_update()  # it may still read gradients from memory that the next ones will be written to
         self.watch_gradients()  # parameters may have been cast, frozen or unfrozen
+        if self._host_weights is not None:
+            self._host_weights.rest()
+            self.set_up()  # norms are measured in backward
         self.gradients.begin_backward()
         accumulates = self.accumulating is True and self._overflow_everywhere is True
         self.unreduced = self.unreduced or accumulates
@@ -297,7 +332,7 @@ class Engine:
         if gradient is not None:
             self._used.append(item.param)
         if gradient is not None and self._scaling is not None:
-            self._scaling.add_norm(item, gradient, self.loss_scale)
+            self._scaling.add_norms({item: gradient}, self.loss_scale)
         return gradient
 
     def make_layer_update(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
@@ -339,6 +374,8 @@ class Engine:
         if self.unreduced:
             self.gradients.drop_unreduced(p for group in self.param_groups for p in group["params"])
         self.gradients.clear()
+        if self.host_gradients is not None and self._scaling is not None:
+            self._scaling.reset_norms()
         self._measured, self.unreduced = None, False
         self.scaled_backward.clear()
         self.queue.drop_gradients()
@@ -376,7 +413,15 @@ class Engine:
                 scaled = self._scaling.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
                 self._start([Update(own, divisor, factor, overflow, values) for own, divisor, factor in scaled])
             self.loss_scale.update(overflow)
+            if self._host_weights is not None:
+                self._end_step(self._host_weights)
             return result
+
+    def _end_step(self, weights: HostWeights) -> None:
+        if self._scaling is not None:
+            self._scaling.reset_norms()
+        if not self.queue.pending:  # the caller may write to weights now
+            weights.forget_idle(fresh=True)
 
     def _start(self, updates: list[Update]) -> None:
         self.edits.outdate()
@@ -401,7 +446,7 @@ class Engine:
         assert self._scaling is not None
         self._refuse_late_edits()
         self.queue.complete(self)
-        if not self._scaling.has_norms:
+        if not self._scaling.stored_norms:
             _warn_no_gradients(self.managed)
         norm, overflow = self._scaling.total_norm(self.loss_scale)
         self.scaled_backward.clear()
@@ -429,6 +474,8 @@ class Engine:
         if self._measured is not None:
             return self._check_measured(self._measured)
         scaling, gradients = self._scaling, None
+        if self._host_weights is not None:
+            self._host_weights.rest()
         if self.queue.has_open_speculation:
             gradients = self._gradients_of_speculation()
         if gradients is None:
@@ -437,12 +484,24 @@ class Engine:
             _warn_no_gradients(self.managed)
         if scaling is None:
             return Measured({}, torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
+        if self.host_gradients is not None:
+            self._measure_left(self.host_gradients, scaling, gradients)
         return Measured(gradients, *scaling.norm(gradients, self.loss_scale))
 
     def _collect_gradients(self) -> Gradients:
         items = list(self.managed)
         found = zip(items, self.gradients.collect([item.param for item in items]), strict=True)
-        return unshared({item: gradient for item, gradient in found if gradient is not None})
+        present = {item: gradient for item, gradient in found if gradient is not None}
+        if self.host_gradients is not None:  # most are empty, and none is shared
+            return {item: gradient.to(item.local.device) for item, gradient in present.items()}
+        return unshared(present)
+
+    def _measure_left(self, host: HostGradients, scaling: Scaling, gradients: Gradients) -> None:
+        """Measure the norms of gradients that were on the host before there was a set-up, or that the user has set."""
+        for item, gradient in gradients.items():
+            if item not in scaling.stored_norms:
+                with host.holding({item.param: gradient}):
+                    scaling.add_norms({item: gradient}, self.loss_scale)
 
     def _gradients_of_speculation(self) -> Gradients | None:
         """All gradients, if the speculative updates may count."""

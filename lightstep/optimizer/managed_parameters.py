@@ -19,6 +19,7 @@ from lightstep.optimizer.state_edits import Edit
 from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.entries import equals_rounded, was_rounded_from
 from lightstep.state.host_copy_pool import HostCopyPool
+from lightstep.state.host_weights import HostWeights
 from lightstep.state.schema import Managed
 from lightstep.state.store import PinnedState, Store
 
@@ -41,6 +42,7 @@ class ManagedParameters:
         places: called at set-up for the name and layer of each parameter.
         initial_masters: called at set-up for the fp32 values (of the local shard) that a parameter was rounded from.
         moments: the dtype in which moments are kept.
+        weights: those that rest on the host.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class ManagedParameters:
         places: Places | None,
         initial_masters: InitialMasters | None = None,
         moments: Moments | None = None,
+        weights: HostWeights | None = None,
     ) -> None:
+        self._weights = weights
         self._classes = classes
         self._moments = moments or Moments()
         self._backend = backend
@@ -114,7 +118,7 @@ class ManagedParameters:
         self._classes.inspect_groups(groups)
         places = self.places()
         items = [self._items.get(p) or self._manage(p, group, places.get(p), i) for i, (p, group) in enumerate(listed)]
-        _refuse_shared_memory((item.name, item.local) for item in items)
+        _refuse_shared_memory((item.name, item.resting) for item in items)
         new = [item for item in items if item.param not in self._items]
         self._classes.prepare(items, groups)
         self._moments.set_up(items, self._classes)
@@ -140,7 +144,7 @@ class ManagedParameters:
         """The master starts from the fp32 values that the weight was rounded from, if they are known and still fit."""
         unrounded = None if self._initial_masters is None else self._initial_masters(item.param)
         master = self._loaded_masters.pop(item.param, unrounded)
-        if not item.own_master and master is not None and equals_rounded(item.local, master):
+        if not item.own_master and master is not None and equals_rounded(item.resting, master):
             self._backend.set_initial_master(item, master)
 
     def keep_initial_master(self, parameter: Tensor, master: Tensor) -> None:
@@ -171,13 +175,16 @@ class ManagedParameters:
         rows = self._classes.check_parameter(name, parameter, local, group)
         masters = self._master_weights and local.dtype != torch.float32
         layer = place.layer if place else None
-        return Managed(parameter, local, group, name, layer, own_master=not masters, rows=rows)
+        home = None if self._weights is None else self._weights.home_of(parameter)
+        if home is not None:
+            local = home.on_device
+        return Managed(parameter, local, group, name, layer, own_master=not masters, rows=rows, home=home)
 
     # -- masters follow the model
 
     def record(self, items: Iterable[Managed]) -> None:
         """Record that the optimizer has written the parameters (to ``item.local``, even if they have moved since)."""
-        self._watch.record([(item, item.local) for item in items])
+        self._watch.record([(item, item.version, item.resting.data_ptr()) for item in items])
 
     def covers(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether all parameters that the groups train are managed, and each is in the group that it was in."""
@@ -194,7 +201,7 @@ class ManagedParameters:
         tell."""
         items = list(items)
         found = dict(self._watch.touched(_with_locals(items)))
-        others = [item for item in items if item.local.device.type == "cpu" and item not in found]
+        others = [item for item in items if item.local.device.type == "cpu" and item.home is None and item not in found]
         return [*found, *self._backend.changed(others)]
 
     def adopt_writes(self, items: Iterable[Managed], used: Container[Managed]) -> bool:
@@ -225,12 +232,17 @@ class ManagedParameters:
         if moved:
             _refuse_shared_memory((item.name, local) for item, local in locals_now)
         for item, local in moved.items():
-            item.local = local.detach()
+            if item.home is None:
+                item.local = local.detach()
+            else:
+                item.home.group.adopt_replaced()
             if item.own_master:
                 self._backend.refresh(item)
         checked = dict(touched)
         self.record(checked)
-        suspects = [item for item, local in locals_now if local.device.type == "cpu" or item in checked]
+        suspects = [
+            item for item, local in locals_now if (local.device.type == "cpu" and item.home is None) or item in checked
+        ]
         for item in self._backend.changed(suspects) if suspects else ():
             self._backend.refresh(item)
         return converted
@@ -248,9 +260,7 @@ class ManagedParameters:
             ValueError: a parameter with state has got another shape; nothing has been changed then.
         """
         converted = [
-            item
-            for item, local in locals_now
-            if (local.shape, local.dtype, local.device) != (item.local.shape, item.local.dtype, item.local.device)
+            item for item, local in locals_now if (local.shape, local.dtype, local.device) != _form(item.resting)
         ]
         if not converted:
             return False
@@ -280,7 +290,10 @@ class ManagedParameters:
         """Rebuild all masters from the weights; ``True`` if some records were replaced."""
         converted = self._convert(groups, self._locals())
         for item in self:
-            item.local = local_tensor(item.param).detach()
+            if item.home is None:
+                item.local = local_tensor(item.param).detach()
+            else:
+                item.home.group.adopt_replaced()
             self._backend.refresh(item)
         self.record(self)
         return converted
@@ -305,9 +318,9 @@ class ManagedParameters:
         state has just been loaded and its weights come next.
         """
         local = local_tensor(item.param)
-        if local.device.type != "cpu" and not self._watch.touched([(item, local)]):
+        if (local.device.type != "cpu" or item.home is not None) and not self._watch.touched([(item, local)]):
             return False
-        if self._backend.compares_weights and local.data_ptr() == item.local.data_ptr():
+        if self._backend.compares_weights and local.data_ptr() == item.resting.data_ptr():
             return False  # the backend has compared them itself
         return not equals_rounded(local, master)
 
@@ -384,7 +397,7 @@ class ManagedParameters:
         order = [*(key for key in item.schema if key in entries), *sorted(entries.keys() - item.schema.keys())]
         local = {key: local_tensor(entries[key]) if isinstance(entries[key], Tensor) else entries[key] for key in order}
         if item.own_master and "master" in local:
-            item.local.copy_(local.pop("master"))
+            item.resting.copy_(local.pop("master"))
         if local and not item.updated:  # plain torch's state has no masters
             local = {**self._backend.entries(item), **local}
         self._moments.log_conversion(item, local)
@@ -437,9 +450,13 @@ def _as_parameter(item: Managed, value: Any) -> Any:
     return value
 
 
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 def _is_unmoved(item: Managed) -> bool:
-    local, known = local_tensor(item.param), item.local
-    same_form = (local.shape, local.dtype, local.device) == (known.shape, known.dtype, known.device)
+    local, known = local_tensor(item.param), item.resting
+    same_form = (local.shape, local.dtype, local.device) == _form(known)
     return same_form and local.data_ptr() == known.data_ptr()
 
 

@@ -26,6 +26,7 @@ from lightstep.optimizer.state_view import StateView
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.split import Splitter
 from lightstep.state.host_copy_pool import HostCopyPool
+from lightstep.state.host_weights import HostWeights
 from lightstep.state.schema import Managed
 from lightstep.state.store import PinnedState, Store
 
@@ -56,6 +57,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             rounded from, or ``None``. The master starts from them, unless the weight has changed since. With
             ``keep=True`` (state is saved before the set-up) it must return them again later.
         moments: the dtype in which moments are kept between updates; ``None``: fp32, as the class has them.
+        host_weights: the model's weights that rest on the host.
 
     Raises:
         TypeError: ``optimizer_class`` is not a usable optimizer class.
@@ -93,6 +95,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         update_time: UpdateTime = AT_STEP,
         initial_masters: InitialMasters | None = None,
         moments: Moments | None = None,
+        host_weights: HostWeights | None = None,
     ) -> None:
         classes = GroupClasses(optimizer_class, dict(hyperparameters or {}))
         self.engine = Engine(
@@ -109,6 +112,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             update_time=update_time,
             initial_masters=initial_masters,
             moments=moments,
+            host_weights=host_weights,
         )
         super().__init__(params, dict(classes.own.defaults))
         classes.own_is_used = any(group.get("optimizer_class") is None for group in self.param_groups)

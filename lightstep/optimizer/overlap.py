@@ -235,6 +235,7 @@ class SpeculativeUpdates(EarlyUpdates):
         if self._arrivals.count_layer(layer):
             units = self._arrivals.units_of[self._arrivals.batch_of[layer]]
             self._speculate(speculation, [unit for unit in reversed(units) if unit in speculation.local])
+            speculation.let_go(owner for unit in units for owner in unit.owners)
 
     def _speculate_shared(self, speculation: Speculation, flush: bool = False) -> None:
         """Update the next shared units whose layers are complete.
@@ -272,7 +273,7 @@ class SpeculativeUpdates(EarlyUpdates):
         self._queue.wait_for_caller()
         self._link_share.record_ready()
         for unit in units:
-            versions = {owner: owner.local._version for owner in unit.owners}
+            versions = {owner: owner.version for owner in unit.owners}
             compute.run(partial(speculation.run, self._updater, unit, update, versions))
             speculation.submitted.append(unit)
         compute.record(speculation.done)

@@ -543,4 +543,4 @@ def refuse_older_graphs(items: Iterable[Managed]) -> None:
     So autograd refuses a backward through a graph that has saved them, as it does after ``torch.optim``'s own step.
     Otherwise it would read them while they are updated.
     """
-    torch.autograd.graph.increment_version([item.local for item in items])
+    torch.autograd.graph.increment_version([item.local if item.home is None else item.param for item in items])

@@ -9,7 +9,7 @@ The norm is that of all gradients together, or with ``clip_layers`` that of each
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,24 +52,31 @@ class Scaling:
     ) -> None:
         self._managed = list(managed)
         self._norm_type, self._clip_layers = norm_type, clip_layers
-        self._global_norm = GradientNorm([item.param for item in self._managed], norm_type, everywhere)
+        self._global_norm = GradientNorm(_measured(self._managed), norm_type, everywhere)
         self._half = all(item.local.dtype == torch.float16 for item in self._managed)
         self.layers = group_by_layer(self._managed)
         by_layer = self.layers if clip_layers or layer_by_layer else []
         for number, layer in enumerate(by_layer):
             for item in layer:
                 item.norm_group = number
-        self._layer_norms = [GradientNorm([item.param for item in layer], norm_type, False) for layer in by_layer]
+        self._layer_norms = [GradientNorm(_measured(layer), norm_type, False) for layer in by_layer]
         self._norms: dict[Managed, Tensor] = {}
 
     # -- all gradients at once
 
     def norm(self, gradients: Gradients, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
         """The global norm of the gradients divided by the loss scale, and the overflow flag: 0-dim fp32."""
-        ordered = [gradients.get(item) for item in self._managed]
-        if loss_scale.is_identity:
-            return self._global_norm(ordered)
-        return self._combine(self._global_norm, self._tensor_norms(ordered, loss_scale), loss_scale)
+        return self._combine(self._global_norm, self._norms_of(self._managed, gradients, loss_scale), loss_scale)
+
+    def _norms_of(
+        self, items: Sequence[Managed], gradients: Gradients, loss_scale: LossScale
+    ) -> Sequence[Tensor | None]:
+        """Each parameter's own norm: one that has been stored, or that of its gradient."""
+        if not self._norms:
+            return self._tensor_norms([gradients.get(item) for item in items], loss_scale)
+        left = [item for item in items if item in gradients and item not in self._norms]
+        found = dict(zip(left, self._tensor_norms([gradients[item] for item in left], loss_scale), strict=True))
+        return [found.get(item, self._norms.get(item)) if item in gradients else None for item in items]
 
     def _tensor_norms(self, gradients: Sequence[Tensor | None], loss_scale: LossScale) -> Sequence[Tensor | None]:
         """Each gradient's own norm, for :meth:`_combine`."""
@@ -115,7 +122,7 @@ class Scaling:
             return [(gradients, *_factors(loss_scale, scale, coefficient))]
         found = []
         for layer, norm_of_layer in zip(self.layers, self._layer_norms, strict=True):
-            norms = self._tensor_norms([gradients.get(item) for item in layer], loss_scale)
+            norms = self._norms_of(layer, gradients, loss_scale)
             layer_norm = self._combine(norm_of_layer, norms, loss_scale)[0].to(scale.device)
             own = {item: gradients[item] for item in layer if item in gradients}
             found.append((own, *_factors(loss_scale, scale, clip_coefficient(layer_norm, max_norm))))
@@ -127,16 +134,17 @@ class Scaling:
         """Forget the norms of an earlier step."""
         self._norms.clear()
 
-    def add_norm(self, item: Managed, gradient: Tensor, loss_scale: LossScale) -> None:
-        """Store the norm of a gradient that will be freed before the end of the step."""
-        (norm,) = self._tensor_norms([gradient], loss_scale)
-        assert norm is not None
-        self._norms[item] = norm
+    def add_norms(self, gradients: Gradients, loss_scale: LossScale) -> None:
+        """Store the norms of gradients that will be freed before the end of the step."""
+        norms = self._tensor_norms(list(gradients.values()), loss_scale)
+        for item, norm in zip(gradients, norms, strict=True):
+            assert norm is not None
+            self._norms[item] = norm
 
     @property
-    def has_norms(self) -> bool:
-        """Whether any norm has been stored since :meth:`reset_norms`."""
-        return bool(self._norms)
+    def stored_norms(self) -> Collection[Managed]:
+        """The parameters whose norms have been stored since :meth:`reset_norms`."""
+        return self._norms.keys()
 
     def total_norm(self, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
         """:meth:`norm` of all gradients whose norms have been stored."""
@@ -152,6 +160,11 @@ class Scaling:
         scale = loss_scale.tensor(device)
         coefficient = None if max_norm is None else clip_coefficient(norm, max_norm)
         return *_factors(loss_scale, scale, coefficient), (~norm.isfinite()).float()
+
+
+def _measured(items: Sequence[Managed]) -> list[Tensor]:
+    """The parameters, on the devices of their gradients."""
+    return [item.param if item.home is None else item.local for item in items]
 
 
 def _factors(loss_scale: LossScale, scale: Tensor, coefficient: Factor) -> tuple[Factor, Factor]:

@@ -53,12 +53,14 @@ class UsedGradients(dict[Managed, tuple[Tensor, int]]):
     """The gradients that speculative updates use, with their versions, and whether somebody writes to them afterwards.
 
     Most writes increment the tensor's version. Those through ``p.grad.data``, or by kernels of other libraries, do not:
-    the checksums show them.
+    the checksums show them. Nobody else writes to gradients that go to the host; in place of a version they have the
+    number of those that have gone there, with this one.
     """
 
     def __init__(self, checksums: Checksums) -> None:
         super().__init__()
         self._checksums = checksums
+        self._checked: list[Managed] = []  # with checksums
 
     def add(self, gradients: Gradients) -> list[Managed]:
         """Remember these gradients; returns the parameters whose gradients have not been used before.
@@ -66,29 +68,43 @@ class UsedGradients(dict[Managed, tuple[Tensor, int]]):
         On a device the checksums are queued on the current stream.
         """
         new = [item for item in gradients if item not in self]
-        first = len(self)
-        self.update({item: (gradients[item], gradients[item]._version) for item in new})
-        if new:
-            self._checksums.write([gradients[item] for item in new], self._checksums.then[first : first + len(new)])
+        staying = []
+        for item in new:
+            gradient, home = gradients[item], item.home
+            if home is None:
+                self[item] = gradient, gradient._version
+                staying.append(item)
+            else:
+                self[item] = home.gradient(gradient.dtype), home.arrivals + 1
+        if staying:
+            first, stop = len(self._checked), len(self._checked) + len(staying)
+            self._checksums.write([gradients[item] for item in staying], self._checksums.then[first:stop])
+            self._checked += staying
         return new
 
     def are_in(self, gradients: Gradients) -> bool:
         """Whether these are the same tensors, with the same versions."""
         for item, (then, version) in self.items():
-            if item not in gradients or then._version != version:
+            if item not in gradients or (then._version if item.home is None else item.home.arrivals) != version:
                 return False
             now = gradients[item]
-            if now is not then and not (now.data_ptr() == then.data_ptr() and now.shape == then.shape):
+            if now is not then and not (
+                item.home is None and now.data_ptr() == then.data_ptr() and now.shape == then.shape
+            ):
                 return False
         return True
 
     def checksums(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
         """The checksums of these gradients now, and when they were used: int32 ``[n]``. Called once in a step."""
-        count = len(self)
+        count = len(self._checked)
         now, then = self._checksums.now[:count], self._checksums.then[:count]
         if count:
-            self._checksums.write([gradients[item] for item in self], now)
+            self._checksums.write([gradients[item] for item in self._checked], now)
         return now, then
+
+    def clear(self) -> None:
+        super().clear()
+        self._checked.clear()
 
 
 class Speculation:
@@ -152,16 +168,22 @@ class Speculation:
                 the same weight raises the version, too.
         """
         known = {**versions, **{owner: self._own_versions[owner] for owner in versions if owner in self._own_versions}}
-        self.weights_changed |= {owner: owner.local._version for owner in versions} != known
+        self.weights_changed |= {owner: owner.version for owner in versions} != known
         if not self.weights_changed or unit in self.shared:
             updater.speculate(unit, update)
-        self._own_versions.update({owner: owner.local._version for owner in versions})
+        self._own_versions.update({owner: owner.version for owner in versions})
 
     def note_own_writes(self, update: Update) -> None:
         """The weights have these versions from the speculative updates; after :attr:`done`."""
         for item, version in self._own_versions.items():
             if item in update.versions and item in self.used:
                 update.versions[item] = update.versions[item][0], version
+
+    def let_go(self, items: Iterable[Managed]) -> None:
+        """Their updates have been submitted: gradients that go to the host are not kept on the device."""
+        for item in items:
+            if item.home is not None and item in self.gradients:
+                self.gradients[item] = item.home.gradient(self.gradients[item].dtype)
 
     def assumed_update(self, gradients: Gradients) -> Update:
         """The update of these gradients with the assumed scaling."""

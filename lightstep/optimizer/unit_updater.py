@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
+from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.one_pass import OnePass
 from lightstep.optimizer.shared_updates import SharedUpdates
 from lightstep.precision.adam_batch import Scaling
@@ -63,13 +65,13 @@ class Update:
 
     def note_versions(self) -> None:
         """From now on :meth:`refuse_written` finds gradients and weights that somebody else writes to."""
-        self.versions = {item: (gradient._version, item.local._version) for item, gradient in self.gradients.items()}
+        self.versions = {item: (gradient._version, item.version) for item, gradient in self.gradients.items()}
 
     def note_own_writes(self, items: Iterable[Managed]) -> None:
         """These weights have their present versions from their own update."""
         for item in items:
             if item in self.versions:
-                self.versions[item] = self.versions[item][0], item.local._version
+                self.versions[item] = self.versions[item][0], item.version
 
     def refuse_written(self, items: Iterable[Managed]) -> None:
         """Raise ``RuntimeError`` if somebody has written to these gradients or weights after ``step()``."""
@@ -78,7 +80,7 @@ class Update:
                 continue
             gradient, weight = self.versions[item]
             is_gradient = self.gradients[item]._version != gradient
-            if is_gradient or item.local._version != weight:
+            if is_gradient or item.version != weight:
                 raise RuntimeError(
                     f"{f'the gradient of {item.name}' if is_gradient else item.name} was written to after step(), "
                     "before its deferred update (optimizer_state.update) had run: call optimizer.synchronize() before "
@@ -98,6 +100,7 @@ class UnitUpdater:
     Args:
         broken: records what failed.
         record: called with the parameters of each unit after their update.
+        host_gradients: brings gradients that are on the host.
     """
 
     def __init__(
@@ -106,8 +109,10 @@ class UnitUpdater:
         backend: Store,
         broken: BrokenStep,
         record: Callable[[Iterable[Managed]], None],
+        host_gradients: HostGradients | None = None,
     ) -> None:
         self._classes = classes
+        self._host_gradients = host_gradients
         self._backend = backend
         self.broken = broken
         self._record = record
@@ -179,7 +184,7 @@ class UnitUpdater:
                 have the same overflow.
         """
         gradients = updates[0].gradients if len(updates) == 1 else _joined(updates)
-        with self.broken.guard(f"the update of {unit.label}"):
+        with self.broken.guard(f"the update of {unit.label}"), self._bringing(unit, gradients):
             deferred = [update for update in updates if update.versions]
             for update in deferred:
                 update.refuse_written(unit.owners)
@@ -196,6 +201,13 @@ class UnitUpdater:
         for owner in owners:
             owner.updated = True
         self._record(owners)
+
+    def _bringing(self, unit: Unit, gradients: Gradients) -> contextlib.AbstractContextManager[None]:
+        """In the body the unit's gradients are on the device."""
+        if self._host_gradients is None:
+            return contextlib.nullcontext()
+        own = {owner.param: gradients[owner] for owner in unit.owners if owner in gradients}
+        return self._host_gradients.holding(own, update=True)
 
     def _apply_shared(self, unit: Unit, active: Gradients, updates: Sequence[Update]) -> list[Segment]:
         """Update a unit together with other ranks; the communication of later units is started first."""

@@ -84,12 +84,13 @@ def cost(config: StrategyConfig, optimizer: StateBytes = ADAMW, on_cpu: bool = F
         return (1 - fp32_share) * of(config) + fp32_share * of(in_fp32)
 
     state, none = Bytes(mean(lambda given: _state_bytes(given, optimizer, on_cpu)), divided_by), Bytes(0)
-    return Cost(
-        Bytes(mean(lambda given: _BYTES[given.precision.parameters]), weights),
-        Bytes(mean(_gradient_bytes), gradients),
-        none if on_host else state,
-        state if on_host else none,
-    )
+    weight = Bytes(mean(lambda given: _BYTES[given.precision.parameters]), weights)
+    gradient = Bytes(mean(_gradient_bytes), gradients)
+    if config.weights.placement == "host":
+        moved = weight.count + gradient.count
+        host = Bytes(moved + (state.count if on_host else 0), divided_by)
+        return Cost(none, none, none if on_host else state, host)
+    return Cost(weight, gradient, none if on_host else state, state if on_host else none)
 
 
 def _with_fp32_parameters(config: StrategyConfig) -> StrategyConfig:
@@ -190,6 +191,7 @@ def _place(config: StrategyConfig) -> tuple[Any, ...]:
         list(_SECTIONS).index(sharding.kind),
         by_kind,
         _PRECISIONS.index(config.precision.parameters),
+        config.weights.placement == "host",
         _BACKENDS.index(state.backend),
         _UPDATES.index(state.update),
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightstep.config import DDPSharding, FSDP2Sharding, StrategyConfig
+from lightstep.config import DDPSharding, FSDP2Sharding, StrategyConfig, Weights
 from lightstep.optimizer.arithmetic import ADAMS, BaseArithmetic
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.moments import moments_of
@@ -97,7 +97,9 @@ class _MemoryPlan:
         self.config, self.sizes, self.ranks, self.fp32_share = config, sizes, ranks, fp32_share
         self.is_fp32 = config.precision.parameters == "float32"
         self.shards = shard_count(config, ranks)
-        held = cost(config, optimizer, on_cpu, fp32_share)
+        self.on_host = config.weights.placement == "host"
+        on_device = config.model_copy(update={"weights": Weights()})
+        held = cost(on_device, optimizer, on_cpu, fp32_share)
         self.width = held.weights.count
         self.state_width = max(held.device_state.count, held.host_state.count)
         divided = (held.device_state if held.device_state.count else held.host_state).divided_by
@@ -115,7 +117,11 @@ class _MemoryPlan:
         return 4 if isinstance(self.config.sharding, FSDP2Sharding | DDPSharding) else self.width
 
     def _sums(self, blocks_done: int = 0) -> float:
-        """Bytes of gradients accumulated over micro-batches: fp32; under FSDP2 unsharded until they are reduced."""
+        """Bytes of gradients accumulated over micro-batches, on the device: fp32; under FSDP2 unsharded until they are
+        reduced."""
+        return 0 if self.on_host else self._all_sums(blocks_done)
+
+    def _all_sums(self, blocks_done: int = 0) -> float:
         if not self.accumulates:
             return 0
         if self.config.sharding.kind == "fsdp2":
@@ -125,7 +131,8 @@ class _MemoryPlan:
 
     def memory(self, activations: Activations | None) -> Memory:
         total, state = self.sizes.total, self.config.optimizer_state
-        weights = total * self.width / self.shards
+        all_weights = total * self.width / self.shards
+        weights = min(self.config.weights.device_mib * 2**20, 2 * all_weights) if self.on_host else all_weights
         gradients = self._gradients(total)
         all_state = self.owned * self.state_width
         resident, streamed = self._split_state(all_state)
@@ -133,7 +140,8 @@ class _MemoryPlan:
         buffers = self._unit_buffers() + self._buckets()
         speculated = self._speculative_bytes(resident, streamed)
         previous = self.width * speculated / self.state_width if speculated else 0
-        travel = state.previous_weights == "host" or (state.previous_weights == "auto" and state.resident_gib != 0)
+        chosen = state.previous_weights == "auto" and (self.on_host or state.resident_gib != 0)
+        travel = state.previous_weights == "host" or chosen
         travelling = previous if travel else 0
         speculative = previous - travelling
         moved = all_state if state.backend == "bulk" else 0
@@ -145,6 +153,10 @@ class _MemoryPlan:
         reduced = base + gradients + self._root_reduction()
         peak = max([during_step, reduced, *during_backward])
         spare = self._limit_spare(speculated + travelling)
+        # On the host: weights, gradients, and their sums. Each way: to a forward and a backward, and a gradient or from
+        # an update and a gradient.
+        rest = all_weights + self.gradient_width * total + self._all_sums() if self.on_host else 0
+        passing = 2 * all_weights + (0 if travelling else self.gradient_width * total) if self.on_host else 0
         return Memory(
             weights=int(weights),
             gradients=int(gradients + self._sums()),
@@ -155,9 +167,9 @@ class _MemoryPlan:
             activations=activations.peak if activations else 0,
             gathered=int(max(self._gathered(2) + self._reductions(2), self._root_reduction())),
             peak=int(peak),
-            host=int((all_state if state.backend != "resident" else 0) + spare),
+            host=int((all_state if state.backend != "resident" else 0) + spare + rest),
             spare=int(spare),
-            link=int(streamed + travelling),
+            link=int(streamed + travelling + passing),
         )
 
     def _speculative_bytes(self, resident: float, streamed: float) -> float:
@@ -203,7 +215,9 @@ class _MemoryPlan:
         return self.sizes.total * self.width if isinstance(self.config.sharding, DDPSharding) else 0
 
     def _gradients(self, elements: float) -> float:
-        if self.config.optimizer_state.update == "in_backward":
+        if self.on_host:  # of one block, those of two on their way, and of the embedding
+            elements = min(elements, 3 * max(self.sizes.blocks, default=0) + max(self.sizes.before, self.sizes.behind))
+        elif self.config.optimizer_state.update == "in_backward":
             elements = min(elements, 2 * max(self.sizes.blocks, default=0) + self.sizes.behind)
         return elements * self.gradient_width / self.shards
 

@@ -194,7 +194,7 @@ def iteration_time(
     compute = micro_batches * (one.forward + one.backward)
     state = config.optimizer_state
     update = sizes.total / shard_count(config, ranks) / 1e9 * profile.update_ms
-    if state.backend == "resident":
+    if not memory.link:
         return Time(compute, 0, update, update)
     link = memory.link / profile.link.each_way(ranks) / 1e6
     if state.update == "at_step":

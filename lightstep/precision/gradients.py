@@ -9,7 +9,7 @@ the fp32 result of a reduction over ranks.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -42,6 +42,20 @@ class ReducedGradients(Protocol):
         """Drop gradients that are kept for a later reduction and are not in ``p.grad``."""
 
 
+class SumsElsewhere(Protocol):
+    """Sums that are not in ``p.grad``: see ``lightstep.optimizer.host_gradients``."""
+
+    is_incomplete: bool
+
+    def set_parameters(self, parameters: Sequence[Tensor]) -> None: ...
+    def begin(self) -> None: ...
+    def has_gradient(self, parameter: Tensor) -> bool: ...
+    def is_own_gradient(self, parameter: Tensor) -> bool: ...
+    def totals(self) -> Mapping[Tensor, Tensor]: ...
+    def complete(self, parameters: Iterable[Tensor] | None = None) -> None: ...
+    def clear(self) -> None: ...
+
+
 class GradientAccumulator:
     """The gradients of the micro-batches since the last step, one per parameter.
 
@@ -49,11 +63,12 @@ class GradientAccumulator:
 
     Args:
         float32: sum in fp32 (``precision.reduce: float32``), not in the parameter's dtype.
+        elsewhere: takes the gradients out of ``p.grad`` in backward, and adds them up.
     """
 
-    def __init__(self, float32: bool = True) -> None:
-        self.float32 = float32
-        self._sums: SumsInPlace | SumsAside = SumsInPlace()
+    def __init__(self, float32: bool = True, elsewhere: SumsElsewhere | None = None) -> None:
+        self.float32, self._elsewhere = float32, elsewhere
+        self._sums: SumsInPlace | SumsAside | SumsElsewhere = elsewhere or SumsInPlace()
         self._watched: list[Tensor] = []
         self._kinds: list[tuple[torch.dtype, bool]] = []
         self._watched_set: frozenset[Tensor] = frozenset()
@@ -69,7 +84,11 @@ class GradientAccumulator:
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Sum the gradients of exactly these parameters; of frozen ones too, which may be unfrozen."""
-        watched = [p for p in parameters if p.dtype in _LOW] if self.float32 else []
+        watched = list(parameters)
+        if self._elsewhere is not None:
+            self._elsewhere.set_parameters(watched)
+            return
+        watched = [p for p in watched if p.dtype in _LOW] if self.float32 else []
         kinds = [(p.dtype, p.requires_grad) for p in watched]
         several = initialized()
         same = kinds == self._kinds and all(map(operator.is_, watched, self._watched))

@@ -22,10 +22,10 @@ class ModelWatch:
     def __init__(self) -> None:
         self._seen: dict[Hashable, Fingerprint] = {}
 
-    def record(self, parameters: Iterable[tuple[Hashable, Tensor]]) -> None:
+    def record(self, parameters: Iterable[tuple[Hashable, int, int]]) -> None:
         """Remember the present version and address of each parameter."""
-        for key, local in parameters:
-            self._seen[key] = local._version, local.data_ptr()
+        for key, version, address in parameters:
+            self._seen[key] = version, address
 
     def touched(self, parameters: Iterable[tuple[Key, Tensor]]) -> list[tuple[Key, Tensor]]:
         """Those that do not have the version and address of the last :meth:`record`."""

@@ -27,8 +27,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.engine import Engine
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
+from lightstep.state.host_weights import HostWeights, WeightGroup, groups_of
 
-__all__ = ["AwaitedParameters", "DeferredUpdates", "await_reads", "awaited", "updates_of", "wait_for"]
+__all__ = ["AwaitedParameters", "DeferredUpdates", "await_host", "await_reads", "awaited", "updates_of", "wait_for"]
 
 
 class DeferredUpdates:
@@ -148,14 +149,16 @@ class AwaitedParameters(dict[str, "nn.Parameter | None"]):
 
     Attributes:
         updates: the updates to wait for; several if the module is in several models with optimizers of their own.
+        groups: weights that rest on the host, which is then waited for.
         steps: :attr:`DeferredUpdates.steps` at the last wait.
     """
 
-    __slots__ = ("steps", "updates")
+    __slots__ = ("groups", "steps", "updates")
 
     def __init__(self, plain: dict[str, nn.Parameter | None]) -> None:
         super().__init__(plain)
         self.updates: list[DeferredUpdates] = []
+        self.groups: list[WeightGroup] = []
         self.steps = -1
 
     def _wait(self) -> None:
@@ -163,9 +166,11 @@ class AwaitedParameters(dict[str, "nn.Parameter | None"]):
             return
         if self.steps != DeferredUpdates.steps and not _is_zero_grad(sys._getframe(2)):
             wait_for((self,))
+        for group in self.groups:
+            group.settle()
 
     def __getitem__(self, name: str) -> nn.Parameter | None:  # every forward reads so: without another call
-        if not torch.compiler.is_dynamo_compiling() and self.steps != DeferredUpdates.steps:
+        if not torch.compiler.is_dynamo_compiling() and (self.steps != DeferredUpdates.steps or self.groups):
             self._wait()
         return super().__getitem__(name)
 
@@ -218,6 +223,17 @@ def await_reads(modules: Iterable[nn.Module], updates: DeferredUpdates) -> list[
         if not isinstance(module, torch.jit.ScriptModule) and vars(module)["_parameters"]:
             _await_reads_of(module, updates)
     return awaited(modules)
+
+
+def await_host(modules: Iterable[nn.Module], weights: HostWeights) -> None:
+    """Make reads of these modules' own parameters, outside of forwards, wait until they are complete on the host."""
+    for module in modules:
+        own = vars(module)["_parameters"]
+        if own and not isinstance(own, AwaitedParameters):
+            own = vars(module)["_parameters"] = AwaitedParameters(own)
+        if own:
+            parameters = [parameter for parameter in dict.values(own) if parameter is not None]
+            own.groups = groups_of(map(weights.home_of, parameters))
 
 
 def _await_reads_of(module: nn.Module, updates: DeferredUpdates) -> None:

@@ -18,6 +18,7 @@ from lightstep.sharding.direct_calls import DirectCalls
 from lightstep.sharding.forward_gates import Gates
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.reduced_gradients import ReplicatedGradients
+from lightstep.sharding.weight_visits import WeightVisits
 
 __all__ = ["PreparedModel"]
 
@@ -40,6 +41,7 @@ class PreparedModel:
         gates: make its readers wait for deferred updates.
         gradients: keeps the gradients that DDP reduces in fp32, if the strategy needs that.
         direct_calls: passes forwards of the user's module on to DDP.
+        weight_visits: bring its weights to the device, if they rest on the host.
         optimizers: those that ``create_optimizer`` of any strategy made for it, while they exist.
     """
 
@@ -50,6 +52,7 @@ class PreparedModel:
         self.gates = Gates()
         self.gradients: ReplicatedGradients | None = None
         self.direct_calls: DirectCalls | None = None
+        self.weight_visits: WeightVisits | None = None
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
         self._wrapper: weakref.ref[nn.Module] | None = None
         self._average: weakref.ref[Averages] | None = None
@@ -89,6 +92,11 @@ class PreparedModel:
         """Wait for all deferred updates of this model."""
         for optimizer in self.optimizers:
             optimizer.wait_for_update()
+        self._settle_host_weights()
+
+    def _settle_host_weights(self) -> None:
+        if self.weight_visits is not None:
+            self.weight_visits.weights.settle()
 
     @contextlib.contextmanager
     def between_steps(self, what: str) -> Iterator[None]:
@@ -96,6 +104,7 @@ class PreparedModel:
         with contextlib.ExitStack() as stack:
             for optimizer in sorted(self.optimizers, key=id):  # in one order: two threads may read
                 stack.enter_context(optimizer.between_steps(what))
+            self._settle_host_weights()
             yield
 
     # -- optimizers made before the model is sharded

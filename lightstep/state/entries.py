@@ -195,7 +195,7 @@ class Entries:
         if not bool((same | (weight.isnan() & rounded.isnan())).all()):
             return False
         if not bool(same.all()):
-            part.slice(part.owner.local).copy_(rounded.view(part.shape))
+            part.slice(part.owner.resting).copy_(rounded.view(part.shape))
         return True
 
     def _weight(self, part: Part, device: torch.device) -> Tensor:

@@ -223,7 +223,7 @@ class Part:
 
     def flat_weight(self) -> Tensor:
         """This part of the weight, flat; a copy if the weight is not contiguous."""
-        return self.slice(self.owner.local).contiguous().view(-1)
+        return self.slice(self.owner.resting).contiguous().view(-1)
 
 
 class Block:

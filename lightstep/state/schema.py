@@ -13,6 +13,7 @@ from lightstep.distributed import Window
 
 if TYPE_CHECKING:
     from lightstep.distributed import Rows
+    from lightstep.state.host_weights import WeightHome
 
 __all__ = [
     "ALIGNMENT",
@@ -123,6 +124,8 @@ class Managed:
         fused_update: a fused kernel joins and splits its masters, so nothing else needs them whole.
         updated: its state exists, from an update or from a checkpoint.
         provisional: its state is a placeholder that a checkpoint is about to replace; no update made it.
+        home: where its weight rests on the host; ``None`` if it stays on the device. ``local`` is then on the device
+            that updates it, and has the weight while it is held there.
         is_remote: another replica owns its state and updates it; this one only receives the weight. Set by the backend.
     """
 
@@ -142,6 +145,17 @@ class Managed:
     updated: bool = False
     provisional: bool = False
     is_remote: bool = False
+    home: WeightHome | None = None
+
+    @property
+    def resting(self) -> Tensor:
+        """The weight where it is between steps."""
+        return self.local if self.home is None else self.home.on_host
+
+    @property
+    def version(self) -> int:
+        """The count of in-place writes to the parameter."""
+        return self.local._version if self.home is None else self.param._version
 
     def __repr__(self) -> str:
         """Without elements and groups: errors of dictionaries print their keys."""

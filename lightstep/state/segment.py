@@ -106,6 +106,8 @@ class Segment(Run):
         self._flat = self.locals[0].view(-1) if self.in_place else None
         self._in_place_by_part = len(parts) <= _FEW and all(local.is_contiguous() for local in self.locals)
         self._views_in: WeakKeyDictionary[Slot, Views] = WeakKeyDictionary()
+        self._has_homes = any(part.owner.home is not None for part in parts)
+        self._views_with_weights: WeakKeyDictionary[Slot, dict[tuple[int, ...], Views]] = WeakKeyDictionary()
         self._views: Views | None = None
         self._history: History | None = None
         self._copies_history = False
@@ -124,9 +126,20 @@ class Segment(Run):
 
     def views_in(self, slot: Slot) -> Views:
         """Views of its fields in a slot that holds its record."""
+        if self._has_homes:
+            return self._views_by_weights(slot)
         views = self._views_in.get(slot)
         if views is None:
             views = self._views_in[slot] = Views(self, slot)
+        return views
+
+    def _views_by_weights(self, slot: Slot) -> Views:
+        """The same for weights that rest on the host: what is prepared with the views has their present addresses."""
+        known = self._views_with_weights.setdefault(slot, {})
+        addresses = tuple([local.data_ptr() for local in self.locals])
+        views = known.get(addresses)
+        if views is None:
+            views = known[addresses] = Views(self, slot)
         return views
 
     @property

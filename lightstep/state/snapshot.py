@@ -73,7 +73,7 @@ class Snapshot:
             weight: returns its local weight of this moment on the host, later; ``None``: it is its own master.
         """
         owner = copy.copy(item)
-        owner.local = item.local.to("meta")
+        owner.local, owner.home = item.local.to("meta"), None
         self._wanted[item.param] = set(wanted)
         self._unwritten[item.param] = len(wanted)
         if weight is not None:

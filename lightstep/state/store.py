@@ -45,6 +45,7 @@ from lightstep.state.device_copies import DeviceCopies
 from lightstep.state.entries import Entries, was_rounded_from
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import require
+from lightstep.state.host_weights import HostWeights, WeightGroup, groups_of
 from lightstep.state.lanes import LaneError, Lanes, LanesOfDevices
 from lightstep.state.record import (
     Coding,
@@ -177,6 +178,8 @@ class Store:
         self._computed: Any = None
         self._walk: list[Record] = []
         self._acquired: tuple[Record, Slot, list[Segment]] | None = None
+        self._host_weights: HostWeights | None = None
+        self._held: list[WeightGroup] = []  # for the unit that is acquired
         settings = self._settings
         self._versions = Versions(
             settings["spare_host_gib"], settings["previous_weights"], has_resident_state=settings["resident_gib"] != 0
@@ -273,6 +276,7 @@ class Store:
         if has_moved:
             self._free()
         self._use_device(devices)
+        self._host_weights = next((item.home.group.owner for item in managed if item.home is not None), None)
         self._reset_pipeline()
         carried = {item: self._read_entries(item) for item in new}
         for record in self._records.replace(managed, [*staying, *records]):
@@ -401,10 +405,11 @@ class Store:
     def acquire(self, unit: Unit, active: Collection[Managed]) -> list[Segment]:
         """Masters and state of the unit's ``active`` parameters on the device, ready for work on the current stream."""
         record = self._records.by_unit[unit]
-        segments = segments_of(record, active)
-        if not segments:
+        if all(part.owner not in active for part in record.parts):
             return []
         assert self._acquired is None, f"{unit.label} acquired before {self._acquired[0].unit.label} was released"
+        self._hold_weights(record)
+        segments = segments_of(record, active)
         slot, staging = self._acquire_slot(record), self._staging(record.device)
         self._acquired = record, slot, segments
         splitter, version = self._splitters(record.device), self._versions.get(record)
@@ -464,6 +469,7 @@ class Store:
         """Finish the unit: write the ``updated`` segments to their parameters and to where their state lives."""
         is_speculative = self.is_speculative(unit)
         self._release(unit, updated)
+        self._release_weights(self._records.by_unit[unit] if updated else None)
         if self._share is not None and not is_speculative:
             self._share.updated(unit)
 
@@ -495,6 +501,35 @@ class Store:
         elif record.slot is None:
             self._live_ring().discard(slot)  # type: ignore[arg-type]
         self._acquired = None
+
+    def _hold_weights(self, record: Record) -> None:
+        """Have the record's weights on the device, if they rest on the host."""
+        if self._host_weights is None:
+            return
+        for group in groups_of(part.owner.home for part in record.parts):
+            self._host_weights.hold(group.weights, group)
+            self._held.append(group)
+
+    def _release_weights(self, written: Record | None) -> None:
+        """End what :meth:`_hold_weights` began, after the caller's work so far.
+
+        Args:
+            written: the record whose weights have been updated.
+        """
+        if self._host_weights is None:
+            return
+        ranges: dict[WeightGroup, list[tuple[int, int]]] = {}
+        for part in () if written is None else written.parts:
+            home = part.owner.home
+            if home is not None:
+                field = home.group.weights
+                ranges.setdefault(home.group, []).append(field.bytes_of(home.number, part.start, part.stop))
+        for group in self._held:
+            if group in ranges:
+                self._host_weights.write_back(group.weights, ranges[group])
+                group.note_versions()
+            self._host_weights.release(group.weights, update=True)
+        self._held = []
 
     def _write(self, record: Record, segments: Sequence[Segment]) -> None:
         staging, splitter = self._staging(record.device), self._splitters(record.device)
@@ -630,7 +665,9 @@ class Store:
         fingerprints = self._records.fingerprints_of(record)
         if version.written_back is not None:
             self.lanes.caller().wait(version.written_back)
+        self._hold_weights(record)
         self._run(lambda: version.roll_back(fingerprints))
+        self._release_weights(record)
 
     def drop_speculation(self, unit: Unit) -> None:
         """Forget the unit's speculative update after a failure; its weights stay as they are."""
@@ -650,16 +687,17 @@ class Store:
             return {}
         if managed.updated:
             found = self._read_entries(managed)
-            if (
-                "master" in found
-                and self._records.fingerprints is not None
-                and any(map(self._comparison.was_edited, self._records.parts[managed]))
-            ):
+            if "master" in found and self._records.fingerprints is not None and self._was_edited(managed):
                 place = found["master"].device
-                found["master"] = managed.local.to(place, torch.float32, memory_format=torch.contiguous_format)
+                found["master"] = managed.resting.to(place, torch.float32, memory_format=torch.contiguous_format)
             return found
         initial = self._records.initial_masters.get(managed)
-        return {} if initial is None or not was_rounded_from(managed.local, initial) else {"master": initial}
+        return {} if initial is None or not was_rounded_from(managed.resting, initial) else {"master": initial}
+
+    def _was_edited(self, managed: Managed) -> bool:
+        weights = self._host_weights
+        with contextlib.nullcontext() if weights is None else weights.holding(groups_of([managed.home])):
+            return any(map(self._comparison.was_edited, self._records.parts[managed]))
 
     def _read_entries(self, managed: Managed) -> dict[str, Any]:
         """All entries of a parameter and its master; live unless the parameter is cut or the entry is coded."""
@@ -756,7 +794,11 @@ class Store:
         if self._records.fingerprints is None:
             for record in self._records:
                 self._settle(record)
-        return self._comparison.changed(items)
+        items = list(items)
+        if self._host_weights is None or not items:
+            return self._comparison.changed(items)
+        with self._host_weights.holding(groups_of(item.home for item in items)):
+            return self._comparison.changed(items)
 
     def pin(
         self,
@@ -816,9 +858,10 @@ class Store:
         working += 0 if self._share is None else self._share.nbytes()
         held = sum(record.slot.buffer.nbytes for record in records if record.slot is not None)
         host = sum(record.slab.nbytes for record in records if record.slab is not None)
+        weights = {"host_bytes": 0, "device_bytes": 0} if self._host_weights is None else self._host_weights.memory()
         return {
-            "device_bytes": held + self._versions.device_bytes(),
-            "host_bytes": host + self._versions.host_bytes(),
+            "device_bytes": held + self._versions.device_bytes() + weights["device_bytes"],
+            "host_bytes": host + self._versions.host_bytes() + weights["host_bytes"],
             "ring_bytes": working,
         }
 
@@ -870,6 +913,8 @@ class Store:
         self._versions.free_device_memory()
         self._staging.free()
         self._splitters.free()
+        if self._host_weights is not None:
+            self._host_weights.free()
         if self._share is not None:
             self._share.free()
         self._prepared = False
@@ -877,6 +922,8 @@ class Store:
     def synchronize(self) -> None:
         """Wait until all queued work has reached the parameters and the state."""
         self._lanes.synchronize()
+        if self._host_weights is not None:
+            self._host_weights.synchronize()
 
     def close(self) -> None:
         """Free all memory."""
@@ -969,6 +1016,9 @@ class Store:
             else:
                 lanes.synchronize()
         self._acquired, self._prepared = None, False
+        self._release_weights(None)
+        if self._host_weights is not None:
+            self._host_weights.synchronize()
         if self._ring is not None:
             self._ring.reset()
 

@@ -49,6 +49,8 @@ from lightstep.sharding.preparation import (
 )
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
+from lightstep.sharding.weight_visits import WeightVisits, host_weights_of
+from lightstep.state.host_weights import HostWeights
 from lightstep.state.store import Store
 from lightstep.strategy.checkpoints import Checkpoints
 from lightstep.strategy.from_config import settings_of, store_of, update_time_of
@@ -263,11 +265,15 @@ class Strategy(ABC):
 
     def _place_model(self, model: nn.Module) -> nn.Module:
         """Move the whole model to this process's device, cast it, and set up activation checkpointing if configured."""
+        on_host = self.config.weights.placement == "host"
         with self._keeping_fp32_values(model):
-            model = materialise(model, self.device)
+            model = materialise(model, torch.device("cpu") if on_host else self.device)
             cast_tensors(model, planned_dtypes(model, self.parameter_dtype))
         if getattr(self.config.sharding, "activation_checkpointing", False):
             checkpoint_activations(model)
+        if on_host:
+            size = int(self.config.weights.device_mib * 2**20)
+            PreparedModel.of(model).weight_visits = WeightVisits(model, host_weights_of(model, self.device, size))
         return model
 
     def cast_parameters(self, model: nn.Module) -> None:
@@ -360,12 +366,19 @@ class Strategy(ABC):
             overflow_everywhere=self._overflow_everywhere,
             update_time=self._update_time,
             initial_masters=PreparedModel.of(model).initial_master,
+            host_weights=self._host_weights(model),
             **settings_of(self.config),
         )
         optimizer.check_shapes({parameter: place.name for parameter, place in places(unwrap_model(model)).items()})
         self._register(model, optimizer)
         self._connect(model, optimizer)
         return optimizer
+
+    @staticmethod
+    def _host_weights(model: nn.Module) -> HostWeights | None:
+        """The model's weights that rest on the host."""
+        visits = PreparedModel.of(model).weight_visits
+        return None if visits is None else visits.weights
 
     def _register(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
         PreparedModel.of(model).optimizers.add(optimizer)
@@ -392,6 +405,10 @@ class Strategy(ABC):
         gradients = self._reduced_gradients(model)
         if gradients is not None and isinstance(optimizer, MixedPrecisionOptimizer):
             optimizer.gradients.set_reduction(gradients)
+        visits = PreparedModel.of(model).weight_visits
+        if visits is not None and isinstance(optimizer, MixedPrecisionOptimizer):
+            assert optimizer.engine.host_gradients is not None
+            visits.takers.add(optimizer.engine.host_gradients)
         if self._update_time is not AT_STEP:
             inner = unwrap_model(model)
             self._refuse_scripted(inner)
@@ -418,7 +435,8 @@ class Strategy(ABC):
 
     def _make_backend(self, model: nn.Module) -> Store:
         """The store for a new optimizer of this model."""
-        return store_of(self.config.optimizer_state, self._sharing_replicas(model))
+        on_host = self.config.weights.placement == "host"
+        return store_of(self.config.optimizer_state, self._sharing_replicas(model), on_host)
 
     def _sharing_replicas(self, model: nn.Module) -> Replicas | None:
         """The ranks that hold the same part of the model and share the updates; ``None``: there are no others."""

@@ -96,7 +96,7 @@ def test_every_row_is_measured_and_moves_what_it_should(device: torch.device, tm
         assert row["peak_device_bytes_beyond"] > 0, name
     assert rows["torch"]["host_syncs"] == 0 and rows["resident"]["host_syncs"] == 0
     assert rows["layer-stream"]["host_syncs"] >= 1  # it waits for its last copy
-    assert rows["fsdp2-offload"]["host_syncs"] >= 1  # it waits for its gradients
+    assert rows["torch-offload"]["host_syncs"] >= 1  # it waits for its gradients
 
 
 SMALL = {"params": 3e7, "layers": 4, "tokens": "8192,4096", "sequence": 1024, "steps": 2, "warmup": 1}
@@ -105,7 +105,7 @@ SMALL = {"params": 3e7, "layers": 4, "tokens": "8192,4096", "sequence": 1024, "s
 def test_whole_iterations_are_measured(device: torch.device, tmp_path: Path) -> None:
     small = "optimizer_state.ring_mib=32:optimizer_state.resident_gib=0"
     ours = f"resident,stream:optimizer_state.ring_mib=32,stream-overlap:{small}"
-    asked = {**SMALL, "strategies": ours, "peers": "torch,cpu-adamw,fsdp2-offload", "device": str(device)}
+    asked = {**SMALL, "strategies": ours, "peers": "torch,cpu-adamw,torch-offload", "device": str(device)}
     values = measure(plan("iteration", asked, tmp_path), tmp_path)
     assert all(row["note"] is None for row in values["rows"]), [row["note"] for row in values["rows"]]
     assert (tmp_path / "iteration.png").stat().st_size > 10_000
@@ -123,7 +123,7 @@ def test_whole_iterations_are_measured(device: torch.device, tmp_path: Path) -> 
     of_ours = {"resident": 0, "stream ring_mib=32": 0, "stream-overlap ring_mib=32 resident_gib=0": 1}  # its verdict
     for name, own in of_ours.items():
         assert waits[name] <= waits["no optimizer"] + own, f"{name} waits for the device itself: {waits}"
-    assert waits["fsdp2-offload"] > waits["no optimizer"]
+    assert waits["torch-offload"] > waits["no optimizer"]
 
 
 def test_a_timeline_shows_copies_beside_the_computation(device: torch.device, tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ class Training(on_cpu.Training):
         return nn.functional.cross_entropy(self.model(tokens).float().flatten(0, 1), targets)
 
     def delays(self, seed: int, longest: float = 1e-3) -> None:
-        random_sleeps(self.optimizer._backend.lanes, seed, int(longest * 1e9))
+        for number, lanes in enumerate(self.lanes()):
+            random_sleeps(lanes, seed + number, int(longest * 1e9))
 
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])

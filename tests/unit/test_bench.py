@@ -37,7 +37,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 TINY = ("--params", "60000", "--layers", "2", "--device", "cpu")
 STEP = (*TINY, "--steps", "2", "--warmup", "1")
 ITERATION = ("--iteration", *TINY, "--tokens", "64,32", "--sequence", "16")
-HERE = {"layer-stream", "cpu-adamw", "torch", "torch-fp32-grads", "fsdp2-offload"}  # peers that need nothing but torch
+HERE = {"layer-stream", "cpu-adamw", "torch", "torch-fp32-grads", "torch-offload"}  # peers that need nothing but torch
 
 
 def bench(*arguments: object) -> Result:
@@ -221,13 +221,13 @@ def test_muon_beside_the_loop_by_hand_and_dion(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_two_ranks_step_and_save_together(tmp_path: Path) -> None:
-    names = ("--strategies", "fsdp2-stream", "--peers", "fsdp2-offload,torch,torch-fsdp2")
+    names = ("--strategies", "fsdp2-stream", "--peers", "torch-offload,torch,torch-fsdp2")
     values, output = on_two_ranks(tmp_path, *STEP, "--rounds", "1", *names, "--checkpoints", tmp_path / "saved")
     rows = rows_of(values)
     assert values["ranks"] == 2 and output.count("One optimizer step") == 1
     assert all(row["note"] is None for row in rows.values())
     assert rows["torch"]["parameters_per_rank"] == values["model"]["parameters"]
-    for name in ("fsdp2-stream", "fsdp2-offload", "torch-fsdp2"):
+    for name in ("fsdp2-stream", "torch-offload", "torch-fsdp2"):
         assert rows[name]["parameters_per_rank"] == pytest.approx(values["model"]["parameters"] / 2, rel=0.01), name
     assert rows["torch"]["checkpoint"] is None
     whole = rows["fsdp2-stream"]["checkpoint"]  # fp32 masters and both moments, bf16 weights, over all ranks
@@ -276,7 +276,7 @@ def test_traffic_is_compared_with_the_faster_of_two_links(tmp_path: Path, monkey
 
 def test_every_contender_trains_the_same_at_every_number_of_tokens(tmp_path: Path) -> None:
     ours = ["resident", "stream", "stream-overlap", "stream:optimizer_state.ring_mib=4"]
-    peers = ["torch", "cpu-adamw", "fsdp2-offload"]
+    peers = ["torch", "cpu-adamw", "torch-offload"]
     values, output = measured(tmp_path, *ITERATION, "--strategies", ",".join(ours), "--peers", ",".join(peers))
     parameters = values["model"]["parameters"]
     for tokens in (32, 64):
@@ -301,7 +301,7 @@ def test_every_contender_trains_the_same_at_every_number_of_tokens(tmp_path: Pat
         assert resident["weight_bytes"] == alone["weight_bytes"] == 2 * parameters
         assert resident["host_bytes"] == alone["host_bytes"] == 0
         assert (
-            rows["stream"]["host_bytes"] >= 10 * parameters and rows["fsdp2-offload"]["host_bytes"] >= 12 * parameters
+            rows["stream"]["host_bytes"] >= 10 * parameters and rows["torch-offload"]["host_bytes"] >= 12 * parameters
         )
         assert resident["peak_device_bytes"] is None and resident["host_syncs"] is None
     assert values["model"]["layers"] == 2 and values["model"]["activation_checkpointing"] is True
@@ -325,11 +325,11 @@ def test_steps_that_are_clipped_now_and_then(tmp_path: Path) -> None:
 
 
 def test_two_ranks_train_together(tmp_path: Path) -> None:
-    names = ("--strategies", "fsdp2,fsdp2-stream", "--peers", "fsdp2-offload")
+    names = ("--strategies", "fsdp2,fsdp2-stream", "--peers", "torch-offload")
     values, output = on_two_ranks(tmp_path, *ITERATION, *names)
     rows = rows_of(values, 64)
     assert values["ranks"] == 2 and output.count("One iteration of") == 2
-    assert list(rows) == ["no optimizer", "fsdp2", "fsdp2-stream", "fsdp2-offload"]
+    assert list(rows) == ["no optimizer", "fsdp2", "fsdp2-stream", "torch-offload"]
     assert all(row["note"] is None for row in rows.values()), {name: row["note"] for name, row in rows.items()}
     assert rows["fsdp2"]["weight_bytes"] == pytest.approx(values["model"]["parameters"], rel=0.02)  # half of 2 bytes
     assert rows["fsdp2"]["times_resident"] == 1.0 and rows["fsdp2"]["loss"] == rows["fsdp2-stream"]["loss"]
@@ -423,7 +423,7 @@ def test_the_python_time_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, 
         ("--iteration --strategies stream:optimizer_state.ring_mib=-1", "ring_mib"),
         ("--iteration --strategies :a.b=4", "strategy's name is missing"),
         ("--iteration --strategies stream:clipping.max_norm=[1", "not a valid YAML value"),
-        ("--iteration --peers torhc", "allowed are all, none and torch, torch-fsdp2, cpu-adamw, fsdp2-offload"),
+        ("--iteration --peers torhc", "allowed are all, none and torch, torch-fsdp2, cpu-adamw, torch-offload"),
         ("--iteration --strategies none", "nothing to measure"),
         ("--iteration --sequence 64 --tokens 100", "a multiple of --sequence 64"),
         ("--iteration --tokens many", "whole numbers separated by commas"),

@@ -420,11 +420,15 @@ def test_costs_are_what_the_optimizer_reports(name: str, one_pass_on_cpu: Counte
     first = next(model.parameters())
     optimizer.backward(model(torch.ones(2, 512, dtype=first.dtype, device=first.device)).float().mean())
     held = cost(strategy.config)
-    assert first.element_size() == held.weights.count
-    assert first.grad is not None and first.grad.element_size() == held.gradients.count
+    on_host = strategy.config.weights.placement == "host"
+    if on_host:
+        assert first.grad is None and not (held.weights.count or held.gradients.count)
+    else:
+        assert first.element_size() == held.weights.count
+        assert first.grad is not None and first.grad.element_size() == held.gradients.count
     assert optimizer.step()
     report = optimizer.memory_report()
-    assert report["device_bytes_per_parameter"] == held.device_state.count
+    assert on_host or report["device_bytes_per_parameter"] == held.device_state.count
     assert report["host_bytes_per_parameter"] == pytest.approx(held.host_state.count, rel=0.01), "but for whole pages"
 
 

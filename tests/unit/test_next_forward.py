@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep.optimizer import queue
+from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state import units as units_module
 from lightstep.state.lanes import CallerLane, LaneError, Lanes
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
@@ -41,6 +42,8 @@ class Training:
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         clipping: dict[str, Any] | None = None,
         loss_scale: Any = None,
+        weights: dict[str, Any] | None = None,
+        recompute: bool = False,
     ) -> None:
         torch.manual_seed(0)
         scale = {"kind": "dynamic", "init_scale": 2.0**10, "growth_interval": 3} if parameters == "float16" else "none"
@@ -49,6 +52,8 @@ class Training:
                 "precision": {"parameters": parameters, "loss_scale": loss_scale or scale},
                 "clipping": clipping or {"max_norm": 0.5},
                 "optimizer_state": state,
+                "weights": weights or {},
+                "sharding": {"kind": "single", "activation_checkpointing": recompute},
             }
         )
         self.model = self.strategy.prepare_model(make())
@@ -84,7 +89,13 @@ class Training:
         return {key: value.cpu().clone() for key, value in found.items()}
 
     def delays(self, seed: int, longest: float = 1e-3) -> None:
-        random_delays(self.optimizer._backend.lanes, seed, longest)
+        for number, lanes in enumerate(self.lanes()):
+            random_delays(lanes, seed + number, longest)
+
+    def lanes(self) -> list[Lanes]:
+        """Those of the state, and of weights on the host."""
+        visits = PreparedModel.of(self.model).weight_visits
+        return [self.optimizer._backend.lanes, *([] if visits is None else [visits.weights.lanes])]
 
 
 def assert_same(tested: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

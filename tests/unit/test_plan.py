@@ -52,7 +52,8 @@ def _tiny(**changes: object) -> LlamaForCausalLM:
 def test_plans_are_within_the_goals_of_what_was_measured() -> None:
     rows = against.compare(DOCS / "benchmarks")
     assert {"resident", "stream-overlap", "fsdp2-stream-overlap", "fsdp2-in-backward"} <= {r.strategy for r in rows}
-    assert {row.file for row in rows if not row.within} == {"h200-x4-8b-4k.json"}, "its collectives are not hidden"
+    missed = {"h200-x4-8b-4k.json": "collectives are not hidden", "h100-3b-offload-16k.json": "streams share the link"}
+    assert {row.file for row in rows if not row.within} == missed.keys()
     page = (DOCS / "plan.md").read_text()
     assert against.as_markdown(rows) in page, "make the table again: lightstep plan --against docs/benchmarks"
 

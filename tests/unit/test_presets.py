@@ -26,7 +26,7 @@ OPTIONAL = {
     "moments_rounding",
 }
 # A section that is laid over a preset by who needs it.
-LAID_OVER = {"roles"}
+LAID_OVER = {"roles", "weights"}
 
 
 def _missing(config: BaseModel, values: dict[str, Any], prefix: str = "") -> Iterator[str]:

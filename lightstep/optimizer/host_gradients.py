@@ -1,0 +1,187 @@
+"""Gradients that leave the device in backward, as the modules whose weights rest on the host complete them.
+
+The sum of a step's micro-batches is on the host: one gradient in its own dtype, several in fp32 (or as ``p.grad`` would
+be added up). A gradient that arrives later is added to it on the device, in the order of the micro-batches. ``p.grad``
+is ``None`` after a backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightstep.precision.gradient_sums import set_grad
+from lightstep.state.host_weights import Field, HostWeights, WeightGroup, WeightHome
+
+__all__ = ["HostGradients"]
+
+_UNDER_WAY = 2
+"""Groups whose gradients may be on their way to the host before the model waits for the first of them."""
+
+
+class HostGradients:
+    """The gradients of one optimizer's parameters.
+
+    Args:
+        float32: add up micro-batches in fp32.
+
+    Attributes:
+        on_arrival: called with the parameters and their gradients so far, which are on the device until it returns.
+    """
+
+    is_incomplete = False
+
+    def __init__(self, weights: HostWeights, float32: bool) -> None:
+        self._weights, self._float32 = weights, float32
+        self._stored: dict[Tensor, Tensor] = {}  # by parameter: a field's tensor on the device, empty now
+        self._fields: dict[Tensor, tuple[Field, Tensor]] = {}  # the last one that a parameter's gradient was in
+        self._under_way: deque[tuple[WeightGroup, list[Field], list[Tensor]]] = deque()
+        self._parameters: frozenset[Tensor] = frozenset()
+        self.on_arrival: Callable[[Sequence[tuple[Tensor, Tensor]]], object] = lambda arrived: None
+
+    def set_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Take the gradients of exactly these parameters."""
+        self._parameters = frozenset(parameters)
+
+    def begin(self) -> None:
+        """A backward begins."""
+
+    # -- arrivals
+
+    def take(self, group: WeightGroup) -> None:
+        """The module of this group has left backward: its gradients go to the host."""
+        arrived = [
+            (number, parameter)
+            for number, parameter in enumerate(group.parameters)
+            if parameter.grad is not None and parameter in self._parameters
+        ]
+        later = [one for one in arrived if one[1] in self._stored]
+        first = [one for one in arrived if one[1] not in self._stored]
+        if first:
+            self._store(group, first)
+        if later:
+            self._add(group, later)
+
+    def _store(self, group: WeightGroup, arrived: Sequence[tuple[int, Tensor]]) -> None:
+        tensors = {number: _checked(parameter) for number, parameter in arrived}
+        self.on_arrival([(parameter, tensors[number]) for number, parameter in arrived])
+        by_field: dict[Field, dict[int, Tensor]] = {}
+        for number, parameter in arrived:
+            field = self._home(parameter).gradient_field(tensors[number].dtype)
+            by_field.setdefault(field, {})[number] = tensors[number]
+            self._keep(parameter, field, number)
+        for field, own in by_field.items():
+            self._weights.store(field, own)
+        self._under_way.append((group, list(by_field), list(tensors.values())))
+        while len(self._under_way) > _UNDER_WAY:
+            self._release_oldest()
+
+    def release(self) -> None:
+        """Use the device memory of the last gradients again: the model waits for their copies to the host."""
+        while self._under_way:
+            self._release_oldest()
+
+    def _release_oldest(self) -> None:
+        """The device memory of the oldest gradients may be used again: the model waits for their copies, and for the
+        updates in backward that read them."""
+        group, fields, _ = self._under_way.popleft()
+        for event in (group.weights.updated, *(field.returned for field in fields)):
+            self._weights.lanes.caller().wait(event)
+
+    def _add(self, group: WeightGroup, arrived: Sequence[tuple[int, Tensor]]) -> None:
+        """Add these gradients to those that are on the host."""
+        dtype = torch.float32 if self._float32 else None
+        sums = group.gradients(dtype)
+        held = dict.fromkeys([sums, *(self._fields[parameter][0] for _, parameter in arrived)])
+        for field in held:
+            self._weights.hold(field)
+        added = []
+        for number, parameter in arrived:
+            total, earlier = sums.on_device[number], self._stored[parameter]
+            if total is not earlier:
+                total.copy_(earlier)
+            added.append((parameter, total.add_(_checked(parameter))))
+            self._keep(parameter, sums, number)
+        self.on_arrival(added)
+        self._weights.write_back(sums, [sums.bytes_of(n, 0, p.numel()) for n, p in arrived])
+        for field in held:
+            self._weights.release(field)
+
+    def _keep(self, parameter: Tensor, field: Field, number: int) -> None:
+        self._stored[parameter] = field.on_device[number]
+        self._fields[parameter] = field, field.on_device[number]
+        self._home(parameter).arrivals += 1
+        parameter.grad = None
+
+    def _home(self, parameter: Tensor) -> WeightHome:
+        home = self._weights.home_of(parameter)
+        assert home is not None, "it belongs to a group"
+        return home
+
+    # -- as sums of gradients: see :mod:`lightstep.precision.gradient_sums`
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        return parameter.grad is not None
+
+    def is_own_gradient(self, parameter: Tensor) -> bool:
+        return False
+
+    def totals(self) -> Mapping[Tensor, Tensor]:
+        """The gradients on the host, as tensors on the device that are empty until somebody holds them."""
+        return self._stored
+
+    def complete(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Add up what is on the host and in ``p.grad``: while these parameters' gradients arrive, in ``p.grad``; with
+        ``None``, in :meth:`totals`."""
+        listed = list(self._stored) if parameters is None else [p for p in parameters if p in self._stored]
+        for parameter in listed:
+            if parameter.grad is None:
+                continue
+            with self.holding({parameter: self._stored[parameter]}):
+                earlier = self._stored.pop(parameter)
+                total = earlier.to(torch.float32 if self._float32 else earlier.dtype, copy=True)
+                total.add_(_checked(parameter).to(total.device))
+            parameter.grad = None
+            if parameters is None:
+                self._stored[parameter] = total
+            else:
+                set_grad(parameter, total)
+
+    def clear(self) -> None:
+        """The gradients have been consumed or dropped."""
+        self._stored = {}
+
+    # -- their use
+
+    @contextmanager
+    def holding(self, gradients: Mapping[Tensor, Tensor], update: bool = False) -> Iterator[None]:
+        """In the body these gradients, by parameter, are on the device.
+
+        Args:
+            update: see :meth:`HostWeights.release`.
+        """
+        known = (self._fields.get(parameter, (None, None)) for parameter in gradients)
+        pairs = zip(known, gradients.values(), strict=True)
+        fields = list(dict.fromkeys(field for (field, own), given in pairs if field is not None and own is given))
+        for field in fields:
+            self._weights.hold(field)
+        try:
+            yield
+        finally:
+            for field in fields:
+                self._weights.release(field, update)
+
+
+def _checked(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise TypeError(
+            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which fp32 masters and one "
+            "global norm cannot take; build its layer with sparse=False"
+        )
+    return gradient.detach().contiguous()

@@ -1,0 +1,273 @@
+"""The forward and backward of each module have its weights on the device, which rest on the host otherwise.
+
+A transformer block *enters* its weights before its forward and leaves them after it, and does so again for its
+backward: from the moment when the gradient of its output arrives until that of its input is complete. Recomputed
+forwards lie within that. Every other module with parameters of its own (an embedding, the head) does the same. The
+weights of the modules that will run next are brought meanwhile. A model whose forward reads a weight by itself (a fused
+loss takes the head's) has it until the end of that forward, and for all of its backward.
+
+When a module leaves its backward, its gradients leave the device (:attr:`WeightVisits.takers`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightstep.optimizer.host_gradients import HostGradients
+from lightstep.sharding.hooks import ModuleHook
+from lightstep.sharding.parameter_reads import await_host
+from lightstep.sharding.preparation import transformer_blocks
+from lightstep.state.host_weights import HostWeights, WeightGroup
+
+__all__ = ["WeightVisits", "host_weights_of"]
+
+_NO_BACKWARD = -1  # torch's number of the graph task
+
+_AHEAD = 2
+"""Modules whose weights are brought before they are needed."""
+
+
+def host_weights_of(model: nn.Module, device: torch.device, device_bytes: int) -> HostWeights:
+    """Move the model's parameters to the host, in groups of those that one module reads, and its buffers to ``device``.
+
+    Raises:
+        HostMemoryError: the host has too little memory.
+    """
+    seen: set[nn.Parameter] = set()
+    groups = []
+    for name, module in _visiting_modules(model):
+        own = [parameter for parameter in dict.fromkeys(_read_by(model, module)) if parameter not in seen]
+        seen.update(own)
+        if own:
+            groups.append((name or type(model).__name__, own))
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    return HostWeights(groups, device, device_bytes)
+
+
+def _visiting_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks, and the modules outside of them that have parameters of their own."""
+    blocks = set(transformer_blocks(model))
+    inside = {part for block in blocks for part in block.modules()} - blocks
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if module in blocks or (module not in inside and next(module.parameters(recurse=False), None) is not None)
+    ]
+
+
+def _read_by(model: nn.Module, module: nn.Module) -> Iterator[nn.Parameter]:
+    return module.parameters(recurse=module in set(transformer_blocks(model)))
+
+
+class WeightVisits:
+    """Hooks on one model's modules.
+
+    Attributes:
+        takers: take the gradients of a group when its module leaves backward, on the stream of that backward.
+    """
+
+    def __init__(self, model: nn.Module, weights: HostWeights) -> None:
+        self.weights = weights
+        self.takers: weakref.WeakSet[HostGradients] = weakref.WeakSet()
+        self._in_backward: dict[_Visitor, None] = {}
+        self._is_final_queued = False
+        group_of = {parameter: group for group in weights.groups for parameter in group.parameters}
+        visitors = []
+        for _, module in _visiting_modules(model):
+            groups = list(dict.fromkeys(group_of[parameter] for parameter in _read_by(model, module)))
+            visitors.append(_Visitor(self, groups))
+            visitors[-1].watch(module)
+        await_host(model.modules(), weights)
+        order = [group for visitor in visitors for group in visitor.groups]
+        self._forward, self._backward = _Order(order), _Order(order[::-1])
+        self._is_running, self._read = False, list[WeightGroup]()
+        own = weakref.ref(self)
+        weights.on_read = lambda group: (visits := own()) is not None and visits._enter_for_read(group)
+        model.register_forward_pre_hook(ModuleHook(_weakly(self, WeightVisits._begin)), prepend=True, with_kwargs=True)
+        model.register_forward_hook(ModuleHook(_weakly(self, WeightVisits._end)), always_call=True)
+
+    def _begin(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """A forward of the whole model: its inputs are moved to the device, as FSDP2 moves them."""
+        if torch._C._current_graph_task_id() == _NO_BACKWARD:
+            self._abandon_backward()
+            self.weights.forget_idle()
+            self._forward.start()
+            self._is_running = True
+        move = _to(self.weights.device)
+        return tree_map_only(Tensor, move, arguments), tree_map_only(Tensor, move, named)
+
+    def _enter_for_read(self, group: WeightGroup) -> bool:
+        """A weight is read in a forward of the whole model, outside of its module's: it is there until the end."""
+        if not self._is_running:
+            return False
+        group.enter()
+        self._read.append(group)
+        return True
+
+    def _end(self, _: nn.Module, __: Any, output: Any) -> None:
+        """What a forward has read by itself, its backward has from the beginning on."""
+        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+            return
+        read, self._read, self._is_running = self._read, [], False
+        if read and torch.is_grad_enabled():
+            visitor = _Visitor(self, list(dict.fromkeys(read)))
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(visitor.before_backward)
+        for group in read:
+            group.leave()
+
+    def entered_forward(self, groups: Sequence[WeightGroup]) -> None:
+        """These groups are visited now: bring those that came next last time."""
+        for group in groups:
+            self._bring(self._forward.after(group))
+        if self._forward.visited == _AHEAD:
+            for taker in self.takers:
+                taker.release()
+
+    def _bring(self, upcoming: Sequence[WeightGroup]) -> None:
+        for group in upcoming:
+            self.weights.prefetch(group)
+
+    def begin_backward(self, visitor: _Visitor) -> None:
+        if visitor in self._in_backward:
+            return
+        if not self._is_final_queued:
+            self._is_final_queued = True
+            self._backward.start()
+            Variable._execution_engine.queue_callback(_weakly(self, WeightVisits._end_backward))
+        self._in_backward[visitor] = None
+        for group in visitor.groups:
+            group.enter()
+            self._bring(self._backward.after(group))
+
+    def is_in_backward(self, visitor: _Visitor) -> bool:
+        return visitor in self._in_backward
+
+    def leave_backward(self, visitor: _Visitor) -> None:
+        if visitor not in self._in_backward:
+            return
+        del self._in_backward[visitor]
+        with torch.no_grad():
+            for group in visitor.groups:
+                self._take_gradients(group)
+                group.leave()
+
+    def _take_gradients(self, group: WeightGroup) -> None:
+        for taker in self.takers:
+            taker.take(group)
+
+    def _abandon_backward(self) -> None:
+        """A backward has raised an error, and nobody has left it."""
+        self._is_final_queued = False
+        for visitor in list(self._in_backward):
+            del self._in_backward[visitor]
+            for group in visitor.groups:
+                group.leave()
+
+    def _end_backward(self) -> None:
+        """Modules whose inputs have no gradient leave at the end, and gradients that came late are taken."""
+        self._is_final_queued = False
+        for visitor in list(self._in_backward):
+            self.leave_backward(visitor)
+        with torch.no_grad():
+            for group in self.weights.groups:
+                if any(parameter.grad is not None for parameter in group.parameters):
+                    self._take_gradients(group)
+        self.weights.forget_idle()
+
+
+class _Order:
+    """The order in which groups are visited: as in the last pass, until this one shows another."""
+
+    def __init__(self, expected: Sequence[WeightGroup]) -> None:
+        self._last, self._now, self._place = list(expected), list[WeightGroup](), 0
+
+    def start(self) -> None:
+        """A new pass begins."""
+        self._last, self._now, self._place = self._now or self._last, [], 0
+
+    @property
+    def visited(self) -> int:
+        """How many groups this pass has visited."""
+        return len(self._now)
+
+    def after(self, group: WeightGroup) -> Sequence[WeightGroup]:
+        """The groups that are expected next, now that ``group`` is visited."""
+        if not self._now or self._now[-1] is not group:
+            self._now.append(group)
+        place = next((i for i in range(self._place, len(self._last)) if self._last[i] is group), None)
+        if place is None:
+            return ()
+        self._place = place
+        return self._last[place + 1 : place + 1 + _AHEAD]
+
+
+class _Visitor:
+    """One module's visits.
+
+    Attributes:
+        groups: what its parameters belong to.
+    """
+
+    def __init__(self, visits: WeightVisits, groups: Sequence[WeightGroup]) -> None:
+        self.groups = groups
+        self._visits = visits
+
+    def watch(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(ModuleHook(self._before), prepend=True, with_kwargs=True)
+        module.register_forward_hook(ModuleHook(self._after), always_call=True)
+
+    def _before(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        for group in self.groups:
+            group.enter()
+        if self._visits.is_in_backward(self):  # it is recomputed
+            return
+        self._visits.entered_forward(self.groups)
+        if torch.is_grad_enabled():
+            self._leave_with([t for t in tree_leaves((arguments, named)) if isinstance(t, Tensor) and t.requires_grad])
+
+    def _leave_with(self, inputs: Sequence[Tensor]) -> None:
+        """Leave backward when the gradients of all inputs are complete."""
+        left = [len(inputs)]
+
+        def count(_: Tensor) -> None:
+            left[0] -= 1
+            if not left[0]:
+                self._visits.leave_backward(self)
+
+        for tensor in inputs:
+            tensor.register_hook(count)
+
+    def _after(self, _: nn.Module, __: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not self._visits.is_in_backward(self):
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self.before_backward)
+        for group in self.groups:
+            group.leave()
+
+    def before_backward(self, _: Tensor) -> None:
+        self._visits.begin_backward(self)
+
+
+def _to(device: torch.device) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(device, non_blocking=True)
+
+
+def _weakly(owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    reference = weakref.ref(owner)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        return None if found is None else method(found, *arguments)
+
+    return call

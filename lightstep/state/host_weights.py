@@ -1,0 +1,452 @@
+"""Weights and gradients that rest on the host, and are on the device while somebody works on them.
+
+The parameters that one module reads together are a :class:`WeightGroup`. Its *fields* are the weights, the gradients
+of a step, and their sums over micro-batches. Each field rests in one page-locked slab of exact size. Who needs it on
+the device *holds* it::
+
+    group.enter()                 # the model: parameters are on the device in between
+    group.leave()
+    weights.hold(field)           # an update: works on `field.on_device`
+    weights.write_back(field, ranges)
+    weights.release(field)
+
+Copies run in lanes of their own, and nobody waits on the host. A field that nobody holds stays on the device until its
+memory is needed for another one: the least recently used one goes first. So a block whose forward is the last to run is
+still there for its backward, and weights that have just been updated are there for the next forward.
+
+The device memory of a field is one storage that is emptied and filled, as FSDP2 does it. Views of it stay valid: what
+autograd has saved in forward has its values again in backward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightstep.state.host_memory import HostSlab, require
+from lightstep.state.lanes import Lanes
+
+__all__ = ["Field", "HostWeights", "WeightGroup", "WeightHome"]
+
+_ALIGNMENT = 512
+"""Bytes: tensors in a field begin as aligned as memory of their own on a device."""
+
+Ranges = Iterable[tuple[int, int]]
+
+
+class Field:
+    """One tensor for each parameter of a group: on the host, and in device memory that is there or not.
+
+    Args:
+        likes: tensors with the shapes and dtypes.
+        dtype: of all of them; ``None``: their own.
+        is_used_once: in a step. Its device memory is the first to be freed.
+
+    Attributes:
+        on_host, on_device: a tensor for each parameter. Those on the device are empty unless the field is held.
+        nbytes: size in either place.
+    """
+
+    def __init__(
+        self, likes: Sequence[Tensor], dtype: torch.dtype | None, lanes: Lanes, what: str, is_used_once: bool = False
+    ) -> None:
+        self.is_used_once = is_used_once
+        places, end = [], 0
+        for like in likes:
+            size = like.numel() * (dtype or like.dtype).itemsize
+            places.append((end, end + size))
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = end
+        self._places = places
+        self._slab = HostSlab(max(end, 1), device=lanes.device, what=what)
+        self.host = self._slab.tensor(torch.uint8, end)
+        memory: list[Tensor] = []
+        lane = lanes.host_to_device
+        lane.run(lambda: memory.append(torch.empty(end, dtype=torch.uint8, device=lanes.device)))
+        if lane.stream is None:
+            lane.synchronize()
+        (flat,) = memory
+        self._storage = flat.untyped_storage()
+        self._bytes = flat.data  # with a version counter of its own: copies are no writes that autograd should see
+        self.on_host = [_view(self.host, place, like, dtype) for place, like in zip(places, likes, strict=True)]
+        self.on_device = [_view(flat, place, like, dtype) for place, like in zip(places, likes, strict=True)]
+        self._what, self._lanes = what, lanes
+        self._storage.resize_(0)
+        self.arrived, self.used, self.updated, self.returned = (lanes.event() for _ in range(4))
+        self.holds = 0
+        self.is_present = False
+        self.is_expected = False
+        """It was brought ahead, and nobody has held it since."""
+        self.is_fresh = False
+        """An update has written it, and no forward has read it since."""
+        self.is_returning = False
+        """A copy to the host may be under way."""
+
+    def bring(self) -> None:
+        """Queue the copy to the device."""
+        lane, size = self._lanes.host_to_device, self.nbytes
+        lane.wait(self.returned)
+        lane.run(lambda: self._storage.resize_(size), f"memory for {self._what}")
+        lane.copy(self._bytes, self.host, f"bringing {self._what}")
+        lane.record(self.arrived)
+        self.is_present = True
+
+    def free(self) -> None:
+        """Free the device memory, once it is not used any more."""
+        lane = self._lanes.host_to_device
+        for event in (self.used, self.updated, self.returned):
+            lane.wait(event)
+        lane.run(lambda: self._storage.resize_(0))
+        self.is_present = self.is_fresh = self.is_expected = False
+
+    def take_back(self, ranges: Ranges | None = None) -> None:
+        """Queue the copy to the host of these bytes (``None``: all), as the caller's work so far has left them."""
+        lane = self._lanes.device_to_host
+        self._lanes.caller().record(self.updated)
+        lane.wait(self.updated)
+        for start, stop in [(0, self.nbytes)] if ranges is None else ranges:
+            lane.copy(self.host[start:stop], self._bytes[start:stop], f"taking back {self._what}")
+        lane.record(self.returned)
+        self.is_returning = True
+
+    def fill(self, tensors: dict[int, Tensor]) -> None:
+        """Queue copies of these tensors on the device, by number, straight to the host. They must live until then."""
+        lane = self._lanes.device_to_host
+        self._lanes.caller().record(self.used)
+        lane.wait(self.used)
+        lane.wait(self.arrived)  # what was there before may still be read
+        targets = [self.on_host[number] for number in tensors]
+        lane.copies(targets, list(tensors.values()), f"taking {self._what} to the host")
+        lane.record(self.returned)
+        self.is_returning = True
+
+    def bytes_of(self, number: int, start: int, stop: int) -> tuple[int, int]:
+        """The range of bytes of some elements of one tensor."""
+        size, base = self.on_host[number].element_size(), self._places[number][0]
+        return base + start * size, base + stop * size
+
+    def settle(self) -> None:
+        """Block the host until what is under way to it has arrived."""
+        if self.is_returning:
+            self.returned.synchronize()
+            self.is_returning = False
+
+
+def _view(flat: Tensor, place: tuple[int, int], like: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return flat[place[0] : place[1]].view(dtype or like.dtype).view(like.shape)
+
+
+class WeightGroup:
+    """Parameters that are brought and taken back together.
+
+    Attributes:
+        weights: the field in which they rest. The parameters are its tensors on the host, and from :meth:`enter` on
+            those on the device, until :meth:`rest`.
+        name: for messages.
+    """
+
+    def __init__(self, owner: HostWeights, parameters: Sequence[nn.Parameter], name: str) -> None:
+        self.owner, self.parameters, self.name = owner, list(parameters), name
+        self.weights = Field(self.parameters, None, owner.lanes, f"the weights of {name}")
+        self._others: dict[torch.dtype | None, Field] = {}
+        self._visits = 0
+        self._is_at_rest = True
+        self._versions: list[int] | None = None  # of the weights on the device
+        for parameter, rest in zip(self.parameters, self.weights.on_host, strict=True):
+            rest.copy_(parameter.data)
+            parameter.data = rest
+
+    def gradients(self, dtype: torch.dtype | None = None) -> Field:
+        """The field of gradients in this dtype (``None``: the parameters' own); made at the first call."""
+        if dtype not in self._others:
+            what = f"the gradients of {self.name}"
+            require(self.weights.nbytes, what)
+            self._others[dtype] = Field(self.weights.on_host, dtype, self.owner.lanes, what, is_used_once=True)
+        return self._others[dtype]
+
+    @property
+    def fields(self) -> list[Field]:
+        return [self.weights, *self._others.values()]
+
+    # -- visits of the model
+
+    def enter(self) -> None:
+        """The parameters are on the device from here on, for work on the current stream."""
+        self.owner.hold(self.weights, self)
+        self.weights.is_fresh = False
+        self._visits += 1
+        if self._is_at_rest:
+            self._place(self.weights.on_device)
+
+    def leave(self) -> None:
+        """End what :meth:`enter` began; with the last one the parameters are on the host again.
+
+        While autograd records, :meth:`rest` does that later: a parameter that changes its device gets another node in
+        the graph, and gradients of several uses would not be added up in one.
+        """
+        self._visits -= 1
+        if not torch.is_grad_enabled():
+            self.rest()
+        self.owner.release(self.weights)
+
+    def rest(self) -> None:
+        """The parameters are on the host, unless a module has entered them."""
+        if not self._visits and not self._is_at_rest:
+            self._place(self.weights.on_host)
+
+    def _place(self, tensors: Sequence[Tensor]) -> None:
+        self._is_at_rest = tensors is self.weights.on_host
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    # -- writes by others
+
+    def note_versions(self) -> None:
+        """The weights on the device are the parameters as they are now."""
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def forget(self) -> None:
+        """What is on the device may be out of date, and is brought again."""
+        self.weights.is_fresh, self._versions = False, None
+
+    def is_outdated(self) -> bool:
+        """Whether somebody may have written to the weights on the host after they were brought."""
+        return self._versions is None or any(
+            parameter._version != version for parameter, version in zip(self.parameters, self._versions, strict=True)
+        )
+
+    def adopt_replaced(self) -> None:
+        """Copy weights that somebody has put in other memory (``p.data = ...``) to where they rest.
+
+        Raises:
+            ValueError: they have another shape or dtype.
+        """
+        if not self._is_at_rest:
+            return
+        for parameter, rest in zip(self.parameters, self.weights.on_host, strict=True):
+            if parameter.data_ptr() == rest.data_ptr():
+                continue
+            if (parameter.shape, parameter.dtype) != (rest.shape, rest.dtype):
+                raise ValueError(
+                    f"a parameter of {self.name} is {parameter.dtype} of shape {tuple(parameter.shape)} now, and rests "
+                    f"on the host as {rest.dtype} of shape {tuple(rest.shape)} (weights.placement: host); cast or "
+                    "resize the model before prepare_model"
+                )
+            self.weights.settle()
+            rest.copy_(parameter.data)
+            parameter.data = rest
+            torch.autograd.graph.increment_version([parameter])  # it counts as written to
+            self.forget()
+
+    def settle(self) -> None:
+        """Somebody reads the parameters, outside of the module's own forward: they are complete and on the host, or
+        whoever is told takes care of it."""
+        if self._visits or self.owner.on_read(self):
+            return
+        if self.weights.is_returning:
+            self.weights.settle()
+        self.rest()
+
+
+class WeightHome:
+    """Where one parameter rests: its group, and its number in it.
+
+    Attributes:
+        arrivals: how many gradients have been taken to the host so far.
+    """
+
+    def __init__(self, group: WeightGroup, number: int) -> None:
+        self.group, self.number = group, number
+        self.on_host, self.on_device = group.weights.on_host[number], group.weights.on_device[number]
+        self.arrivals = 0
+
+    def gradient_field(self, dtype: torch.dtype) -> Field:
+        """The field that takes a gradient of this dtype."""
+        return self.group.gradients(None if dtype == self.on_host.dtype else dtype)
+
+    def gradient(self, dtype: torch.dtype) -> Tensor:
+        """The tensor of that field on the device, which is empty until somebody holds the field."""
+        return self.gradient_field(dtype).on_device[self.number]
+
+
+class HostWeights:
+    """All groups of one model.
+
+    Args:
+        groups: names and parameters of each group. They are moved to the host.
+        device: where they are worked on.
+        device_bytes: how much device memory fields may take up; those that are held may take more.
+
+    Attributes:
+        on_read: called with a group whose parameters are read outside of the module's own forward; returns whether it
+            has entered the group.
+
+    Raises:
+        HostMemoryError: the host has too little memory. Nothing has been moved.
+    """
+
+    def __init__(
+        self, groups: Sequence[tuple[str, Sequence[nn.Parameter]]], device: torch.device, device_bytes: int
+    ) -> None:
+        listed = [parameter for _, parameters in groups for parameter in parameters]
+        moved = sum(p.nbytes for p in listed if p.device.type != "cpu")
+        require(max(moved, max((p.nbytes for p in listed), default=0)), "weights on the host")
+        self.device, self._device_bytes = device, device_bytes
+        self.on_read: Callable[[WeightGroup], bool] = lambda group: False
+        self.lanes = Lanes(device, small_pieces=False)
+        self._lock = threading.RLock()
+        self._present: OrderedDict[Field, None] = OrderedDict()  # the one that will be needed last comes first
+        self.groups = [WeightGroup(self, parameters, name) for name, parameters in groups]
+        self._homes = {
+            parameter: WeightHome(group, number)
+            for group in self.groups
+            for number, parameter in enumerate(group.parameters)
+        }
+
+    def home_of(self, parameter: Tensor) -> WeightHome | None:
+        """``None`` if the parameter is none of these."""
+        return self._homes.get(parameter)  # type: ignore[call-overload]
+
+    # -- on the device
+
+    def hold(self, field: Field, group: WeightGroup | None = None) -> None:
+        """Have the field on the device, ready for work on the caller's stream, until :meth:`release`.
+
+        Args:
+            group: that of a field of weights, which others may have written to. The holder of any other field may write
+                to it at once, and what is on its way to the host must not change any more.
+        """
+        with self._lock:
+            self._bring(field, group)
+            field.holds += 1
+            field.is_expected = False
+        self.lanes.caller().wait(field.arrived)
+        if group is None:
+            self.lanes.caller().wait(field.returned)
+
+    def prefetch(self, group: WeightGroup) -> None:
+        """Bring the weights of a group that will be needed soon, unless others that will be take up the room."""
+        field = group.weights
+        with self._lock:
+            if not field.holds and (field.is_present or self._has_room(field.nbytes)):
+                self._bring(field, group)
+                field.is_expected = True
+
+    def release(self, field: Field, update: bool = False) -> None:
+        """The caller's work so far was the last that the holder does with it.
+
+        Args:
+            update: the holder is an update: it may run on another stream than the model.
+        """
+        self.lanes.caller().record(field.updated if update else field.used)
+        with self._lock:
+            field.holds -= 1
+            self._present.move_to_end(field, last=not field.is_used_once)
+
+    def store(self, field: Field, tensors: dict[int, Tensor]) -> None:
+        """Take tensors on the device, by number, straight to the host, in place of what the field has there."""
+        with self._lock:
+            if field.is_present:
+                self._free(field)
+        field.fill(tensors)
+
+    def write_back(self, field: Field, ranges: Ranges | None = None) -> None:
+        """Take bytes that the caller has written to a held field back to the host."""
+        field.take_back(ranges)
+        field.is_fresh = True
+
+    def _bring(self, field: Field, group: WeightGroup | None) -> None:
+        if group is not None:
+            group.adopt_replaced()
+            if field.is_present and not field.holds and group.is_outdated():
+                self._free(field)
+        if not field.is_present:
+            self._make_room(field.nbytes)
+            field.bring()
+            self._present[field] = None
+            if group is not None:
+                group.note_versions()
+
+    def _make_room(self, nbytes: int) -> None:
+        """Free fields that nobody holds, until there is room; those that are expected come last."""
+        taken = sum(field.nbytes for field in self._present)
+        idle = [field for field in self._present if not field.holds]
+        for field in sorted(idle, key=lambda field: field.is_expected):
+            if taken + nbytes <= self._device_bytes:
+                return
+            taken -= field.nbytes
+            self._free(field)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether there is room, once what is neither held nor expected is freed."""
+        kept = sum(field.nbytes for field in self._present if field.holds or field.is_expected)
+        return kept + nbytes <= self._device_bytes
+
+    def _free(self, field: Field) -> None:
+        field.free()
+        del self._present[field]
+
+    def forget_idle(self, fresh: bool = False) -> None:
+        """What nobody holds is brought again at its next use: the user may have written to the weights meanwhile.
+
+        Args:
+            fresh: also weights that have just been updated.
+        """
+        with self._lock:
+            for group in self.groups:
+                if fresh or not group.weights.is_fresh:
+                    group.forget()
+
+    def free(self) -> None:
+        """Free the device memory of all fields that nobody holds."""
+        with self._lock:
+            for field in [field for field in self._present if not field.holds]:
+                self._free(field)
+
+    @contextmanager
+    def holding(self, groups: Iterable[WeightGroup]) -> Iterator[None]:
+        """Hold the weights of these groups in the body."""
+        with ExitStack() as stack:
+            for group in groups:
+                self.hold(group.weights, group)
+                stack.callback(self.release, group.weights)
+            yield
+
+    # -- all of them
+
+    def rest(self) -> None:
+        """All parameters are on the host, but for those that modules have entered."""
+        for group in self.groups:
+            group.rest()
+
+    def settle(self) -> None:
+        """The host is about to read the weights: block it until they are complete."""
+        for group in self.groups:
+            group.settle()
+
+    def synchronize(self) -> None:
+        """Block the host until all weights and gradients have arrived where they go."""
+        self.rest()
+        self.lanes.synchronize()
+        for group in self.groups:
+            for field in group.fields:
+                field.is_returning = False
+
+    def memory(self) -> dict[str, int]:
+        """``host_bytes`` and ``device_bytes`` now."""
+        fields = [field for group in self.groups for field in group.fields]
+        return {
+            "host_bytes": sum(field.nbytes for field in fields),
+            "device_bytes": sum(field.nbytes for field in fields if field.is_present),
+        }
+
+
+def groups_of(homes: Iterable[Any]) -> list[WeightGroup]:
+    """The groups of some homes (``None`` is none), each once."""
+    return list(dict.fromkeys(home.group for home in homes if home is not None))

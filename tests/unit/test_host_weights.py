@@ -1,0 +1,269 @@
+"""Weights and gradients that rest on the host: the bits of a run that keeps them on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightstep.sharding.weight_average import WeightAverage
+from lightstep.state import units as units_module
+from lightstep.state.ring_plan import RingPlan
+from tests.covering import every_pair
+from tests.distributed.models import TinyTransformer
+from tests.unit.test_homes_and_times import HOMES, LIMITS
+from tests.unit.test_next_forward import Training, assert_same
+
+TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
+    monkeypatch.setattr(units_module, "SMALL_UNIT", 1 << 10)
+    monkeypatch.setattr(RingPlan, "BULK_UNIT", 1 << 12)
+    monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1 << 7)
+
+
+def make(
+    home: str,
+    time: str,
+    limit: str,
+    parameters: str,
+    weights: Any = None,
+    kind: type[Training] = Training,
+    **more: Any,
+) -> Training:
+    clipping = {"max_norm": LIMITS[limit], "scope": "unit"} if time == "in_backward" else {"max_norm": LIMITS[limit]}
+    scale = {"kind": "constant", "scale": 64.0} if time == "in_backward" and parameters == "float16" else None
+    state = {**HOMES[home], "update": time}
+    return kind(state, parameters, clipping=clipping, loss_scale=scale, weights=weights, **more)
+
+
+def clean(snapshot: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the names of wrappers."""
+    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in snapshot.items()}
+
+
+@every_pair(
+    home=HOMES,
+    time=TIMES,
+    limit=LIMITS,
+    parameters=["bfloat16", "float16", "float32"],
+    mib=[0.001, 0.02, 64.0],
+    recompute=[False, True],
+)
+def test_the_same_bits(home: str, time: str, limit: str, parameters: str, mib: float, recompute: bool) -> None:
+    expected = make("resident", time if time == "in_backward" else "at_step", limit, parameters)
+    losses, wanted = expected.train(6), expected.snapshot()
+    for seed in range(3):
+        tested = make(home, time, limit, parameters, {"placement": "host", "device_mib": mib}, recompute=recompute)
+        found = tested.train(2)
+        tested.delays(seed)
+        assert found + tested.train(4) == losses, seed
+        assert_same(clean(tested.snapshot()), wanted)
+        if time == "overlap":
+            queue, store = tested.optimizer.engine.queue, tested.optimizer._backend
+            assert not queue.rolled_back
+            assert (queue.redone > 0) is (limit == "clipped" and store.name != "resident")
+            assert home == "resident" or store._versions.host_bytes() > 0, "nothing was updated in backward"
+        tested.optimizer.close()
+
+
+# ---- what users do between the lines of a training loop
+
+
+def read_weights(run: Training, folder: Path) -> None:
+    weights = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    assert all(torch.equal(weights[name], value) for name, value in run.model.state_dict().items() if name in weights)
+
+
+def evaluate(run: Training, folder: Path) -> None:
+    with torch.inference_mode():
+        first = run.loss(5).item()
+    with torch.no_grad():
+        assert run.loss(5).item() == first
+
+
+def forward_without_backward(run: Training, folder: Path) -> None:
+    run.loss(5)
+
+
+def write_in_place(run: Training, folder: Path) -> None:
+    with torch.no_grad():
+        for parameter in run.model.blocks[1].parameters():
+            parameter.mul_(0.5)
+
+
+def replace_data(run: Training, folder: Path) -> None:
+    weight = run.model.blocks[0].up.weight
+    weight.data = weight.data * 0.5
+
+
+def write_data_and_say_so(run: Training, folder: Path) -> None:
+    run.optimizer.synchronize()
+    run.model.head.weight.data.mul_(0.5)
+    run.optimizer.refresh_master_weights()
+
+
+def load_own_weights(run: Training, folder: Path) -> None:
+    state = {name: value.clone() * 0.5 for name, value in run.model.state_dict().items()}
+    run.model.load_state_dict(state)
+
+
+def read_state(run: Training, folder: Path) -> None:
+    assert run.optimizer.state_dict()["state"]
+
+
+def save_and_load(run: Training, folder: Path) -> None:
+    run.strategy.save_checkpoint(folder / "a", run.model, run.optimizer)
+    run.train(1)
+    run.steps -= 1
+    run.strategy.load_checkpoint(folder / "a", run.model, run.optimizer)
+
+
+def save_meanwhile(run: Training, folder: Path) -> None:
+    saved = run.strategy.save_checkpoint(folder / "b", run.model, run.optimizer, asynchronous=True)
+    run.train(1)
+    run.steps -= 1
+    saved.result(60)
+    run.strategy.load_checkpoint(folder / "b", run.model, run.optimizer)
+
+
+def release_memory(run: Training, folder: Path) -> None:
+    run.optimizer.release_device_memory()
+
+
+def drop_gradients(run: Training, folder: Path) -> None:
+    run.optimizer.backward(run.loss(5))
+    run.optimizer.zero_grad()
+
+
+def plain_backwards(run: Training, folder: Path) -> None:
+    for micro in range(3):
+        run.loss(micro).backward()
+    run.optimizer.step()
+
+
+def measure_the_norm(run: Training, folder: Path) -> None:
+    run.optimizer.backward(run.loss(4))
+    norm = run.optimizer.grad_norm()
+    assert torch.equal(norm, run.optimizer.step().grad_norm)
+
+
+def two_forwards(run: Training, folder: Path) -> None:
+    run.optimizer.backward(run.loss(4) + run.loss(5))
+    run.optimizer.step()
+
+
+def regularise(run: Training, folder: Path) -> None:
+    """The loss has weights themselves in it."""
+    weight = run.model.head.weight
+    run.optimizer.backward(run.loss(4) + weight.float().square().sum().to(run.loss(4).device))
+    run.optimizer.step()
+
+
+def fail(run: Training, folder: Path) -> None:
+    def raising(*_: Any) -> None:
+        raise ValueError("a user's hook")
+
+    for register in (run.model.blocks[1].register_forward_hook, run.model.blocks[1].register_full_backward_hook):
+        handle = register(raising)
+        with pytest.raises(ValueError, match="a user's hook"):
+            run.optimizer.backward(run.loss(5))
+        handle.remove()
+        run.optimizer.zero_grad()
+        run.model.zero_grad()
+
+
+def average_weights(run: Training, folder: Path) -> None:
+    average = WeightAverage(run.model, 0.5)
+    run.train(1)
+    average.update()
+    with average.applied():
+        evaluate(run, folder)
+        averaged = {name: value.clone() for name, value in run.model.state_dict().items()}
+    evaluate(run, folder)
+    run.model.load_state_dict(averaged)
+
+
+def freeze(run: Training, folder: Path) -> None:
+    run.model.blocks[1].requires_grad_(False)
+    run.train(1)
+    run.model.blocks[1].requires_grad_(True)
+
+
+def change_the_rate(run: Training, folder: Path) -> None:
+    run.optimizer.backward(run.loss(4))
+    for group in run.optimizer.param_groups:
+        group["lr"] *= 0.5
+    run.optimizer.step()
+
+
+class OwnHead(TinyTransformer):
+    """It takes the weights of two modules, and does not call these."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = nn.functional.embedding(tokens, self.embed.weight)
+        for block in self.blocks:
+            hidden = block(hidden * self.gain)
+        return nn.functional.linear(hidden, self.head.weight)
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_a_forward_that_reads_weights_by_itself(time: str) -> None:
+    expected = make("resident", time if time == "in_backward" else "at_step", "clipped", "bfloat16", make=OwnHead)
+    tested = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.001}, make=OwnHead)
+    losses = expected.train(4)
+    assert tested.train(2) == losses[:2]
+    tested.delays(1)
+    assert tested.train(2) == losses[2:]
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
+ACTIONS: dict[str, Callable[[Training, Path], None]] = {
+    action.__name__: action
+    for action in (
+        *(read_weights, evaluate, forward_without_backward, write_in_place, replace_data, write_data_and_say_so),
+        *(load_own_weights, read_state, save_and_load, save_meanwhile, release_memory, drop_gradients),
+        *(plain_backwards, measure_the_norm, two_forwards, regularise, fail, freeze, change_the_rate, average_weights),
+    )
+}
+
+
+@every_pair(action=ACTIONS, time=["at_step", "next_forward", "overlap"], tied=[False, True])
+def test_what_users_do_between_steps(action: str, time: str, tied: bool, tmp_path: Path) -> None:
+    snapshots, losses = [], []
+    for number, weights in enumerate((None, {"placement": "host", "device_mib": 0.005})):
+        home, when = ("stream", time) if weights else ("resident", "at_step")
+        run = make(home, when, "clipped", "bfloat16", weights, make=partial(TinyTransformer, tied=tied))
+        run.train(2)
+        if weights:
+            run.delays(number)
+        (tmp_path / str(number)).mkdir()
+        ACTIONS[action](run, tmp_path / str(number))
+        losses.append(run.train(2))
+        snapshots.append(run.snapshot())
+        run.optimizer.close()
+    assert losses[0] == losses[1]
+    assert_same(snapshots[1], snapshots[0])
+
+
+@pytest.mark.parametrize("time", ["next_forward", "overlap"])
+def test_a_run_goes_on_with_another_placement(time: str, tmp_path: Path) -> None:
+    expected = make("resident", "at_step", "clipped", "bfloat16")
+    losses = expected.train(6)
+    placements = [{"placement": "host"}, None, {"placement": "host", "device_mib": 0.005}]
+    for number, weights in enumerate(placements):
+        run = make("stream", time, "clipped", "bfloat16", weights)
+        if number:
+            run.strategy.load_checkpoint(tmp_path / str(number - 1), run.model, run.optimizer)
+            run.steps = 2 * number
+        assert run.train(2) == losses[2 * number : 2 * number + 2]
+        run.strategy.save_checkpoint(tmp_path / str(number), run.model, run.optimizer)
+    assert_same(run.snapshot(), expected.snapshot())
