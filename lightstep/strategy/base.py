@@ -374,10 +374,19 @@ class Strategy(ABC):
         self._connect(model, optimizer)
         return optimizer
 
-    @staticmethod
-    def _host_weights(model: nn.Module) -> HostWeights | None:
-        """The model's weights that rest on the host."""
+    def _host_weights(self, model: nn.Module) -> HostWeights | None:
+        """The model's weights that rest on the host.
+
+        Raises:
+            ConfigError: the strategy wants them there, and they are not.
+        """
         visits = PreparedModel.of(model).weight_visits
+        if visits is None and self.config.weights.placement == "host":
+            raise ConfigError(
+                f"{self.name}: weights.placement is host, and the weights of {type(unwrap_model(model)).__name__} are "
+                "elsewhere: call model = strategy.prepare_model(model) before create_optimizer(). accelerate, the "
+                "transformers Trainer, Fabric and torchtitan prepare models themselves: set placement: device there"
+            )
         return None if visits is None else visits.weights
 
     def _register(self, model: nn.Module, optimizer: BaseOptimizer) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightstep import ConfigError, Strategy
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.state import units as units_module
 from lightstep.state.ring_plan import RingPlan
@@ -267,3 +268,22 @@ def test_a_run_goes_on_with_another_placement(time: str, tmp_path: Path) -> None
         assert run.train(2) == losses[2 * number : 2 * number + 2]
         run.strategy.save_checkpoint(tmp_path / str(number), run.model, run.optimizer)
     assert_same(run.snapshot(), expected.snapshot())
+
+
+def test_a_model_that_somebody_else_prepares_is_refused() -> None:
+    strategy = Strategy.load("offload")
+    with pytest.raises(ConfigError, match=r"call model = strategy\.prepare_model\(model\) before create_optimizer"):
+        strategy.create_optimizer(TinyTransformer().bfloat16(), lr=1e-3)
+
+
+def test_several_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"for one device so far; set sharding\.kind: single"):
+        Strategy.load("fsdp2", overrides={"weights.placement": "host"})
+
+
+def test_a_model_that_is_cast_afterwards_is_told() -> None:
+    run = make("stream", "next_forward", "clipped", "bfloat16", {"placement": "host"})
+    run.train(1)
+    run.model.float()
+    with pytest.raises(ValueError, match="cast or resize the model before prepare_model"):
+        run.loss()
