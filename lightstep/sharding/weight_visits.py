@@ -97,7 +97,7 @@ class WeightVisits:
     def _begin(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """A forward of the whole model: its inputs are moved to the device, as FSDP2 moves them."""
         if torch._C._current_graph_task_id() == _NO_BACKWARD:
-            self._abandon_backward()
+            self._end_interrupted()
             self.weights.forget_idle()
             self._forward.start()
             self._is_running = True
@@ -165,13 +165,12 @@ class WeightVisits:
         for taker in self.takers:
             taker.take(group)
 
-    def _abandon_backward(self) -> None:
-        """A backward has raised an error, and nobody has left it."""
+    def _end_interrupted(self) -> None:
+        """A backward that has raised an error, and a forward that was interrupted, have not left what they entered."""
         self._is_final_queued = False
-        for visitor in list(self._in_backward):
-            del self._in_backward[visitor]
-            for group in visitor.groups:
-                group.leave()
+        self._in_backward.clear()
+        self._read = []
+        self.weights.leave_all()
 
     def _end_backward(self) -> None:
         """Modules whose inputs have no gradient leave at the end, and gradients that came late are taken."""

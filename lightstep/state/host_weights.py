@@ -200,6 +200,12 @@ class WeightGroup:
         if not self._visits and not self._is_at_rest:
             self._place(self.weights.on_host)
 
+    def leave_all(self) -> None:
+        """End all that :meth:`enter` has begun."""
+        while self._visits:
+            self.leave()
+        self.rest()
+
     def _place(self, tensors: Sequence[Tensor]) -> None:
         self._is_at_rest = tensors is self.weights.on_host
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
@@ -424,6 +430,11 @@ class HostWeights:
         """All parameters are on the host, but for those that modules have entered."""
         for group in self.groups:
             group.rest()
+
+    def leave_all(self) -> None:
+        """Leave what a forward or backward has entered that was interrupted."""
+        for group in self.groups:
+            group.leave_all()
 
     def settle(self) -> None:
         """The host is about to read the weights: block it until they are complete."""

@@ -36,6 +36,9 @@ __all__ = ["Piece", "Segment", "Views", "segments_of"]
 _FEW = 8
 """Segments of at most so many parts are updated part by part by kernels that take several at once."""
 
+_PLACES = 64
+"""Of weights that rest on the host: a device's allocator returns few different addresses for them."""
+
 _PLAIN = (bool, int, float, str, type(None))
 
 CPU_VECTOR = 16
@@ -139,6 +142,8 @@ class Segment(Run):
         addresses = tuple([local.data_ptr() for local in self.locals])
         views = known.get(addresses)
         if views is None:
+            if len(known) == _PLACES:
+                known.clear()
             views = known[addresses] = Views(self, slot)
         return views
 

@@ -193,6 +193,19 @@ def average_weights(run: Training, folder: Path) -> None:
     run.model.load_state_dict(averaged)
 
 
+def interrupt(run: Training, folder: Path) -> None:
+    def raising(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for register in (run.model.blocks[1].register_forward_hook, run.model.blocks[1].register_full_backward_hook):
+        handle = register(raising)
+        with pytest.raises(KeyboardInterrupt):
+            run.optimizer.backward(run.loss(5))
+        handle.remove()
+        run.optimizer.zero_grad()
+        run.model.zero_grad()
+
+
 def freeze(run: Training, folder: Path) -> None:
     run.model.blocks[1].requires_grad_(False)
     run.train(1)
@@ -232,7 +245,17 @@ ACTIONS: dict[str, Callable[[Training, Path], None]] = {
     for action in (
         *(read_weights, evaluate, forward_without_backward, write_in_place, replace_data, write_data_and_say_so),
         *(load_own_weights, read_state, save_and_load, save_meanwhile, release_memory, drop_gradients),
-        *(plain_backwards, measure_the_norm, two_forwards, regularise, fail, freeze, change_the_rate, average_weights),
+        *(
+            plain_backwards,
+            measure_the_norm,
+            two_forwards,
+            regularise,
+            fail,
+            interrupt,
+            freeze,
+            change_the_rate,
+            average_weights,
+        ),
     )
 }
 
