@@ -262,7 +262,7 @@ class Weights(_Frozen):
 
     @model_validator(mode="after")
     def _device_mib_has_an_effect(self) -> Weights:
-        if self.placement == "device" and self.device_mib != 2048:
+        if self.placement == "device" and self.device_mib != type(self).model_fields["device_mib"].default:
             raise ValueError(
                 f"device_mib {self.device_mib:g} is device memory for weights that rest on the host, and placement is "
                 "device; leave it out, or set placement: host"

@@ -450,6 +450,8 @@ class Engine:
             _warn_no_gradients(self.managed)
         norm, overflow = self._scaling.total_norm(self.loss_scale)
         self.scaled_backward.clear()
+        if self._host_weights is not None:
+            self._end_step(self._host_weights)
         return StepResult(norm, overflow, self.loss_scale.tensor(norm.device).clone(), loss)
 
     def grad_norm(self) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightstep.precision.gradient_sums import set_grad
+from lightstep.precision.gradients import refuse_sparse
 from lightstep.state.host_weights import Field, HostWeights, WeightGroup, WeightHome
 
 __all__ = ["HostGradients"]
@@ -179,9 +180,5 @@ class HostGradients:
 def _checked(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
-    if gradient.is_sparse:
-        raise TypeError(
-            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which fp32 masters and one "
-            "global norm cannot take; build its layer with sparse=False"
-        )
+    refuse_sparse(gradient)
     return gradient.detach().contiguous()

@@ -118,7 +118,7 @@ class ManagedParameters:
         self._classes.inspect_groups(groups)
         places = self.places()
         items = [self._items.get(p) or self._manage(p, group, places.get(p), i) for i, (p, group) in enumerate(listed)]
-        _refuse_shared_memory((item.name, item.resting) for item in items)
+        refuse_shared_memory((item.name, item.resting) for item in items)
         new = [item for item in items if item.param not in self._items]
         self._classes.prepare(items, groups)
         self._moments.set_up(items, self._classes)
@@ -230,7 +230,7 @@ class ManagedParameters:
         touched = self._watch.touched(locals_now)
         moved = {item: local for item, local in touched if self._watch.moved(item, local)}
         if moved:
-            _refuse_shared_memory((item.name, local) for item, local in locals_now)
+            refuse_shared_memory((item.name, local) for item, local in locals_now)
         for item, local in moved.items():
             if item.home is None:
                 item.local = local.detach()
@@ -294,6 +294,7 @@ class ManagedParameters:
                 item.local = local_tensor(item.param).detach()
             else:
                 item.home.group.adopt_replaced()
+                item.home.group.forget()
             self._backend.refresh(item)
         self.record(self)
         return converted
@@ -473,7 +474,7 @@ def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}
 
 
-def _refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse parameters that share memory (``a.data = b.data``): each update would undo the other's.
 
     Raises:

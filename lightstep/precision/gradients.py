@@ -239,6 +239,15 @@ def _none_unused(_: Sequence[Tensor]) -> Sequence[Tensor]:
     return ()
 
 
+def refuse_sparse(gradient: Tensor) -> None:
+    """Raise ``TypeError`` for a sparse gradient."""
+    if gradient.is_sparse:
+        raise TypeError(
+            f"a parameter of shape {tuple(gradient.shape)} has a sparse gradient, which fp32 masters and one "
+            "global norm cannot take; build its layer with sparse=False"
+        )
+
+
 def unshared(gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
     """The gradients, without shared memory: users may set one tensor as the gradient of two parameters."""
     addresses = [gradient.data_ptr() for gradient in gradients.values()]
@@ -257,11 +266,7 @@ def _local(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
     if gradient is None:
         return None
-    if gradient.is_sparse:
-        raise TypeError(
-            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which fp32 masters and one "
-            "global norm cannot take; build its layer with sparse=False"
-        )
+    refuse_sparse(gradient)
     if type(gradient) is not Tensor and is_sharded(gradient):
         return local_gradient(parameter, torch.float32)
     return gradient.detach() if gradient.requires_grad else gradient

@@ -96,6 +96,7 @@ class PreparedModel:
 
     def _settle_host_weights(self) -> None:
         if self.weight_visits is not None:
+            self.weight_visits.end_if_interrupted()
             self.weight_visits.weights.settle()
 
     @contextlib.contextmanager

@@ -11,6 +11,7 @@ When a module leaves its backward, its gradients leave the device (:attr:`Weight
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightstep.optimizer.host_gradients import HostGradients
+from lightstep.optimizer.managed_parameters import refuse_shared_memory
 from lightstep.sharding.hooks import ModuleHook
 from lightstep.sharding.parameter_reads import await_host
 from lightstep.sharding.preparation import transformer_blocks
@@ -39,7 +41,15 @@ def host_weights_of(model: nn.Module, device: torch.device, device_bytes: int) -
 
     Raises:
         HostMemoryError: the host has too little memory.
+        ValueError: parameters share memory, or are no plain tensors. Nothing has been moved.
     """
+    refuse_shared_memory(model.named_parameters())
+    for name, parameter in model.named_parameters():
+        if type(parameter.data) is not Tensor:
+            raise ValueError(
+                f"{name} is a {type(parameter.data).__name__}, and weights that rest on the host are plain tensors: "
+                "set weights.placement: device"
+            )
     seen: set[nn.Parameter] = set()
     groups = []
     for name, module in _visiting_modules(model):
@@ -89,8 +99,8 @@ class WeightVisits:
         order = [group for visitor in visitors for group in visitor.groups]
         self._forward, self._backward = _Order(order), _Order(order[::-1])
         self._is_running, self._read = False, list[WeightGroup]()
-        own = weakref.ref(self)
-        weights.on_read = lambda group: (visits := own()) is not None and visits._enter_for_read(group)
+        own, self._model = weakref.ref(self), weakref.ref(model)
+        weights.on_read = lambda group: group.is_entered if (visits := own()) is None else visits._enter_for_read(group)
         model.register_forward_pre_hook(ModuleHook(_weakly(self, WeightVisits._begin)), prepend=True, with_kwargs=True)
         model.register_forward_hook(ModuleHook(_weakly(self, WeightVisits._end)), always_call=True)
 
@@ -106,11 +116,11 @@ class WeightVisits:
 
     def _enter_for_read(self, group: WeightGroup) -> bool:
         """A weight is read in a forward of the whole model, outside of its module's: it is there until the end."""
-        if not self._is_running:
-            return False
-        group.enter()
-        self._read.append(group)
-        return True
+        self.end_if_interrupted()
+        if self._is_running and not group.is_entered:
+            group.enter()
+            self._read.append(group)
+        return group.is_entered
 
     def _end(self, _: nn.Module, __: Any, output: Any) -> None:
         """What a forward has read by itself, its backward has from the beginning on."""
@@ -124,6 +134,11 @@ class WeightVisits:
                     tensor.register_hook(visitor.before_backward)
         for group in read:
             group.leave()
+
+    def end_if_interrupted(self) -> None:
+        """Leave what a forward of the whole model has entered, if it was interrupted."""
+        if self._is_running and not _is_called(self._model()):
+            self._end_interrupted()
 
     def entered_forward(self, groups: Sequence[WeightGroup]) -> None:
         """These groups are visited now: bring those that came next last time."""
@@ -167,7 +182,7 @@ class WeightVisits:
 
     def _end_interrupted(self) -> None:
         """A backward that has raised an error, and a forward that was interrupted, have not left what they entered."""
-        self._is_final_queued = False
+        self._is_final_queued = self._is_running = False
         self._in_backward.clear()
         self._read = []
         self.weights.leave_all()
@@ -226,6 +241,7 @@ class _Visitor:
         module.register_forward_hook(ModuleHook(self._after), always_call=True)
 
     def _before(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._visits.end_if_interrupted()
         for group in self.groups:
             group.enter()
         if self._visits.is_in_backward(self):  # it is recomputed
@@ -256,6 +272,14 @@ class _Visitor:
 
     def before_backward(self, _: Tensor) -> None:
         self._visits.begin_backward(self)
+
+
+def _is_called(model: nn.Module | None) -> bool:
+    """Whether a forward of the model is among the callers: torch tells nobody of a forward that was interrupted."""
+    frame, code = sys._getframe(1), nn.Module._call_impl.__code__
+    while frame is not None and not (frame.f_code is code and frame.f_locals.get("self") is model):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _to(device: torch.device) -> Callable[[Tensor], Tensor]:

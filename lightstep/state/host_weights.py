@@ -37,6 +37,8 @@ __all__ = ["Field", "HostWeights", "WeightGroup", "WeightHome"]
 _ALIGNMENT = 512
 """Bytes: tensors in a field begin as aligned as memory of their own on a device."""
 
+_ADVICE = "Set weights.placement: device, which keeps them on the device, or train a smaller model"
+
 Ranges = Iterable[tuple[int, int]]
 
 
@@ -166,7 +168,7 @@ class WeightGroup:
         """The field of gradients in this dtype (``None``: the parameters' own); made at the first call."""
         if dtype not in self._others:
             what = f"the gradients of {self.name}"
-            require(self.weights.nbytes, what)
+            require(sum(rest.numel() * (dtype or rest.dtype).itemsize for rest in self.weights.on_host), what, _ADVICE)
             self._others[dtype] = Field(self.weights.on_host, dtype, self.owner.lanes, what, is_used_once=True)
         return self._others[dtype]
 
@@ -194,6 +196,10 @@ class WeightGroup:
         if not torch.is_grad_enabled():
             self.rest()
         self.owner.release(self.weights)
+
+    @property
+    def is_entered(self) -> bool:
+        return self._visits > 0
 
     def rest(self) -> None:
         """The parameters are on the host, unless a module has entered them."""
@@ -251,9 +257,8 @@ class WeightGroup:
             self.forget()
 
     def settle(self) -> None:
-        """Somebody reads the parameters, outside of the module's own forward: they are complete and on the host, or
-        whoever is told takes care of it."""
-        if self._visits or self.owner.on_read(self):
+        """Somebody reads the parameters: they are complete and on the host, unless a module has entered them."""
+        if self.owner.on_read(self):
             return
         if self.weights.is_returning:
             self.weights.settle()
@@ -290,8 +295,7 @@ class HostWeights:
         device_bytes: how much device memory fields may take up; those that are held may take more.
 
     Attributes:
-        on_read: called with a group whose parameters are read outside of the module's own forward; returns whether it
-            has entered the group.
+        on_read: called with a group whose parameters are read; returns whether they are on the device, for a module.
 
     Raises:
         HostMemoryError: the host has too little memory. Nothing has been moved.
@@ -301,10 +305,11 @@ class HostWeights:
         self, groups: Sequence[tuple[str, Sequence[nn.Parameter]]], device: torch.device, device_bytes: int
     ) -> None:
         listed = [parameter for _, parameters in groups for parameter in parameters]
-        moved = sum(p.nbytes for p in listed if p.device.type != "cpu")
-        require(max(moved, max((p.nbytes for p in listed), default=0)), "weights on the host")
+        moved = sum(p.nbytes for p in listed if p.device.type != "cpu")  # others give their memory back, one by one
+        gradients = sum(p.nbytes for p in listed if p.requires_grad)
+        require(max(moved, max((p.nbytes for p in listed), default=0)) + gradients, "weights and gradients", _ADVICE)
         self.device, self._device_bytes = device, device_bytes
-        self.on_read: Callable[[WeightGroup], bool] = lambda group: False
+        self.on_read: Callable[[WeightGroup], bool] = lambda group: group.is_entered
         self.lanes = Lanes(device, small_pieces=False)
         self._lock = threading.RLock()
         self._present: OrderedDict[Field, None] = OrderedDict()  # the one that will be needed last comes first
@@ -444,6 +449,7 @@ class HostWeights:
     def synchronize(self) -> None:
         """Block the host until all weights and gradients have arrived where they go."""
         self.rest()
+        self.forget_idle(fresh=True)  # the caller may write to weights now, also through ``p.data``
         self.lanes.synchronize()
         for group in self.groups:
             for field in group.fields:

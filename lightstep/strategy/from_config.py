@@ -44,16 +44,15 @@ def store_of(config: OptimizerState, replicas: Replicas | None, weights_on_host:
     """A new store for one optimizer.
 
     Args:
-        weights_on_host: the device has no room for all weights, and none for all previous weights.
         replicas: the ranks that hold the same part of the model and share the updates.
+        weights_on_host: the device has no room for all weights, and none for all previous weights.
     """
     if config.backend == "resident":
         return Store(Splitter, home="device")
+    moves = weights_on_host and config.previous_weights == "auto"
     on_host: dict[str, Any] = {
         "spare_host_gib": config.spare_host_gib,
-        "previous_weights": "host"
-        if weights_on_host and config.previous_weights == "auto"
-        else config.previous_weights,
+        "previous_weights": "host" if moves else config.previous_weights,
         "beside_compute": config.update != "at_step",
     }
     if config.backend == "bulk":

@@ -206,6 +206,23 @@ def interrupt(run: Training, folder: Path) -> None:
         run.model.zero_grad()
 
 
+def interrupt_and_save(run: Training, folder: Path) -> None:
+    def raising(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = run.model.blocks[1].register_forward_pre_hook(raising)
+    with pytest.raises(KeyboardInterrupt):
+        run.loss(5)
+    handle.remove()
+    before = run.model.state_dict()
+    kept = {name: value.clone() for name, value in before.items()}
+    run.strategy.save_checkpoint(folder / "c", run.model, run.optimizer)
+    run.train(1)
+    run.steps -= 1
+    run.strategy.load_checkpoint(folder / "c", run.model, run.optimizer)
+    assert all(torch.equal(value, kept[name]) for name, value in run.model.state_dict().items())
+
+
 def freeze(run: Training, folder: Path) -> None:
     run.model.blocks[1].requires_grad_(False)
     run.train(1)
@@ -254,16 +271,16 @@ ACTIONS: dict[str, Callable[[Training, Path], None]] = {
             interrupt,
             freeze,
             change_the_rate,
-            average_weights,
+            *(average_weights, interrupt_and_save),
         ),
     )
 }
 
 
-@every_pair(action=ACTIONS, time=["at_step", "next_forward", "overlap"], tied=[False, True])
-def test_what_users_do_between_steps(action: str, time: str, tied: bool, tmp_path: Path) -> None:
+@every_pair(action=ACTIONS, time=["at_step", "next_forward", "overlap"], tied=[False, True], mib=[0.005, 64.0])
+def test_what_users_do_between_steps(action: str, time: str, tied: bool, mib: float, tmp_path: Path) -> None:
     snapshots, losses = [], []
-    for number, weights in enumerate((None, {"placement": "host", "device_mib": 0.005})):
+    for number, weights in enumerate((None, {"placement": "host", "device_mib": mib})):
         home, when = ("stream", time) if weights else ("resident", "at_step")
         run = make(home, when, "clipped", "bfloat16", weights, make=partial(TinyTransformer, tied=tied))
         run.train(2)
@@ -297,6 +314,13 @@ def test_a_model_that_somebody_else_prepares_is_refused() -> None:
     strategy = Strategy.load("offload")
     with pytest.raises(ConfigError, match=r"call model = strategy\.prepare_model\(model\) before create_optimizer"):
         strategy.create_optimizer(TinyTransformer().bfloat16(), lr=1e-3)
+
+
+def test_parameters_that_share_memory_are_refused_and_not_untied() -> None:
+    model = TinyTransformer()
+    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+    with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight and blocks\.1\.up\.weight share memory"):
+        Strategy.load("offload", overrides={"precision.parameters": "float32"}).prepare_model(model)
 
 
 def test_several_devices_are_refused() -> None:
