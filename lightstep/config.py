@@ -20,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from lightstep.config_errors import describe_errors
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+ActivationCheckpointing = bool | Literal["host"]
 
 
 class ConfigError(ValueError):
@@ -34,8 +35,9 @@ class SingleSharding(_Frozen):
     """One process, one device."""
 
     kind: Literal["single"] = "single"
-    activation_checkpointing: bool = False
-    """Recompute each transformer block in backward instead of keeping its activations."""
+    activation_checkpointing: ActivationCheckpointing = False
+    """Recompute each transformer block in backward instead of keeping its activations; ``host``: what is kept, the
+    blocks' inputs, rests on the host meanwhile."""
 
 
 class DDPSharding(_Frozen):
@@ -47,7 +49,7 @@ class DDPSharding(_Frozen):
     find_unused_parameters: bool = False
     static_graph: bool = False
     """As in torch's DDP, which cannot leave out reductions then: no ``accumulate(last=False)``."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: ActivationCheckpointing = False
 
 
 class Mesh(_Frozen):
@@ -74,7 +76,7 @@ class FSDP2Sharding(_Frozen):
     """Class or module names to shard as units; ``auto`` asks the model, then takes the largest repeated block."""
     compute: Literal["parameters"] | Dtype = "parameters"
     """Dtype of forward and backward; ``parameters`` is the shards' own."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: ActivationCheckpointing = False
 
 
 class DeepSpeedSharding(_Frozen):
@@ -87,7 +89,7 @@ class DeepSpeedSharding(_Frozen):
     """``cpu`` keeps masters and state on the host and updates there; at stage 3 the weights rest on the host too."""
     config: str | dict[str, Any] | None = None
     """DeepSpeed's own configuration, a JSON file or a mapping; what contradicts this file is refused."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: ActivationCheckpointing = False
 
     def own_config(self, source: str) -> dict[str, Any]:
         """The mapping that ``config`` is or names.

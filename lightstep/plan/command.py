@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lightstep.plan.against import as_markdown, compare
 from lightstep.plan.measure import cached_profile, measure_profile
 from lightstep.plan.memory import state_by_rules
 from lightstep.plan.model import LOSS_CHUNK, SHAPES, load_shape
-from lightstep.plan.planning import Planner, Workload, first_that_fits, is_plannable, not_planned, plans
+from lightstep.plan.planning import Plan, Planner, Workload, first_that_fits, is_plannable, not_planned, plans
 from lightstep.plan.relief import reliefs
 from lightstep.plan.report import draw, report
 from lightstep.plan.timing import Profile, find_profile, profile_here, with_own_memory
@@ -114,11 +114,14 @@ def _remedies(
 ) -> list[str]:
     """The smallest single changes of the command with which a strategy fits."""
 
+    def first_name(made: Sequence[Plan]) -> str | None:
+        first = first_that_fits(made)
+        return first.strategy if first is not None else None
+
     def found(changes: Mapping[str, Any]) -> str | None:
         changed = replace(options, **changes)
         tried = configs if changed.gpus == options.gpus else _strategies(replace(changed, strategy=None))
-        first = first_that_fits(plans(planner(changed), tried))
-        return first.strategy if first is not None else None
+        return first_name(plans(planner(changed), tried))
 
     def smallest(*changes: tuple[str, Mapping[str, Any]]) -> list[str]:
         for said, changed in changes:
@@ -132,6 +135,8 @@ def _remedies(
     remedies: list[str] = []
     if options.no_checkpointing:
         remedies += smallest(("without --no-checkpointing", {"no_checkpointing": False}))
+    elif name := first_name(plans(planner(options), _with_inputs_on_host(configs))):
+        remedies.append(f"sharding.activation_checkpointing: host in the strategy file: {name}")
     if not options.fused_loss:
         remedies += smallest(("--fused-loss", {"fused_loss": True}))
     remedies += smallest(*((f"--tokens {count}", {"tokens": count}) for count in tokens if count < options.tokens))
@@ -141,6 +146,14 @@ def _remedies(
     least = {"tokens": sequence, "fused_loss": True, "no_checkpointing": False}
     said = f"--tokens {sequence} --fused-loss, with checkpointing"
     return smallest(*((f"--gpus {count} {said}", {**least, "gpus": count}) for count in [options.gpus, *gpus]))
+
+
+def _with_inputs_on_host(configs: Mapping[str, StrategyConfig]) -> Mapping[str, StrategyConfig]:
+    changed = {"activation_checkpointing": "host"}
+    return {
+        name: config.model_copy(update={"sharding": config.sharding.model_copy(update=changed)})
+        for name, config in configs.items()
+    }
 
 
 def _check_sizes(options: PlanOptions) -> None:

@@ -37,7 +37,7 @@ class Memory:
         other: gradient buckets; fp32 gradients of the unit that is updated; the state of ``bulk`` while it is updated.
         activations: their peak.
         gathered: unsharded weights and gradients of FSDP2.
-        host: page-locked, between steps, with ``spare``.
+        host: page-locked, with ``spare`` and what blocks keep there between forward and backward.
         spare: second copies on the host, of the state that ``overlap`` updates in backward.
         link: bytes each way in a step.
     """
@@ -66,7 +66,7 @@ def memory(
     sizes: Sizes,
     activations: Activations | None,
     ranks: int = 1,
-    accumulates: bool = False,
+    micro_batches: int = 1,
     optimizer: StateBytes = ADAMW,
     on_cpu: bool = False,
     fp32_share: float = 0.0,
@@ -75,10 +75,10 @@ def memory(
 
     Args:
         activations: ``None`` if unknown; the peak then leaves them out.
-        accumulates: a step has several micro-batches.
+        micro_batches: in a step.
         fp32_share: as for :func:`~lightstep.plan.cost.cost`. These parameters count as spread evenly over the model.
     """
-    return _MemoryPlan(config, sizes, ranks, accumulates, optimizer, on_cpu, fp32_share).memory(activations)
+    return _MemoryPlan(config, sizes, ranks, micro_batches, optimizer, on_cpu, fp32_share).memory(activations)
 
 
 class _MemoryPlan:
@@ -89,7 +89,7 @@ class _MemoryPlan:
         config: StrategyConfig,
         sizes: Sizes,
         ranks: int,
-        accumulates: bool,
+        micro_batches: int,
         optimizer: StateBytes,
         on_cpu: bool,
         fp32_share: float,
@@ -107,7 +107,7 @@ class _MemoryPlan:
             ranks if divided == "ranks" else self.shards
         )  # elements whose state this rank keeps
         self.speculates = updates_in_backward(config)
-        self.accumulates, self.optimizer = accumulates, optimizer
+        self.micro_batches, self.optimizer = micro_batches, optimizer
         self.gradient_width = self._gradient_width()
 
     def _gradient_width(self) -> float:
@@ -122,7 +122,7 @@ class _MemoryPlan:
         return 0 if self.on_host else self._all_sums(blocks_done)
 
     def _all_sums(self, blocks_done: int = 0) -> float:
-        if not self.accumulates:
+        if self.micro_batches == 1:
             return 0
         if self.config.sharding.kind == "fsdp2":
             return self.gradient_width * (self.sizes.total - blocks_done * sum(self.sizes.blocks[:1]))
@@ -156,6 +156,7 @@ class _MemoryPlan:
         # On the host: weights, gradients, and their sums. Each way: to a forward and a backward, and a gradient or from
         # an update and a gradient.
         rest = all_weights + self.gradient_width * total + self._all_sums() if self.on_host else 0
+        inputs = activations.on_host if activations else 0
         passing = 2 * all_weights + (0 if travelling else self.gradient_width * total) if self.on_host else 0
         return Memory(
             weights=int(weights),
@@ -167,9 +168,9 @@ class _MemoryPlan:
             activations=activations.peak if activations else 0,
             gathered=int(max(self._gathered(2) + self._reductions(2), self._root_reduction())),
             peak=int(peak),
-            host=int((all_state if state.backend != "resident" else 0) + spare + rest),
+            host=int((all_state if state.backend != "resident" else 0) + spare + rest) + inputs,
             spare=int(spare),
-            link=int(streamed + travelling + passing),
+            link=int(streamed + travelling + passing) + self.micro_batches * inputs,
         )
 
     def _speculative_bytes(self, resident: float, streamed: float) -> float:

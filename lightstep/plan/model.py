@@ -13,7 +13,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -175,6 +175,8 @@ def fp32_share(model: nn.Module, dtype: torch.dtype) -> float:
 LOSS_CHUNK = 1024
 """Tokens per chunk of a fused loss."""
 HEAD, BLOCK, TAIL, FORWARD = "head", "block", "tail", "forward"
+_ON_DEVICE = 2
+"""Number of blocks whose inputs are on the device if they rest on the host."""
 _BLOCKS = 3
 """Number of blocks that run: the first, the last, and one between."""
 
@@ -205,6 +207,7 @@ class Activations:
 
     Attributes:
         kept_per_block: bytes that each block's forward saves for backward.
+        on_host: bytes that all blocks have on the host between forward and backward.
         forward_flops, backward_flops: of one block; backward includes recomputation.
         other_forward_flops, other_backward_flops: outside the blocks.
     """
@@ -216,10 +219,20 @@ class Activations:
     backward_flops: float
     other_forward_flops: float
     other_backward_flops: float
+    on_host: int = 0
 
     @property
     def peak(self) -> int:
         return max((moment.live for moment in self.moments), default=0)
+
+    def with_inputs_on_host(self) -> Activations:
+        """The same if blocks keep what they save on the host, but for two of them."""
+
+        def away(moment: Moment) -> int:
+            return max(moment.blocks_below - _ON_DEVICE, 0) * self.kept_per_block
+
+        moments = tuple(replace(moment, live=moment.live - away(moment)) for moment in self.moments)
+        return replace(self, moments=moments, on_host=self.blocks * self.kept_per_block)
 
 
 def run_on_meta(

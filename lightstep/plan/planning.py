@@ -140,11 +140,13 @@ class Planner:
         if config.sharding.kind == "deepspeed":
             raise ConfigError(not_planned(name))
         workload, ranks = self._workload, self.rank_count(config)
-        checkpointed = workload.checkpointed
+        wanted, checkpointed = config.sharding.activation_checkpointing, workload.checkpointed
         if checkpointed is None:
-            checkpointed = config.sharding.activation_checkpointing
+            checkpointed = bool(wanted)
         compute = compute_dtype(config)
         seen = self._activations(checkpointed, compute)
+        if checkpointed and wanted == "host":
+            seen = seen.with_inputs_on_host()
         held = self._memory(config, seen)
         time = clipped = None
         if self._profile is not None and self._profile.knows(compute) and self._optimizer.is_adam:
@@ -165,11 +167,11 @@ class Planner:
         return other
 
     def _memory(self, config: StrategyConfig, seen: Activations) -> Memory:
-        ranks, several, dtype = self.rank_count(config), self._workload.micro_batches > 1, config.precision.parameters
+        ranks, count, dtype = self.rank_count(config), self._workload.micro_batches, config.precision.parameters
         if dtype not in self._fp32_shares:
             self._fp32_shares[dtype] = fp32_share(self._model, getattr(torch, dtype))
         share = self._fp32_shares[dtype]
-        return memory(config, self._sizes, seen, ranks, several, self._optimizer, self._on_cpu, share)
+        return memory(config, self._sizes, seen, ranks, count, self._optimizer, self._on_cpu, share)
 
     def _time(self, config: StrategyConfig, seen: Activations, held: Memory) -> Time:
         assert self._profile is not None

@@ -194,18 +194,22 @@ def iteration_time(
     compute = micro_batches * (one.forward + one.backward)
     state = config.optimizer_state
     update = sizes.total / shard_count(config, ranks) / 1e9 * profile.update_ms
-    if not memory.link:
-        return Time(compute, 0, update, update)
-    link = memory.link / profile.link.each_way(ranks) / 1e6
+    rate = profile.link.each_way(ranks) * 1e6  # bytes per ms
+    # What blocks keep on the host goes there in forward and comes back in backward; a pass waits for slower copies.
+    inputs = activations.on_host / rate
+    waiting = micro_batches * (max(inputs - one.forward, 0) + max(inputs - one.backward, 0))
+    all_copies = memory.link / rate
+    if memory.link == micro_batches * activations.on_host:
+        return Time(compute, all_copies, update + waiting, update)
+    link = all_copies - (micro_batches - 1) * inputs  # beside one micro-batch
     if state.update == "at_step":
-        copies = link
+        copies = link - inputs
     elif state.update == "in_backward":
         copies = _Units(sizes, one, link).end_of_updates() - one.backward
     else:
         copies = _Units(sizes, one, link).end_of_forward(updates_in_backward(config)) - one.forward
-    return Time(
-        compute, link, max(update, copies), update
-    )  # copies are hidden beside the computation, arithmetic is not
+    # Copies are hidden beside the computation, arithmetic is not.
+    return Time(compute, all_copies, max(update, copies) + waiting, update)
 
 
 class _Compute:

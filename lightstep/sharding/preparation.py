@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.utils.checkpoint import checkpoint
 
 from lightstep.distributed import is_sharded, local_tensor
 from lightstep.sharding.dtypes import DtypePlan, cast
+from lightstep.state.host_activations import HostActivations
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:
@@ -121,22 +124,46 @@ def scripted_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def checkpoint_activations(model: nn.Module) -> None:
+def checkpoint_activations(model: nn.Module, inputs: HostActivations | None = None) -> None:
     """Recompute each block in backward: by ``gradient_checkpointing_enable`` if the model has it, else by wrapping.
 
+    Args:
+        inputs: keeps what the blocks save on the host.
+
     Raises:
-        ValueError: the model has neither that method nor repeated blocks.
+        ValueError: the model has neither that method nor repeated blocks, or ``inputs`` cannot keep what it saves.
     """
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if callable(enable):
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if inputs is not None:
+            _keep_on_host(model, inputs)
         return
     blocks = set(transformer_blocks(model))
     if not blocks:
         raise ValueError(
             f"activation_checkpointing: {type(model).__name__} has no repeated blocks to recompute; turn it off"
         )
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=blocks.__contains__)
+    wrapper = checkpoint_wrapper
+    if inputs is not None:
+        recomputed = partial(inputs.checkpoint, partial(checkpoint, use_reentrant=False))
+        wrapper = partial(checkpoint_wrapper, checkpoint_fn=recomputed)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=blocks.__contains__)
+
+
+_CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
+"""The attribute by which modules of transformers call ``torch.utils.checkpoint``."""
+
+
+def _keep_on_host(model: nn.Module, inputs: HostActivations) -> None:
+    recomputing = [module for module in model.modules() if _CHECKPOINT_FUNCTION in vars(module)]
+    if not recomputing:
+        raise ValueError(
+            f"activation_checkpointing: host: gradient_checkpointing_enable() of {type(model).__name__} sets no "
+            f"{_CHECKPOINT_FUNCTION}, as models of transformers do, so what it saves stays on the device; set true"
+        )
+    for module in recomputing:
+        setattr(module, _CHECKPOINT_FUNCTION, partial(inputs.checkpoint, getattr(module, _CHECKPOINT_FUNCTION)))
 
 
 def _same_type(modules: Sequence[nn.Module]) -> bool:

@@ -50,6 +50,7 @@ from lightstep.sharding.preparation import (
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
 from lightstep.sharding.weight_visits import WeightVisits, host_weights_of
+from lightstep.state.host_activations import HostActivations
 from lightstep.state.host_weights import HostWeights
 from lightstep.state.store import Store
 from lightstep.strategy.checkpoints import Checkpoints
@@ -264,17 +265,22 @@ class Strategy(ABC):
         """Shard, move and cast."""
 
     def _place_model(self, model: nn.Module) -> nn.Module:
-        """Move the whole model to this process's device, cast it, and set up activation checkpointing if configured."""
+        """Move the whole model to this process's device, cast it, and set up activation checkpointing."""
         on_host = self.config.weights.placement == "host"
         with self._keeping_fp32_values(model):
             model = materialise(model, torch.device("cpu") if on_host else self.device)
             cast_tensors(model, planned_dtypes(model, self.parameter_dtype))
-        if getattr(self.config.sharding, "activation_checkpointing", False):
-            checkpoint_activations(model)
+        self._checkpoint_activations(model)
         if on_host:
             size = int(self.config.weights.device_mib * 2**20)
             PreparedModel.of(model).weight_visits = WeightVisits(model, host_weights_of(model, self.device, size))
         return model
+
+    def _checkpoint_activations(self, model: nn.Module) -> None:
+        """Set up activation checkpointing if configured."""
+        wanted = self.config.sharding.activation_checkpointing
+        if wanted:
+            checkpoint_activations(model, HostActivations(self.device) if wanted == "host" else None)
 
     def cast_parameters(self, model: nn.Module) -> None:
         """Cast to ``precision.parameters`` in place. The masters will still be initialised from the fp32 values.

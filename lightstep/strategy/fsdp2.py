@@ -25,7 +25,6 @@ from lightstep.sharding.fsdp_groups import accumulate_whatever_is_used, sharded_
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import (
     cast_tensors,
-    checkpoint_activations,
     initialise_weights,
     to_device,
     unrounded_values,
@@ -159,8 +158,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
         return sizes
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
-        if self._sharding.activation_checkpointing:
-            checkpoint_activations(model)
+        self._checkpoint_activations(model)
         return sharding_units(model, self._sharding.wrap)
 
     def _shard(self, unit: nn.Module, mesh: DeviceMesh, is_trained_root: bool, kept: torch.dtype | None = None) -> None:

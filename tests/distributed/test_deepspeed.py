@@ -24,6 +24,7 @@ from lightstep.checkpoint import CheckpointError, save_checkpoint
 from lightstep.config import ConfigError
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.deepspeed.weights import gather_weights
+from lightstep.state.host_activations import HostActivations
 from tests.distributed.deepspeed_reference import DeepSpeedLoop
 from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.models import TinyTransformer, loss_of
@@ -554,8 +555,11 @@ def keeps_the_contract(rank: int, world_size: int, stage: int) -> None:
     results[1] += _train(strategy, *again, range(2, 4), rank)
     assert results[0] == results[1]
     _assert_same(_everything(*twin[:2]), _everything(*again[:2]))
-    recomputing = _strategy(stage, sharding={"activation_checkpointing": True})
-    assert _train(recomputing, *_made(recomputing), range(4), rank) == results[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostActivations, "SMALLEST", 1)
+        for wanted in (True, "host"):
+            recomputing = _strategy(stage, sharding={"activation_checkpointing": wanted})
+            assert _train(recomputing, *_made(recomputing), range(4), rank) == results[0]
     with pytest.raises(ValueError, match="one element"):
         again[1].backward(torch.zeros(3, requires_grad=True))
     loss = loss_of(again[0], 9, 0, rank, device)

@@ -14,10 +14,10 @@ from lightstep.bench.llama import Llama, LlamaShape
 from tests.covering import every_pair
 from tests.gpu.test_next_forward_gpu import Training
 from tests.unit.test_homes_and_times import HOMES, LIMITS
-from tests.unit.test_host_weights import TIMES, clean, make, small_units
+from tests.unit.test_host_weights import TIMES, clean, inputs_leave, make, small_units
 from tests.unit.test_next_forward import assert_same
 
-__all__ = ["small_units"]
+__all__ = ["inputs_leave", "small_units"]
 
 pytestmark = pytest.mark.gpu
 
@@ -28,9 +28,17 @@ pytestmark = pytest.mark.gpu
     limit=LIMITS,
     parameters=["bfloat16", "float16", "float32"],
     mib=[0.001, 0.02, 64.0],
-    recompute=[False, True],
+    recompute=[False, True, "host"],
 )
-def test_the_same_bits(home: str, time: str, limit: str, parameters: str, mib: float, recompute: bool) -> None:
+def test_the_same_bits(
+    home: str,
+    time: str,
+    limit: str,
+    parameters: str,
+    mib: float,
+    recompute: bool | str,
+    inputs_leave: None,
+) -> None:
     weights = {"placement": "host", "device_mib": mib}
     expected = make("resident", time if time == "in_backward" else "at_step", limit, parameters, kind=Training)
     losses, wanted = expected.train(8), expected.snapshot()

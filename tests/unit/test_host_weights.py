@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightstep import ConfigError, Strategy
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.state import units as units_module
+from lightstep.state.host_activations import HostActivations
 from lightstep.state.ring_plan import RingPlan
 from tests.covering import every_pair
 from tests.distributed.models import TinyTransformer
@@ -29,6 +30,11 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units_module, "SMALL_UNIT", 1 << 10)
     monkeypatch.setattr(RingPlan, "BULK_UNIT", 1 << 12)
     monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1 << 7)
+
+
+@pytest.fixture
+def inputs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostActivations, "SMALLEST", 1)
 
 
 def make(
@@ -57,9 +63,17 @@ def clean(snapshot: dict[str, Tensor]) -> dict[str, Tensor]:
     limit=LIMITS,
     parameters=["bfloat16", "float16", "float32"],
     mib=[0.001, 0.02, 64.0],
-    recompute=[False, True],
+    recompute=[False, True, "host"],
 )
-def test_the_same_bits(home: str, time: str, limit: str, parameters: str, mib: float, recompute: bool) -> None:
+def test_the_same_bits(
+    home: str,
+    time: str,
+    limit: str,
+    parameters: str,
+    mib: float,
+    recompute: bool | str,
+    inputs_leave: None,
+) -> None:
     expected = make("resident", time if time == "in_backward" else "at_step", limit, parameters)
     losses, wanted = expected.train(6), expected.snapshot()
     for seed in range(3):

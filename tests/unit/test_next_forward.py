@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import lightstep
 from lightstep.optimizer import queue
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state import units as units_module
+from lightstep.state.host_activations import HostActivations
 from lightstep.state.lanes import CallerLane, LaneError, Lanes
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.unit.test_stream import random_delays
@@ -43,7 +45,7 @@ class Training:
         clipping: dict[str, Any] | None = None,
         loss_scale: Any = None,
         weights: dict[str, Any] | None = None,
-        recompute: bool = False,
+        recompute: bool | str = False,
     ) -> None:
         torch.manual_seed(0)
         scale = {"kind": "dynamic", "init_scale": 2.0**10, "growth_interval": 3} if parameters == "float16" else "none"
@@ -93,9 +95,21 @@ class Training:
             random_delays(lanes, seed + number, longest)
 
     def lanes(self) -> list[Lanes]:
-        """Those of the state, and of weights on the host."""
+        """Those of the state, and of weights and activations on the host."""
         visits = PreparedModel.of(self.model).weight_visits
-        return [self.optimizer._backend.lanes, *([] if visits is None else [visits.weights.lanes])]
+        kept = [found.lanes for found in host_activations_of(self.model)]
+        return [self.optimizer._backend.lanes, *([] if visits is None else [visits.weights.lanes]), *kept]
+
+
+def host_activations_of(model: nn.Module) -> list[HostActivations]:
+    """What keeps the inputs of its blocks on the host: at most one."""
+    own = ("checkpoint_fn", "_gradient_checkpointing_func")
+    calls = [vars(module)[name] for module in model.modules() for name in own if name in vars(module)]
+    while any(isinstance(call, functools.partial) for call in calls):
+        calls = [call.func if isinstance(call, functools.partial) else call for call in calls]
+    return list(
+        {owner: None for call in calls if isinstance(owner := getattr(call, "__self__", None), HostActivations)}
+    )
 
 
 def assert_same(tested: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -293,6 +294,38 @@ def test_activation_checkpointing_is_the_strategys_unless_it_is_given() -> None:
         for checkpointed in (None, True, False)
     )
     assert by_strategy == given < without
+
+
+def test_inputs_of_blocks_on_the_host_are_planned() -> None:
+    """Two of them count on the device; all are copied each way in each micro-batch, beside the computation."""
+    model, tokens, profile = load_shape("Llama-3.1-8B"), 65_536, find_profile("H100")
+    each = tokens * 4096 * 2
+    for name in ("resident", "stream", "offload"):
+        for micro_batches in (1, 4):
+            planner = Planner(model, Workload(tokens, micro_batches=micro_batches, loss_chunk=1024), profile)
+            configs = [
+                Strategy.load(name, overrides={"sharding.activation_checkpointing": wanted}).config
+                for wanted in (True, "host")
+            ]
+            before, after = (planner.plan(name, config) for config in configs)
+            saved = before.memory.activations - after.memory.activations
+            assert 29 * each <= saved <= 30 * each, (name, saved / each)
+            assert after.memory.peak < before.memory.peak
+            assert after.memory.host - before.memory.host == 32 * each
+            assert after.memory.link - before.memory.link == micro_batches * 32 * each
+            assert before.time is not None and after.time is not None
+            assert before.time.iteration <= after.time.iteration <= 1.02 * before.time.iteration
+            assert after.time.link > before.time.link
+
+
+def test_a_link_that_is_slower_than_a_pass_makes_it_wait() -> None:
+    overrides = {"sharding.activation_checkpointing": "host"}
+    config, profile = Strategy.load("resident", overrides=overrides).config, find_profile("H100")
+    assert profile is not None
+    slow = replace(profile, link=replace(profile.link, alone=0.1, both=0.1))
+    made = Planner(load_shape("Llama-3.1-8B"), Workload(4096, micro_batches=2), slow).plan("resident", config)
+    assert made.time is not None
+    assert made.time.iteration == pytest.approx(2 * made.time.link + made.time.update, rel=1e-6)
 
 
 def test_copies_of_a_model_divide_the_ranks() -> None:
