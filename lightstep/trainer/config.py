@@ -196,6 +196,8 @@ class TrainConfig(_Frozen):
     data: Annotated[Data, BeforeValidator(_path_from_string)] = Data()
     steps: Count = 1000
     batch: Batch = Batch()
+    loss_chunk: Count | None = None
+    """Tokens whose logits are computed at a time, in forward and again in backward; ``None``: all at once."""
     optimizer: Optimizer = Optimizer()
     scheduler: Scheduler = Scheduler()
     ema: Annotated[Ema, BeforeValidator(_decay_from_number)] | None = None

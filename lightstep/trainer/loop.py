@@ -25,6 +25,7 @@ from lightstep.optimizer.result import StepResult
 from lightstep.plan.report import peak_memory
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.strategy import Strategy
+from lightstep.trainer.chunked_loss import whole_loss
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.data import Batches
 from lightstep.trainer.output import TRAINING, VALIDATION, Display, Figures, Logs, move_incomplete
@@ -82,6 +83,8 @@ class Components:
     """For the training text and for the validation text."""
     fingerprint: str
     """Identifies the text."""
+    loss_of: Callable[[nn.Module, Tensor], Tensor] = whole_loss
+    """The mean over the predicted tokens, nats; 0-dim fp32."""
     average: WeightAverage | None = None
 
 
@@ -163,7 +166,7 @@ class Loop:
         total = torch.zeros((), device=components.strategy.device)
         for index, tokens in enumerate(micro_batches):
             with components.strategy.accumulate(components.model, last=index == len(micro_batches) - 1):
-                loss = _loss(components.model, tokens.to(components.strategy.device)) / len(micro_batches)
+                loss = components.loss_of(components.model, tokens.to(components.strategy.device)) / len(micro_batches)
                 self._update_average()
                 self._advance_scheduler()
                 components.optimizer.backward(loss)
@@ -224,7 +227,7 @@ class Loop:
         parts = [part.to(components.strategy.device) for part in rows.split(size)]
         with components.average.applied() if averaged and components.average else nullcontext(), torch.no_grad():
             components.model.eval()
-            losses = _read([_loss(components.model, part) * len(part) for part in parts])
+            losses = _read([components.loss_of(components.model, part) * len(part) for part in parts])
         [mean] = _mean_over_ranks([sum(losses) / len(rows)])
         total = mean / components.bytes_per_token[1]
         self.logs.write(self.step, {VALIDATION: total})
@@ -304,11 +307,6 @@ class Loop:
         timed = self._timed[1:] or self._timed
         steps = sum(count for count, _ in timed)
         return 1e3 * sum(seconds for _, seconds in timed) / steps if steps else 0.0
-
-
-def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean over the predicted tokens, nats; 0-dim fp32."""
-    return model(input_ids=tokens, labels=tokens, use_cache=False).loss.float()
 
 
 def _mean_over_ranks(values: list[float]) -> list[float]:

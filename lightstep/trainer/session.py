@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightstep.extras import needs
 
@@ -31,6 +31,7 @@ from lightstep.plan.report import measured_sentence, planned_sentence
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.strategy import Strategy
 from lightstep.strategy.process_group import ProcessGroupStrategy
+from lightstep.trainer.chunked_loss import ChunkedLoss, whole_loss
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.data import Batches, Corpus, check_batch, load_corpus, validation_rows
 from lightstep.trainer.loop import Components, Interrupt, Loop
@@ -164,6 +165,7 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
     made = together(lambda: make_model(config.model, architecture, meta=empty))
     model = strategy.prepare_model(made, weights=folder)
     set_seed(config.seed + strategy.rank)
+    loss_of = _loss_of(config, strategy, model)
     display.say(_introduction(config, strategy, model, corpus))
     if strategy.is_main:
         display.say(expectation(config, strategy, architecture))
@@ -178,9 +180,18 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
         validation_rows(corpus.validation, config.validation.sequences, *place),
         (corpus.training.bytes_per_token, corpus.validation.bytes_per_token),
         corpus.fingerprint,
+        loss_of,
         None if config.ema is None else WeightAverage(model, config.ema.decay),
     )
     return components, tokenizer
+
+
+def _loss_of(config: TrainConfig, strategy: Strategy, model: nn.Module) -> Callable[[nn.Module, Tensor], Tensor]:
+    if config.loss_chunk is None:
+        return whole_loss
+    loss = ChunkedLoss(strategy.unwrap_model(model), config.loss_chunk)
+    loss.check(model, config.batch.length)
+    return loss
 
 
 def _read_inputs(config: TrainConfig, display: Display) -> tuple[Any, Any, Corpus]:
@@ -205,7 +216,7 @@ def expectation(config: TrainConfig, strategy: Strategy, architecture: Any, prof
     """A sentence with the planned memory and time of a step."""
     batch = config.batch
     sequences = max(batch.sequences // (batch.accumulation * strategy.world_size), 1)
-    work = {"sequence": batch.length, "micro_batches": batch.accumulation}
+    work = {"sequence": batch.length, "micro_batches": batch.accumulation, "loss_chunk": config.loss_chunk}
     on_cpu = strategy.device.type == "cpu" and profile is None
 
     def plan() -> Plan:

@@ -17,7 +17,7 @@ from lightstep.state import units as units_module
 from lightstep.state.host_activations import HostActivations
 from lightstep.state.ring_plan import RingPlan
 from tests.covering import every_pair
-from tests.distributed.models import TinyTransformer
+from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.unit.test_homes_and_times import HOMES, LIMITS
 from tests.unit.test_next_forward import Training, assert_same
 
@@ -269,6 +269,41 @@ def test_a_forward_that_reads_weights_by_itself(time: str) -> None:
     tested.delays(1)
     assert tested.train(2) == losses[2:]
     assert_same(tested.snapshot(), expected.snapshot())
+
+
+class FusedLoss(TinyTransformer):
+    """The loss takes the head's weight and computes its gradient in forward; nobody calls the head."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.frozen(self.embed(tokens)) * self.gain
+        for block in self.blocks:
+            hidden = block(hidden)
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=5)
+        rows = hidden.flatten(0, 1)
+        return nn.functional.linear_cross_entropy(rows, self.head.weight, targets, options=options).float()
+
+
+class FusedTraining(Training):
+    def loss(self, micro: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.steps + micro)
+        tokens = torch.randint(VOCABULARY, (4, 6), generator=generator)
+        return self.model(tokens, torch.randint(CLASSES, (24,), generator=generator))
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has it from 2.13 on")
+@pytest.mark.parametrize("recompute", [False, "host"])
+@pytest.mark.parametrize("time", TIMES)
+def test_a_loss_that_takes_the_heads_weight(time: str, recompute: bool | str, inputs_leave: None) -> None:
+    first = time if time == "in_backward" else "at_step"
+    more: dict[str, Any] = {"kind": FusedTraining, "make": FusedLoss}
+    expected = make("resident", first, "clipped", "bfloat16", **more)
+    more["recompute"] = recompute
+    tested = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.001}, **more)
+    losses = expected.train(4)
+    assert tested.train(2) == losses[:2]
+    tested.delays(1)
+    assert tested.train(2) == losses[2:]
+    assert_same(clean(tested.snapshot()), expected.snapshot())
 
 
 ACTIONS: dict[str, Callable[[Training, Path], None]] = {

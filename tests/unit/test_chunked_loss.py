@@ -1,0 +1,132 @@
+"""The loss with the logits of some tokens at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from lightstep import ConfigError, Strategy
+from lightstep.plan.model import LOSS_CHUNK, _Tracker, _with_blocks, load_shape, run_on_meta
+from lightstep.sharding.preparation import checkpoint_activations
+from lightstep.trainer import chunked_loss
+from lightstep.trainer.chunked_loss import ChunkedLoss, whole_loss
+from lightstep.trainer.config import TrainConfig
+from tests.distributed.models import tiny_llama
+from tests.unit.test_next_forward import assert_same
+from tests.unit.test_trainer import _train, configured, loops, text
+
+__all__ = ["configured", "loops", "text"]
+
+
+def words(seed: int) -> torch.Tensor:
+    return torch.randint(31, (3, 8), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 8, 100])
+def test_loss_and_gradients_are_the_models_own(chunk: int) -> None:
+    torch.manual_seed(0)
+    model = tiny_llama()
+    before = dict(vars(model)), dict(vars(model.lm_head))
+    whole_loss(model, words(0)).backward()
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    loss = ChunkedLoss(model, chunk)(model, words(0))
+    loss.backward()
+    torch.testing.assert_close(loss, whole_loss(model, words(0)))
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], wanted)
+    assert (dict(vars(model)), dict(vars(model.lm_head))) == before, "nothing is left of it"
+
+
+def test_never_more_logits_than_those_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def noting(logits: Any, *given: Any, **named: Any) -> Any:
+        sizes.append(len(logits))
+        return cross_entropy(logits, *given, **named)
+
+    monkeypatch.setattr(chunked_loss, "cross_entropy", noting)
+    model = tiny_llama()
+    ChunkedLoss(model, 10)(model, words(0)).backward()
+    assert sizes == [10, 10, 4, 4, 10, 10], "in forward, and again in backward"
+
+
+def test_logits_of_a_large_vocabulary_take_less_than_a_gigabyte() -> None:
+    """16,384 tokens of 128,256 words, with checkpoints, beside what a chunk of one token takes."""
+    model, tokens = load_shape("Llama-3.2-3B"), 16_384
+
+    def peak(loss_chunk: int) -> int:
+        small: Any = _with_blocks(model, 3, torch.bfloat16)
+        checkpoint_activations(small)
+        batch = torch.zeros(4, tokens // 4, dtype=torch.long, device="meta")
+        loss_of, tracker = ChunkedLoss(small, loss_chunk), _Tracker(small)
+        with tracker:
+            loss = loss_of(small, batch)
+            tracker.backward()
+            loss.backward()
+        return tracker.result(28).peak
+
+    assert peak(LOSS_CHUNK) - peak(64) < 1e9
+    planned = [run_on_meta(model, tokens, 4096, True, chunk).peak for chunk in (LOSS_CHUNK, 64)]
+    assert planned[0] - planned[1] < 1e9, "that of plans and of the bench"
+
+
+@pytest.mark.parametrize("time", ["next_forward", "overlap", "in_backward"])
+def test_with_weights_on_the_host(time: str) -> None:
+    found = []
+    for placement in ("device", "host"):
+        torch.manual_seed(0)
+        scope = "unit" if time == "in_backward" else "global"
+        values: dict[str, Any] = {
+            "optimizer_state": {"backend": "stream", "update": time},
+            "clipping": {"scope": scope},
+        }
+        if placement == "host":
+            values["weights"] = {"placement": "host", "device_mib": 0.001}
+        strategy = Strategy.load({"sharding": {"kind": "single"}, **values})
+        model = strategy.prepare_model(tiny_llama())
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        loss_of = ChunkedLoss(model, 5)
+        for step in range(4):
+            loss = loss_of(model, words(step)) + loss_of(model, words(10 + step))
+            optimizer.backward(loss)
+            optimizer.step()
+        optimizer.synchronize()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert_same(found[1], found[0])
+
+
+def gemma() -> nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=31, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=6, max_position_embeddings=32,
+        )
+    )  # fmt: skip
+
+
+def test_a_model_that_changes_its_logits_is_refused() -> None:
+    model = gemma()
+    with pytest.raises(ConfigError, match="loss of Gemma2ForCausalLM is not that of its head's logits alone"):
+        ChunkedLoss(model, 4).check(model, 8)
+    plain = tiny_llama()
+    ChunkedLoss(plain, 4).check(plain, 8)
+    with pytest.raises(ConfigError, match="Linear has no head"):
+        ChunkedLoss(nn.Linear(2, 2), 4)
+
+
+def test_a_run_in_chunks(configured: Any, tmp_path: Path) -> None:
+    losses = []
+    for number, chunk in enumerate((None, 10)):
+        config: TrainConfig = configured(name=f"run{number}", loss_chunk=chunk)
+        outcome, said = _train(config)
+        losses.append([*outcome.losses.values(), outcome.validation_after])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    resumed, said = _train(configured(name="run1", loss_chunk=None, steps=8), resume=True)
+    assert "loss_chunk" in said and resumed.step == 8
