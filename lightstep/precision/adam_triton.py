@@ -38,8 +38,9 @@ _SALTS = tuple(signed(salt_of(entry)) for entry in ("exp_avg", "exp_avg_sq", "ma
 
 
 @triton.jit
-def _load_moment(codes, scales, signs, place, row, inside, left, KEPT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_moment(codes, scales, signs, where, KEPT: tl.constexpr):  # type: ignore[no-untyped-def]
     """A moment in fp32, with the sign that it is kept with."""
+    place, row, inside, left, _ = where
     code = tl.load(codes + place, mask=inside, other=0)
     if KEPT == 0:
         return code
@@ -60,19 +61,16 @@ def _store_moment(  # type: ignore[no-untyped-def]
     signs,
     bits,
     numbers,
-    updates,
+    where,
     window,
-    place,
-    row,
-    inside,
-    left,
+    SALT: tl.constexpr,
     KEPT: tl.constexpr,
     NOISY: tl.constexpr,
     JUMPS: tl.constexpr,
-    SALT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Keep the fp32 numbers with these bits."""
+    place, row, inside, left, updates = where
     if NOISY:
         start, inner, jump, skipped = window
         a = mix(updates * -2048144777 + SALT)
@@ -84,8 +82,10 @@ def _store_moment(  # type: ignore[no-untyped-def]
             is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
             code = tl.where(is_nan, (bits >> 16) | 0x40, (bits + noise) >> 16)
             tl.store(codes + place, code.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
-        else:
-            tl.store(codes + place, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
+        else:  # a NaN's sign is lost in a cast
+            code = bits.to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+            code = (code & 0x7FFF) | ((bits >> 16) & 0x8000)
+            tl.store(codes + place, code.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
     else:
         if NOISY:
             up = share_of_noise(noise)
@@ -142,9 +142,11 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: PLR0915
         row = tl.arange(0, BLOCK)
         place = tl.arange(0, BLOCK)
     inside = place < left if not WHOLE else tl.full(place.shape, True, tl.int1)
+    updates = tl.load(step).to(tl.int32) + 1
+    where = (place, row, inside, left, updates)
     g = tl.load(gradient + place, mask=inside, other=0).to(tl.float32)
-    m = _load_moment(exp_avg, scales, None, place, row, inside, left, KEPT)
-    v = _load_moment(exp_avg_sq, sq_scales, sq_signs, place, row, inside, left, KEPT)
+    m = _load_moment(exp_avg, scales, None, where, KEPT)
+    v = _load_moment(exp_avg_sq, sq_scales, sq_signs, where, KEPT)
     if low is not None:
         signed = v.to(tl.int32, bitcast=True)
         v = (signed & 0x7FFFFFFF).to(tl.float32, bitcast=True)
@@ -156,7 +158,6 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: PLR0915
 
     if learning_rate is not None:
         lr = tl.load(learning_rate)
-    updates = tl.load(step).to(tl.int32) + 1
     known = tl.minimum(updates, length - 1)
     rate = tl.div_rn(lr, tl.load(corrections + known))
     root = tl.load(corrections + length + known)
@@ -178,48 +179,16 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     v = tl.fma(beta2, v, tl.fma(beta2 * -1.0, square, square))
     largest = v
     if max_exp_avg_sq is not None:
-        before = _load_moment(max_exp_avg_sq, max_scales, max_signs, place, row, inside, left, KEPT)
+        before = _load_moment(max_exp_avg_sq, max_scales, max_signs, where, KEPT)
         largest = tl.where(before < v, v, before)
         bits = largest.to(tl.int32, bitcast=True)
         _store_moment(
-            max_exp_avg_sq,
-            max_scales,
-            max_signs,
-            bits,
-            numbers,
-            updates,
-            window,
-            place,
-            row,
-            inside,
-            left,
-            KEPT,
-            NOISY,
-            JUMPS,
-            MAX_SALT,
-            BLOCK,
+            max_exp_avg_sq, max_scales, max_signs, bits, numbers, where, window, MAX_SALT, KEPT, NOISY, JUMPS, BLOCK
         )
     p = p - tl.div_rn(rate * m, tl.div_rn(tl.sqrt_rn(largest), root) + eps)
 
     bits = m.to(tl.int32, bitcast=True)
-    _store_moment(
-        exp_avg,
-        scales,
-        None,
-        bits,
-        numbers,
-        updates,
-        window,
-        place,
-        row,
-        inside,
-        left,
-        KEPT,
-        NOISY,
-        JUMPS,
-        SALT,
-        BLOCK,
-    )
+    _store_moment(exp_avg, scales, None, bits, numbers, where, window, SALT, KEPT, NOISY, JUMPS, BLOCK)
     second = v.to(tl.int32, bitcast=True)
     if low is not None:
         bits = p.to(tl.int32, bitcast=True)
@@ -237,24 +206,7 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: PLR0915
             rounded = p.to(weight.dtype.element_ty)
             tl.store(weight + place, rounded, mask=inside)
             add_to_mark(mark, rounded.to(tl.int16, bitcast=True).to(tl.int32), start + place, inside)
-    _store_moment(
-        exp_avg_sq,
-        sq_scales,
-        sq_signs,
-        second,
-        numbers,
-        updates,
-        window,
-        place,
-        row,
-        inside,
-        left,
-        KEPT,
-        NOISY,
-        JUMPS,
-        SQ_SALT,
-        BLOCK,
-    )
+    _store_moment(exp_avg_sq, sq_scales, sq_signs, second, numbers, where, window, SQ_SALT, KEPT, NOISY, JUMPS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -325,72 +277,40 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
             shared = (corrections, lr, beta1, beta2, weight_decay, eps, length)
             skipped = tl.load(own_places + 6) + first
             window = (tl.load(own_places + 3), tl.load(own_places + 4), tl.load(own_places + 5), skipped)
-            if left == BLOCK:
-                _block(
-                    own,
-                    max_exp_avg_sq,
-                    weight,
-                    low,
-                    master,
-                    scales,
-                    sq_scales,
-                    max_scales,
-                    sq_signs,
-                    max_signs,
-                    numbers,
-                    mark,
-                    shared,
-                    window,
-                    learning_rate,
-                    divisor,
-                    factor,
-                    start,
-                    left,
-                    DECAY,
-                    DECOUPLED,
-                    MAXIMIZE,
-                    KEPT,
-                    NOISY,
-                    JUMPS,
-                    SALT,
-                    SQ_SALT,
-                    MAX_SALT,
-                    BLOCK,
-                    True,
-                )
-            else:
-                _block(
-                    own,
-                    max_exp_avg_sq,
-                    weight,
-                    low,
-                    master,
-                    scales,
-                    sq_scales,
-                    max_scales,
-                    sq_signs,
-                    max_signs,
-                    numbers,
-                    mark,
-                    shared,
-                    window,
-                    learning_rate,
-                    divisor,
-                    factor,
-                    start,
-                    left,
-                    DECAY,
-                    DECOUPLED,
-                    MAXIMIZE,
-                    KEPT,
-                    NOISY,
-                    JUMPS,
-                    SALT,
-                    SQ_SALT,
-                    MAX_SALT,
-                    BLOCK,
-                    False,
-                )
+            for WHOLE in tl.static_range(2):
+                if (left == BLOCK) == WHOLE:
+                    _block(
+                        own,
+                        max_exp_avg_sq,
+                        weight,
+                        low,
+                        master,
+                        scales,
+                        sq_scales,
+                        max_scales,
+                        sq_signs,
+                        max_signs,
+                        numbers,
+                        mark,
+                        shared,
+                        window,
+                        learning_rate,
+                        divisor,
+                        factor,
+                        start,
+                        left,
+                        DECAY,
+                        DECOUPLED,
+                        MAXIMIZE,
+                        KEPT,
+                        NOISY,
+                        JUMPS,
+                        SALT,
+                        SQ_SALT,
+                        MAX_SALT,
+                        BLOCK,
+                        WHOLE,
+                    )
         elif mark is not None:
             place = tl.arange(0, BLOCK)
             code = tl.load(weight + place, mask=place < left, other=0).to(tl.int16, bitcast=True).to(tl.int32)

@@ -62,6 +62,8 @@ class CodedInBFloat16:
 
     def encode(self, value: Tensor) -> None:
         self._codes.copy_(value)
+        codes, upper = self._codes.view(torch.int16), value.view(torch.int16)[1::2]
+        codes.bitwise_xor_(upper).bitwise_and_(0x7FFF).bitwise_xor_(upper)  # a cast loses the sign of a NaN
 
     def encode_update(self, value: Tensor, entry: str, step: Any, numbers: Tensor | Window) -> None:
         assert self._noise is not None

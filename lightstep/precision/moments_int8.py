@@ -14,6 +14,9 @@ bits are the same everywhere. Of the noise 12 bits are used, from 1/8192 to 8191
 rounding, and a decoded value must have its own code again whatever the noise is, because a step that is skipped on the
 device encodes what it has decoded.
 
+A block with an infinity or a NaN becomes NaN as a whole. With an infinite scale its other values would be NaN, and have
+other codes than before.
+
 Blocks lie within rows (the last dimension) of the whole parameter, so neither shards of the first dimension nor units
 cut one, and a parameter has the same codes however it is divided. Decoded values have their own codes again: a
 checkpoint of them is exact.
@@ -36,7 +39,7 @@ from lightstep.precision.triton_launch import checked_kernels
 __all__ = ["LARGEST_BLOCK", "SMALLEST_BLOCK", "Int8"]
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 128, 16
-_MAGNITUDE = 0x7FFFFFFF
+_MAGNITUDE, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 _KEPT = 8  # launches of an entry
 
 
@@ -148,6 +151,7 @@ def _encode(
         bits = value[start:stop].view(torch.int32)
         magnitudes = bits & _MAGNITUDE
         scale = magnitudes.view(-1, block).amax(1)  # of integers: a NaN is the largest
+        scale.masked_fill_(scale >= _INFINITY, _NAN)
         scales[start // block : stop // block].copy_(scale.view(torch.float32))
         divisor = scale.clamp(min=1).view(torch.float32).unsqueeze(1)  # 0 / tiny instead of 0 / 0
         steps = 255 if signs else 127
@@ -159,9 +163,11 @@ def _encode(
         code = root.mul_(steps).add_(up).floor_()
         code.sub_((_power(code - up, steps) > part).to(code.dtype))
         code.add_((_power(code + 1 - up, steps) <= part).to(code.dtype))
-        code = torch.where(part == part, code, steps).clamp_(min=0, max=steps)
+        code.clamp_(min=0, max=steps)
         if signs:
-            code.copy_(torch.where(magnitudes > 0, code.clamp(min=1), 0))
+            code = torch.where(magnitudes > 0, code.clamp_(min=1), 0)
+        code = torch.where(part == part, code, steps)
+        if signs:
             negative = (bits < 0).view(-1, 8).to(torch.uint8) << _places(value.device)
             signs[0][start // 8 : stop // 8].copy_(negative.sum(1, dtype=torch.uint8))
         else:

@@ -69,9 +69,9 @@ if available:
     @triton.jit
     def decode_signed(code, scale):  # type: ignore[no-untyped-def]
         """The fp32 values of codes of numbers with a sign."""
-        signed = code.to(tl.int8, bitcast=True).to(tl.float32)
-        value = power(tl.abs(signed), False) * scale
-        return tl.where(signed < 0, value * -1.0, value)
+        signed = code.to(tl.int8, bitcast=True).to(tl.int32)
+        bits = (power(tl.abs(signed).to(tl.float32), False) * scale).to(tl.int32, bitcast=True)
+        return (bits | (signed & -2147483648)).to(tl.float32, bitcast=True)
 
     @triton.jit
     def decode_positive(code, scale, byte, place):  # type: ignore[no-untyped-def]
@@ -93,6 +93,7 @@ if available:
         """
         magnitude = bits & 0x7FFFFFFF
         scale = tl.max(magnitude, axis=1)
+        scale = tl.where(scale < 0x7F800000, scale, 0x7FC00000)
         divisor = tl.maximum(scale, 1).to(tl.float32, bitcast=True)
         part = tl.div_rn(magnitude.to(tl.float32, bitcast=True), tl.broadcast_to(divisor[:, None], magnitude.shape))
         root = tl.sqrt_rn(part)
@@ -103,11 +104,11 @@ if available:
         code = tl.floor(root * steps + up)
         code = tl.where(power(code - up, POSITIVE) > part, code - 1.0, code)
         code = tl.where(power(code + 1.0 - up, POSITIVE) <= part, code + 1.0, code)
-        code = tl.where(part == part, code, steps)
-        code = tl.minimum(tl.maximum(code, 0.0), steps).to(tl.int32)
+        code = tl.minimum(tl.maximum(code, 0.0), steps)
         if POSITIVE:
-            code = tl.where(magnitude > 0, tl.maximum(code, 1), 0)
-        else:
+            code = tl.where(magnitude > 0, tl.maximum(code, 1.0), 0.0)
+        code = tl.where(part == part, code, steps).to(tl.int32)
+        if not POSITIVE:
             code = tl.where(bits < 0, -code, code)
         return code, scale
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
 from typing import Any
@@ -189,7 +190,7 @@ def test_eight_bits_take_four_bytes_per_parameter() -> None:
 # -- 8 bits ------------------------------------------------------------------------------------------------------------
 
 
-def in_codes(codec: Int8, value: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+def in_codes(codec: BFloat16 | Int8, value: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The planes of ``value`` rounded to nearest, and what they say."""
     planes = [torch.empty(value.numel() // per, dtype=dtype) for _, dtype, per in codec.planes]
     coded, decoded = codec.at(planes), torch.empty_like(value)
@@ -236,20 +237,30 @@ def test_no_noise_changes_a_decoded_value(never_negative: bool) -> None:
         assert all(map(torch.equal, planes, before)), noise
 
 
-def test_signs_that_are_not_its_own_are_kept() -> None:
-    value = torch.rand(512)
-    signed = torch.where(torch.arange(512) % 3 == 0, -value, value)
-    _, decoded = in_codes(Int8(128, True), signed)
-    _, expected = in_codes(Int8(128, True), value)
-    assert torch.equal(decoded.abs(), expected) and torch.equal(decoded < 0, signed < 0)
+@pytest.mark.parametrize("noise", [None, Noise()])
+@pytest.mark.parametrize("codec", [BFloat16, functools.partial(Int8, 128, True), functools.partial(Int8, 16, True)])
+def test_every_number_keeps_its_sign_and_then_its_codes(codec: Any, noise: Noise | None) -> None:
+    """Also infinities and NaN, whose sign may be that of a finite master."""
+    value = probe_masters(torch.device("cpu"))
+    value = value[: value.numel() // 128 * 128]
+    planes, decoded = in_codes(codec(noise=noise), value)
+    again, same = in_codes(codec(noise=noise), decoded)
+    assert all(map(torch.equal, *([plane.view(torch.uint8) for plane in one] for one in (planes, again))))
+    if noise is not None:
+        coded = codec(noise=noise).at(again)
+        coded.encode_update(value, "exp_avg_sq", 7, Window())
+        coded.decode(same)
+    for found in (decoded, same):
+        assert torch.equal(found.view(torch.int32) < 0, value.view(torch.int32) < 0)
 
 
 def test_a_block_that_is_not_finite_is_seen() -> None:
     value = torch.rand(256)
-    value[3] = float("nan")
-    for never_negative in (False, True):
-        _, decoded = in_codes(Int8(128, never_negative), value)
-        assert decoded[:128].isnan().all() and decoded[128:].isfinite().all()
+    for wrong in (float("nan"), float("inf")):
+        value[3] = wrong
+        for never_negative in (False, True):
+            _, decoded = in_codes(Int8(128, never_negative), value)
+            assert decoded[:128].isnan().all() and decoded[128:].isfinite().all()
 
 
 def test_rows_without_blocks_keep_fp32() -> None:
