@@ -208,12 +208,19 @@ class LightstepAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As accelerate's. A model that is only evaluated (TRL's reference) is sharded if the strategy shards."""
+        """As accelerate's. A model that is only evaluated (TRL's reference) is sharded if the strategy shards.
+
+        The trained model stays on the host if its weights rest there.
+        """
         trainer = self.trainer() if self.trainer is not None else None
         trained = self._is_trained(model) or getattr(trainer, "model", None) is model
         reference = evaluation_mode and device_placement is None and not trained
         if reference and self._strategy_shards and not _is_sharded(model):
             model = self.strategy.prepare_model(model, role="reference")
+        if trained and self.strategy.config.weights.placement == "host":
+            if PreparedModel.of(model).weight_visits is None:
+                model = self.strategy.prepare_model(model)
+            device_placement = False
         return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode))
 
     @property
@@ -238,7 +245,8 @@ class LightstepAccelerator(Accelerator):
 
     def _prepare_trained_model(self, model: nn.Module, optimizer: BaseOptimizer) -> nn.Module:
         wrapped = any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules())
-        again = self._is_trained(model) and self.strategy.config.sharding.kind == "single"
+        rests_on_host = PreparedModel.of(model).weight_visits is not None
+        again = rests_on_host or (self._is_trained(model) and self.strategy.config.sharding.kind == "single")
         if self.is_fsdp2 and not wrapped:
             return self._shard(model, optimizer)
         if not wrapped and not again:

@@ -306,6 +306,8 @@ def check_gradients_are_kept(optimizer: MixedPrecisionOptimizer, callbacks: Sequ
         return
     if optimizer.engine.update_time.in_backward:
         why, remedy = "optimizer_state.update in_backward has used and freed the gradients", "update: at_step"
+    elif optimizer.engine.host_gradients is not None:
+        why, remedy = "weights.placement host takes gradients to the host", "placement: device"
     elif optimizer.clip_layers and optimizer.max_norm is not None:
         why, remedy = "clipping.scope unit clips each layer when it is updated", "clipping.scope: global"
     else:

@@ -70,7 +70,7 @@ class SynchronizedCallbackHandler(CallbackHandler):
         if not isinstance(optimizer, LightstepOptimizer):
             return super().call_event(event, args, state, control, **kwargs)
         if self._others(event):
-            optimizer.wait_for_update()
+            wait_for_weights(optimizer)
         if event in ("on_train_begin", "on_pre_optimizer_step"):
             readers = self._others("on_pre_optimizer_step", "on_optimizer_step")
             check_gradients_are_kept(optimizer.optimizer, readers)
@@ -84,6 +84,14 @@ class SynchronizedCallbackHandler(CallbackHandler):
     def _others(self, *events: str) -> list[str]:
         """The classes of callbacks that define one of the events and are not transformers' own."""
         return [type(callback).__name__ for callback in self.callbacks if any(_is_other(callback, e) for e in events)]
+
+
+def wait_for_weights(optimizer: LightstepOptimizer) -> None:
+    """Callbacks may read and write parameters that they hold: weights on the host are complete, and read again."""
+    if optimizer.optimizer.engine.host_gradients is None:
+        optimizer.wait_for_update()
+    else:
+        optimizer.synchronize()
 
 
 def _is_other(callback: Any, event: str) -> bool:
@@ -135,14 +143,15 @@ class LightstepMixin(TrainerCheckpoints):
         connect(self.accelerator, self.strategy).trainer = weakref.ref(self)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Cast the model to the strategy's dtype, and move it. A model that is to be sharded stays on the host."""
+        """Cast the model to the strategy's dtype, and move it, unless it is to be sharded or rests on the host."""
         if isinstance(model, DistributedDataParallel):
             raise ConfigError(
                 f"{self.strategy.name}: the model is already wrapped in DistributedDataParallel; pass model.module, "
                 "which the strategy wraps"
             )
         self.strategy.cast_parameters(model)
-        if self.strategy.config.sharding.kind != "fsdp2":
+        config = self.strategy.config
+        if config.sharding.kind != "fsdp2" and config.weights.placement == "device":
             super()._move_model_to_device(model, device)
 
     # -- the optimizer

@@ -242,9 +242,10 @@ class Engine:
             "backend": self.backend.fresh(),
         }
 
-    def start_over(self, backend: Store) -> None:
+    def start_over(self, backend: Store, host_weights: HostWeights | None) -> None:
         """Before the set-up: the groups have got other parameters, and state will live in ``backend``."""
         self.remove_hooks()
+        self._host_weights = host_weights
         backend.take_residency_of(self.backend)
         self._build(backend, self.gradients.float32, self.managed.places)
         self.watch_gradients()

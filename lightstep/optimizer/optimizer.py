@@ -140,8 +140,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             group["params"] = []
         self.engine.watch_gradients()
 
-    def start_over(self, backend: Store) -> None:
+    def start_over(self, backend: Store, host_weights: HostWeights | None = None) -> None:
         """Before the set-up: ``param_groups`` have got other parameters, and state will live in ``backend``.
+
+        Args:
+            host_weights: the model's weights, if they rest on the host now.
 
         Raises:
             RuntimeError: the optimizer has been set up.
@@ -151,7 +154,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 f"this {type(self).__name__} has been set up for the parameters it had; shard the model before the "
                 "first step and before state is loaded"
             )
-        self.engine.start_over(backend)
+        self.engine.start_over(backend, host_weights)
 
     # -- one iteration
 

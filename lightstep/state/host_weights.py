@@ -76,7 +76,7 @@ class Field:
         (flat,) = memory
         self._storage = flat.untyped_storage()
         self._bytes = flat.data  # with a version counter of its own: copies are no writes that autograd should see
-        self.on_host = [_view(self.host, place, like, dtype) for place, like in zip(places, likes, strict=True)]
+        self.on_host = [_apart(self.host, place, like, dtype) for place, like in zip(places, likes, strict=True)]
         self.on_device = [_view(flat, place, like, dtype) for place, like in zip(places, likes, strict=True)]
         self._what, self._lanes = what, lanes
         self._storage.resize_(0)
@@ -142,6 +142,13 @@ class Field:
 
 def _view(flat: Tensor, place: tuple[int, int], like: Tensor, dtype: torch.dtype | None) -> Tensor:
     return flat[place[0] : place[1]].view(dtype or like.dtype).view(like.shape)
+
+
+def _apart(flat: Tensor, place: tuple[int, int], like: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The same with a storage of its own: savers (accelerate, safetensors) take tensors of one storage for tied ones,
+    and write one of them."""
+    own = torch.from_dlpack(flat[place[0] : place[1]])
+    return _view(own, (0, own.numel()), like, dtype)
 
 
 class WeightGroup:

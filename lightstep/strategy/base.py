@@ -240,7 +240,7 @@ class Strategy(ABC):
         record.forget_replaced(inner)
         record.role = "trainer"
         for optimizer in optimizers:
-            optimizer.start_over(self._make_backend(inner))
+            optimizer.start_over(self._make_backend(inner), self._host_weights(inner))
             self._connect(inner, optimizer)
 
     def _prepare_for_role(self, role: Role, model: nn.Module) -> nn.Module:
@@ -380,19 +380,10 @@ class Strategy(ABC):
         self._connect(model, optimizer)
         return optimizer
 
-    def _host_weights(self, model: nn.Module) -> HostWeights | None:
-        """The model's weights that rest on the host.
-
-        Raises:
-            ConfigError: the strategy wants them there, and they are not.
-        """
+    @staticmethod
+    def _host_weights(model: nn.Module) -> HostWeights | None:
+        """The model's weights that rest on the host; ``None`` if they do not, or if it has not been prepared yet."""
         visits = PreparedModel.of(model).weight_visits
-        if visits is None and self.config.weights.placement == "host":
-            raise ConfigError(
-                f"{self.name}: weights.placement is host, and the weights of {type(unwrap_model(model)).__name__} are "
-                "elsewhere: call model = strategy.prepare_model(model) before create_optimizer(). accelerate, the "
-                "transformers Trainer, Fabric and torchtitan prepare models themselves: set placement: device there"
-            )
         return None if visits is None else visits.weights
 
     def _register(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
@@ -475,6 +466,12 @@ class Strategy(ABC):
                 f"{self.name}: this {type(unwrap_model(model)).__name__} was never prepared: its weights are "
                 f"{', '.join(map(str, other_dtypes))}, and precision.parameters is {self.config.precision.parameters}; "
                 "call model = strategy.prepare_model(model) before the first step"
+            )
+        if self.config.weights.placement == "host" and self._host_weights(model) is None:
+            raise ConfigError(
+                f"{self.name}: weights.placement is host, and the weights of {type(unwrap_model(model)).__name__} are "
+                "elsewhere: call model = strategy.prepare_model(model) before the first step. With what prepares "
+                "models itself (torchtitan, accelerate's FSDP plugin) set placement: device"
             )
 
     def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:

@@ -359,12 +359,6 @@ def test_a_run_goes_on_with_another_placement(time: str, tmp_path: Path) -> None
     assert_same(run.snapshot(), expected.snapshot())
 
 
-def test_a_model_that_somebody_else_prepares_is_refused() -> None:
-    strategy = Strategy.load("offload")
-    with pytest.raises(ConfigError, match=r"call model = strategy\.prepare_model\(model\) before create_optimizer"):
-        strategy.create_optimizer(TinyTransformer().bfloat16(), lr=1e-3)
-
-
 def test_parameters_that_share_memory_are_refused_and_not_untied() -> None:
     model = TinyTransformer()
     model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
