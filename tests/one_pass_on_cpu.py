@@ -37,7 +37,7 @@ def update(
 ) -> None:
     """See :func:`lightstep.precision.adam_triton.update`."""
     for memory, gradient, step in zip(batch.memories, gradients, steps, strict=True):
-        assert constants[3:] == (memory.block, memory.noise)
+        assert constants[3:] == (memory.block, memory.noise, memory.noisy)
         _update(memory, gradient.view(-1), step, shared, numbers, *constants[:3])
         if batch.fingerprints is not None:
             found, place = torch.zeros(1, dtype=torch.int32), batch.fingerprints[memory.number : memory.number + 1]
@@ -59,16 +59,18 @@ def _update(
     weight, low, whole = tensors.weight, tensors.low, tensors.master
     overflow, _, rate, divisor, factor = shared
     assert overflow is not None
-    used["own" if weight is None else "split" if low is not None else "whole"] += 1
+    is_rounded = low is None and whole is None
+    used["own" if weight is None else "split" if low is not None else "rounded" if is_rounded else "whole"] += 1
     if memory.block:
         used["bfloat16" if memory.block == 1 else "int8"] += 1
     if overflow != 0:
         return
     splitter, (exp_avg, exp_avg_sq, largest) = Splitter(gradient.device), _decoded(memory)
     if whole is None:
-        assert weight is not None and low is not None
-        whole = torch.empty_like(exp_avg)
-        splitter.join(weight, low, exp_avg_sq, whole)
+        assert weight is not None
+        whole = weight.float()
+        if low is not None:
+            splitter.join(weight, low, exp_avg_sq, whole)
     row = gradient.float().clone()
     if divisor is not None:
         row.div_(divisor)
@@ -95,6 +97,9 @@ def _update(
     if low is not None:
         assert weight is not None
         splitter.split(whole, weight, low, exp_avg_sq)
+    elif is_rounded:
+        assert weight is not None
+        BFloat16(Noise()).at([weight]).encode_update(whole, "weight", step + 1, memory.numbers)
     elif weight is not None:
         weight.copy_(whole)
     _encode(memory, (exp_avg, exp_avg_sq, largest), step + 1)
@@ -102,7 +107,7 @@ def _update(
 
 def _coded(memory: AdamMemory) -> list[Any]:
     """Each moment's memory, as a codec sees it."""
-    noise = None if memory.window is None else Noise()
+    noise = Noise() if memory.noisy else None
     planes = [planes for planes in adam_kernel._planes_of(memory).values() if planes]
     if memory.block == 1:
         return [BFloat16(noise).at(own) for own in planes]
@@ -122,13 +127,12 @@ def _decoded(memory: AdamMemory) -> list[Any]:
 
 
 def _encode(memory: AdamMemory, moments: Sequence[Any], step: Tensor) -> None:
-    numbers = memory.window if memory.tensors.numbers is None else memory.tensors.numbers
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     for name, value, coded in zip(names, moments, _coded(memory) if memory.block else (), strict=False):
-        if memory.window is None:
-            coded.encode(value)
+        if memory.noisy:
+            coded.encode_update(value, name, step, memory.numbers)
         else:
-            coded.encode_update(value, name, step, numbers)
+            coded.encode(value)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,8 @@ class OnePass:
             if segment.gathers(alike):
                 gathered.append((i, head.written))
             marks = segment.fingerprints if len(memories) == len(own) else None  # gathered parts have one each
-            kind = dtype, None if weight is None else weight.dtype, low is None, head.block, head.noise
+            is_whole = head.tensors.master is not None
+            kind = dtype, None if weight is None else weight.dtype, low is None, is_whole, head.block, head.noise
             rows = found.setdefault((id(segment.group), marks is None, *kind), [])
             rows += [((i, j if by_part else None), memory) for j, memory in enumerate(memories) if memory.n]
         batches = []
@@ -227,17 +228,17 @@ def _memories(segment: Segment, amsgrad: bool, by_part: bool) -> list[AdamMemory
     """What the kernel reads and writes of a segment; ``None`` if the segment has something else, too."""
     if not segment.has_state or segment.stop == segment.first:
         return None
-    block, keys = _block_of(segment.layout), segment.parts[0].keys
-    if block is None or {*keys} - {_LARGEST} != _ENTRIES or (_LARGEST in keys) != amsgrad:
+    kept, keys = _kept_in(segment.layout), segment.parts[0].keys
+    if kept is None or {*keys} - {_LARGEST} != _ENTRIES or (_LARGEST in keys) != amsgrad:
         return None
     step = segment.kept_values["step"]
     if not isinstance(step, Tensor) or step.device != segment.device or step.dtype != torch.float32:
         return None
     pieces = segment.pieces("exp_avg_sq", by_part)
-    return None if pieces is None else [_memory_of(segment, piece, block) for piece in pieces]
+    return None if pieces is None else [_memory_of(segment, piece, *kept) for piece in pieces]
 
 
-def _memory_of(segment: Segment, piece: Piece, block: int) -> AdamMemory:
+def _memory_of(segment: Segment, piece: Piece, block: int, noisy: bool) -> AdamMemory:
     planes = piece.entries
     (first, *scales), (second, *sq) = planes["exp_avg"], planes["exp_avg_sq"]
     largest, *largest_planes = planes.get(_LARGEST, (None,))
@@ -259,12 +260,13 @@ def _memory_of(segment: Segment, piece: Piece, block: int) -> AdamMemory:
         listed,
     )
     window = Window() if listed is not None else piece.numbers
-    return AdamMemory(tensors, segment.index + piece.number, piece.first, block, window)  # type: ignore[arg-type]
+    return AdamMemory(tensors, segment.index + piece.number, piece.first, block, window, noisy)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=256)
-def _block_of(layout: Layout) -> int | None:
-    """How all moments under a layout are kept, as in :class:`AdamMemory`; ``None``: they differ, or there is more."""
+def _kept_in(layout: Layout) -> tuple[int, bool] | None:
+    """How all moments under a layout are kept, ``block`` and ``noisy`` of :class:`AdamMemory`; ``None``: they differ,
+    or there is more."""
     if {entry.key for entry in layout.entries} - {_LARGEST} != _ENTRIES - {"step"}:
         return None
     if any(entry.shape is not None or entry.dtype not in _DTYPES for entry in layout.entries):
@@ -274,4 +276,4 @@ def _block_of(layout: Layout) -> int | None:
         for entry in layout.entries
     }
     plain = all(entry.dtype == torch.float32 for entry in layout.entries if entry.codec is None)
-    return next(iter(found))[0] if len(found) == 1 and plain else None
+    return next(iter(found)) if len(found) == 1 and plain else None

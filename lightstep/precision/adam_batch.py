@@ -28,9 +28,10 @@ class AdamTensors(NamedTuple):
 
     Attributes:
         exp_avg, exp_avg_sq, max_exp_avg_sq: fp32, bf16, or 8-bit codes; the last with ``amsgrad`` only.
-        weight: the parameters; ``None`` if they are their own masters.
+        weight: the parameters; ``None`` if they are their own masters. bf16 weights without ``low`` and ``master`` are
+            widened for the update, and its result is rounded stochastically.
         low: int16, the low halves of bf16 weights' masters as :class:`~lightstep.precision.split.Splitter` makes them,
-            with the extra bits in the signs of ``exp_avg_sq``; ``None`` if ``master`` is given.
+            with the extra bits in the signs of ``exp_avg_sq``.
         master: fp32.
         scales, sq_scales, max_scales, sq_signs, max_signs: what :class:`~lightstep.precision.moments_int8.Int8` keeps
             of the moments beside codes.
@@ -58,19 +59,26 @@ class AdamMemory:
         number: position of the weights' fingerprint.
         first: position of the first element, for the fingerprint.
         block: how moments are kept: 0: in fp32; 1: in bf16; more: in 8 bits, with a scale for so many elements.
-        window: where the elements are in their whole parameter, for noise; ``None``: moments are rounded to nearest.
+        window: where the elements are in their whole parameter, for noise; ``None``: there is none.
+        noisy: moments are rounded with the noise, not to nearest.
 
     Attributes:
         addresses, aligned: the tensors' addresses (0 for ``None``), and whether all of them are aligned.
     """
 
-    __slots__ = ("addresses", "aligned", "block", "first", "n", "number", "tensors", "window")
+    __slots__ = ("addresses", "aligned", "block", "first", "n", "noisy", "number", "tensors", "window")
 
     def __init__(
-        self, tensors: AdamTensors, number: int = 0, first: int = 0, block: int = 0, window: Window | None = None
+        self,
+        tensors: AdamTensors,
+        number: int = 0,
+        first: int = 0,
+        block: int = 0,
+        window: Window | None = None,
+        noisy: bool = False,
     ) -> None:
         self.tensors, self.n, self.number, self.first = tensors, tensors.exp_avg.numel(), number, first
-        self.block, self.window = block, window
+        self.block, self.window, self.noisy = block, window, noisy
         self.addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         self.aligned = all(map(is_aligned, self.addresses))
 
@@ -80,6 +88,13 @@ class AdamMemory:
         written = self.tensors.master if self.tensors.weight is None else self.tensors.weight
         assert written is not None
         return written
+
+    @property
+    def numbers(self) -> Tensor | Window:
+        """The elements' numbers in their whole parameters, for noise."""
+        found = self.window if self.tensors.numbers is None else self.tensors.numbers
+        assert found is not None
+        return found
 
     @property
     def noise(self) -> Noise:
@@ -137,7 +152,7 @@ class AdamBatch:
         shared = (scaling.overflow, table, rate, scaling.divisor, scaling.factor)
         numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
         decays, (memory, *_) = settings.weight_decay != 0, self.memories
-        constants = decays, settings.decoupled, settings.maximize, memory.block, memory.noise
+        constants = decays, settings.decoupled, settings.maximize, memory.block, memory.noise, memory.noisy
         kernels.update(self, gradients, steps, shared, numbers, *constants)
         torch.autograd.graph.increment_version(self._written)  # autograd then refuses older graphs
 

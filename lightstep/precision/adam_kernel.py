@@ -64,6 +64,8 @@ def kind_of(batch: AdamBatch, gradient: torch.dtype, settings: AdamSettings, sca
         scaling.factor is not None,
         memory.block,
         memory.noise,
+        memory.noisy,
+        tensors.low is None and tensors.master is None,
     )
 
 
@@ -71,7 +73,8 @@ class Kind(NamedTuple):
     """A kind of update. The kernel is compiled and checked for each.
 
     Attributes:
-        block, noise: see :class:`AdamMemory`.
+        block, noise, noisy: see :class:`AdamMemory`.
+        rounded: there are no masters, and weights are rounded with the noise.
     """
 
     device: torch.device
@@ -88,6 +91,8 @@ class Kind(NamedTuple):
     multiplied: bool
     block: int = 0
     noise: NoiseKind = "none"
+    noisy: bool = False
+    rounded: bool = False
 
     def settings(self, lr: float, beta1: float, beta2: float, eps: float) -> AdamSettings:
         rate = torch.tensor(lr, dtype=torch.float32, device=self.device) if self.lr_on_device else lr
@@ -110,7 +115,7 @@ class Kind(NamedTuple):
     def codecs(self) -> dict[str, BFloat16 | Int8]:
         """By moment; none if they are kept in fp32."""
         moments = _MOMENTS if self.amsgrad else _MOMENTS[:2]
-        noise = None if self.noise == "none" else Noise()
+        noise = Noise() if self.noisy else None
         if self.block == 1:
             return {key: BFloat16(noise) for key in moments}
         return {key: Int8(self.block, key != "exp_avg", noise) for key in moments if self.block}
@@ -155,6 +160,10 @@ def _differing(kernels: ModuleType, kind: Kind, settings: AdamSettings, edges: b
             found |= {f"{key}, plane {i}": plane.clone() for i, plane in enumerate(kept[key])}
             codec.at(kept[key]).decode(values[key])
     weight, low = memory.tensors.weight, memory.tensors.low
+    if kind.rounded:
+        BFloat16(Noise()).at([by_passes["weight"]]).encode_update(
+            by_passes.pop("master"), "weight", step, memory.numbers
+        )
     if low is not None:
         assert weight is not None
         Splitter(kind.device).join(weight.clone(), low, values["exp_avg_sq"], values["master"])
@@ -185,11 +194,10 @@ def _encode(
     codec: BFloat16 | Int8, planes: Sequence[Tensor], value: Tensor, key: str, step: float, memory: AdamMemory
 ) -> None:
     """Keep a moment as an update does that runs in separate passes."""
-    if memory.window is None:
-        codec.at(planes).encode(value)
+    if memory.noisy:
+        codec.at(planes).encode_update(value, key, step, memory.numbers)
     else:
-        numbers = memory.window if memory.tensors.numbers is None else memory.tensors.numbers
-        codec.at(planes).encode_update(value, key, step, numbers)
+        codec.at(planes).encode(value)
 
 
 def _example(kind: Kind, edges: bool, step: float) -> tuple[AdamBatch, Tensor, dict[str, Tensor]]:
@@ -209,6 +217,9 @@ def _example(kind: Kind, edges: bool, step: float) -> tuple[AdamBatch, Tensor, d
     if kind.amsgrad:
         values["max_exp_avg_sq"] = squares[1]
     weight = None if kind.weight is None else torch.empty_like(master, dtype=kind.weight).copy_(master)
+    if kind.rounded:
+        assert weight is not None
+        master.copy_(weight)
     count = torch.tensor(step - 1, dtype=torch.float32, device=kind.device)
     marks = torch.zeros(3, dtype=torch.int32, device=kind.device) if kind.fingerprinted else None
     planes: dict[str, list[Any]] = {}
@@ -230,10 +241,10 @@ def _example(kind: Kind, edges: bool, step: float) -> tuple[AdamBatch, Tensor, d
     if kind.noise == "listed":
         bits = torch.randint(-(2**31), 2**31, (master.numel(),), generator=generator, dtype=torch.int64, device="cpu")
         listed = bits.to(torch.int32).to(kind.device)
-    whole = None if kind.split else master
+    whole = None if kind.split or kind.rounded else master
     given: Any = {name: one[0] for name, one in beside.items() if one}
     tensors = AdamTensors(first[0], second[0], largest[0], weight, low, whole, numbers=listed, **given)
-    return AdamBatch([AdamMemory(tensors, 1, 1 << 20, kind.block, kind.window)], marks), count, values
+    return AdamBatch([AdamMemory(tensors, 1, 1 << 20, kind.block, kind.window, kind.noisy)], marks), count, values
 
 
 def _update_in_passes(kind: Kind, values: dict[str, Tensor], settings: AdamSettings, step: float) -> None:

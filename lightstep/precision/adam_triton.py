@@ -4,7 +4,7 @@ The kernel does the operations of torch's fused CUDA kernel in the same order, a
 ``fma(beta, moment, fma(-beta, x, x))``, decay is one ``fma``, divisions and roots are correctly rounded, and nothing
 else is contracted. Before and after, it joins and splits masters in registers, as :mod:`lightstep.precision.split`, and
 decodes and encodes moments that are kept in fewer bytes, as :mod:`lightstep.precision.moments` and
-:mod:`lightstep.precision.moments_int8`.
+:mod:`lightstep.precision.moments_int8`. Weights without masters are rounded as moments in bf16 are.
 
 Several runs share a launch, one row of programs each, so that the GPU is not idle between them. The body has two
 versions, for whole blocks and for the last one, because accesses under a mask are not vectorised.
@@ -24,7 +24,9 @@ from lightstep.precision.adam_batch import AdamBatch, AdamMemory, Noise
 from lightstep.precision.moments_int8_triton import (
     decode_positive,
     decode_signed,
-    encode_rows,
+    encode_in_eights,
+    places_in_eights,
+    quotient,
     share_of_noise,
     sign_bytes,
 )
@@ -33,25 +35,43 @@ from lightstep.precision.noise import salt_of, signed
 from lightstep.precision.split_triton import TOGETHER, add_to_mark, pick, places_of
 from lightstep.precision.triton_launch import Launcher, is_aligned
 
-_BLOCK, _WARPS = 1024, 8
-_SALTS = tuple(signed(salt_of(entry)) for entry in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+_BLOCK, _WARPS, _CODING_WARPS = 1024, 8, 4
+_SALTS = tuple(signed(salt_of(name)) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "weight"))
 
 
 @triton.jit
 def _load_moment(codes, scales, signs, where, KEPT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A moment in fp32, with the sign that it is kept with."""
-    place, row, inside, left, _ = where
+    """A moment in fp32, with the sign that it is kept with. (Also a weight, which is in bf16.)"""
+    place, eight, inside, left, _ = where
     code = tl.load(codes + place, mask=inside, other=0)
     if KEPT == 0:
         return code
     elif KEPT == 1:
         return (code.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        scale = tl.load(scales + row, mask=row * KEPT < left, other=0)[:, None]
+        scale = tl.load(scales + eight // (KEPT // 8), mask=eight * 8 < left, other=0)[:, None]
         if signs is not None:
-            return decode_positive(code, scale, tl.load(signs + place // 8, mask=inside, other=0), place)
+            byte = tl.load(signs + eight, mask=eight * 8 < left, other=0)
+            return decode_positive(code, scale, byte[:, None], place)
         else:
             return decode_signed(code, scale)
+
+
+@triton.jit
+def _noise(numbers, where, window, SALT: tl.constexpr, JUMPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """16 bits for each element, by the number of its update."""
+    place, _, inside, _, updates = where
+    start, inner, jump, skipped = window
+    a = mix(updates * -2048144777 + SALT)
+    return noise_of(numbers, place, inside, a, mix(a + -1028477379), start, inner, jump, skipped, JUMPS)
+
+
+@triton.jit
+def _rounded(bits, noise):  # type: ignore[no-untyped-def]
+    """The fp32 numbers with these bits in bf16, rounded stochastically."""
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    code = tl.where(is_nan, (bits >> 16) | 0x40, (bits + noise) >> 16)
+    return code.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -67,21 +87,16 @@ def _store_moment(  # type: ignore[no-untyped-def]
     KEPT: tl.constexpr,
     NOISY: tl.constexpr,
     JUMPS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Keep the fp32 numbers with these bits."""
-    place, row, inside, left, updates = where
+    place, eight, inside, left, _ = where
     if NOISY:
-        start, inner, jump, skipped = window
-        a = mix(updates * -2048144777 + SALT)
-        noise = noise_of(numbers, place, inside, a, mix(a + -1028477379), start, inner, jump, skipped, JUMPS)
+        noise = _noise(numbers, where, window, SALT, JUMPS)
     if KEPT == 0:
         tl.store(codes + place, bits.to(tl.float32, bitcast=True), mask=inside)
     elif KEPT == 1:
         if NOISY:
-            is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-            code = tl.where(is_nan, (bits >> 16) | 0x40, (bits + noise) >> 16)
-            tl.store(codes + place, code.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+            tl.store(codes + place, _rounded(bits, noise), mask=inside)
         else:  # a NaN's sign is lost in a cast
             code = bits.to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
             code = (code & 0x7FFF) | ((bits >> 16) & 0x8000)
@@ -91,16 +106,16 @@ def _store_moment(  # type: ignore[no-untyped-def]
             up = share_of_noise(noise)
         else:
             up = tl.full(place.shape, 0.5, tl.float32)
-        code, scale = encode_rows(bits, up, signs is not None)
-        tl.store(scales + row, scale.to(tl.float32, bitcast=True), mask=row * KEPT < left)
+        code, scale = encode_in_eights(bits, up, signs is not None, KEPT)
+        is_first = (eight % (KEPT // 8) == 0) & (eight * 8 < left)
+        tl.store(scales + eight // (KEPT // 8), scale.to(tl.float32, bitcast=True), mask=is_first)
         if signs is not None:
-            byte = tl.arange(0, BLOCK // 8)
-            tl.store(signs + byte, sign_bytes(bits, BLOCK), mask=byte * 8 < left)
+            tl.store(signs + eight, sign_bytes(bits), mask=eight * 8 < left)
         tl.store(codes + place, code.to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _block(  # type: ignore[no-untyped-def]  # noqa: PLR0915
+def _block(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
     own,
     max_exp_avg_sq,
     weight,
@@ -129,21 +144,21 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     SALT: tl.constexpr,
     SQ_SALT: tl.constexpr,
     MAX_SALT: tl.constexpr,
+    WEIGHT_SALT: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     # What may be None is outside of the tuples: Triton takes none into one.
     gradient, exp_avg, exp_avg_sq, step = own
     corrections, lr, beta1, beta2, weight_decay, eps, length = shared
-    if KEPT > 1:  # one row for each scale
-        row = tl.arange(0, BLOCK // KEPT)
-        place = row[:, None] * KEPT + tl.arange(0, KEPT)[None, :]
+    eight = tl.arange(0, BLOCK // 8)
+    if KEPT > 1:
+        place = places_in_eights(BLOCK)
     else:
-        row = tl.arange(0, BLOCK)
         place = tl.arange(0, BLOCK)
     inside = place < left if not WHOLE else tl.full(place.shape, True, tl.int1)
     updates = tl.load(step).to(tl.int32) + 1
-    where = (place, row, inside, left, updates)
+    where = (place, eight, inside, left, updates)
     g = tl.load(gradient + place, mask=inside, other=0).to(tl.float32)
     m = _load_moment(exp_avg, scales, None, where, KEPT)
     v = _load_moment(exp_avg_sq, sq_scales, sq_signs, where, KEPT)
@@ -153,8 +168,10 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: PLR0915
         code = tl.load(weight + place, mask=inside, other=0).to(tl.int16, bitcast=True).to(tl.int32)
         lower = tl.load(low + place, mask=inside, other=0).to(tl.int32) & 0xFFFF
         p = (((code - ((signed >> 31) & 1)) << 16) | lower).to(tl.float32, bitcast=True)
-    else:
+    elif master is not None:
         p = tl.load(master + place, mask=inside, other=0)
+    else:
+        p = _load_moment(weight, None, None, where, 1)
 
     if learning_rate is not None:
         lr = tl.load(learning_rate)
@@ -182,13 +199,13 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: PLR0915
         before = _load_moment(max_exp_avg_sq, max_scales, max_signs, where, KEPT)
         largest = tl.where(before < v, v, before)
         bits = largest.to(tl.int32, bitcast=True)
-        _store_moment(
-            max_exp_avg_sq, max_scales, max_signs, bits, numbers, where, window, MAX_SALT, KEPT, NOISY, JUMPS, BLOCK
-        )
-    p = p - tl.div_rn(rate * m, tl.div_rn(tl.sqrt_rn(largest), root) + eps)
+        _store_moment(max_exp_avg_sq, max_scales, max_signs, bits, numbers, where, window, MAX_SALT, KEPT, NOISY, JUMPS)
+    size = tl.sqrt_rn(largest)
+    size = tl.where(size < float("inf"), quotient(size, root, tl.div_rn(1.0, root)), size)
+    p = p - tl.div_rn(rate * m, size + eps)
 
     bits = m.to(tl.int32, bitcast=True)
-    _store_moment(exp_avg, scales, None, bits, numbers, where, window, SALT, KEPT, NOISY, JUMPS, BLOCK)
+    _store_moment(exp_avg, scales, None, bits, numbers, where, window, SALT, KEPT, NOISY, JUMPS)
     second = v.to(tl.int32, bitcast=True)
     if low is not None:
         bits = p.to(tl.int32, bitcast=True)
@@ -200,13 +217,16 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: PLR0915
         tl.store(low + place, bits.to(tl.int16), mask=inside)
         second = (second & 0x7FFFFFFF) | (((code - upper) & 1) << 31)
         add_to_mark(mark, code.to(tl.int16).to(tl.int32), start + place, inside)
+    elif master is None:
+        noise = _noise(numbers, where, window, WEIGHT_SALT, JUMPS)
+        tl.store(weight + place, _rounded(p.to(tl.int32, bitcast=True), noise), mask=inside)
     else:
         tl.store(master + place, p, mask=inside)
         if weight is not None:
             rounded = p.to(weight.dtype.element_ty)
             tl.store(weight + place, rounded, mask=inside)
             add_to_mark(mark, rounded.to(tl.int16, bitcast=True).to(tl.int32), start + place, inside)
-    _store_moment(exp_avg_sq, sq_scales, sq_signs, second, numbers, where, window, SQ_SALT, KEPT, NOISY, JUMPS, BLOCK)
+    _store_moment(exp_avg_sq, sq_scales, sq_signs, second, numbers, where, window, SQ_SALT, KEPT, NOISY, JUMPS)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -247,6 +267,7 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
     SALT: tl.constexpr,
     SQ_SALT: tl.constexpr,
     MAX_SALT: tl.constexpr,
+    WEIGHT_SALT: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -308,6 +329,7 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
                         SALT,
                         SQ_SALT,
                         MAX_SALT,
+                        WEIGHT_SALT,
                         BLOCK,
                         WHOLE,
                     )
@@ -318,6 +340,7 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
 
 
 _launcher = Launcher(_adam_kernel, _BLOCK, _WARPS, enable_fp_fusion=False)
+_coding_launcher = Launcher(_adam_kernel, _BLOCK, _CODING_WARPS, enable_fp_fusion=False)  # of 8-bit moments
 
 
 def update(
@@ -331,6 +354,7 @@ def update(
     maximize: bool,
     block: int,
     noise: Noise,
+    noisy: bool,
 ) -> None:
     """See :meth:`lightstep.precision.adam_batch.AdamBatch.update`.
 
@@ -338,7 +362,7 @@ def update(
         shared, numbers: in the kernel's order: ``overflow``, ``corrections``, ``learning_rate``, ``divisor``,
             ``factor``; ``lr`` to ``length``.
     """
-    constants = (decays, decoupled, maximize, block, noise != "none", noise == "jumps", *_SALTS)
+    constants = (decays, decoupled, maximize, block, noisy, noise == "jumps", *_SALTS)
     addresses = [gradient.data_ptr() for gradient in gradients]
     aligned = tuple(map(is_aligned, addresses))
     launches = batch.launches.get(aligned)
@@ -375,6 +399,7 @@ class _Launch:
         memories = [batch.memories[number] for number in rows]
         self._rows = [*rows, *[rows[-1]] * (TOGETHER - len(rows))]
         self._count, self._n, self._tensors = len(rows), memories[0].n, memories[0].tensors
+        self._launcher = _coding_launcher if memories[0].block > 1 else _launcher
         self._fingerprints = batch.fingerprints
         self._columns = self._columns_of([batch.memories[number].addresses for number in self._rows])
         self._compiling = self._columns_of([batch.memories[number].tensors for number in self._rows])
@@ -402,8 +427,8 @@ class _Launch:
         key = self._keys.get(form)
         if key is None:
             tensors = (gradients[first], *self._tensors, steps[first], self._fingerprints, *shared)
-            key = self._keys[form] = _launcher.key(tensors, (*constants, TOGETHER))
-        if _launcher.is_compiled(key):
+            key = self._keys[form] = self._launcher.key(tensors, (*constants, TOGETHER))
+        if self._launcher.is_compiled(key):
             columns = self._columns
             own: tuple[Any, ...] = tuple([addresses[i] for i in self._rows])
             counts: tuple[Any, ...] = tuple([steps[i].data_ptr() for i in self._rows])
@@ -411,4 +436,4 @@ class _Launch:
             columns = self._compiling
             own, counts = tuple(gradients[i] for i in self._rows), tuple(steps[i] for i in self._rows)
         arguments = (own, *columns, counts, self._fingerprints, self._places, *shared, *numbers)
-        _launcher.launch(key, self._n, self._count, arguments)
+        self._launcher.launch(key, self._n, self._count, arguments)

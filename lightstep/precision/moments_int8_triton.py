@@ -75,7 +75,7 @@ if available:
 
     @triton.jit
     def decode_positive(code, scale, byte, place):  # type: ignore[no-untyped-def]
-        """The fp32 values of codes of numbers that are never negative; ``byte`` has the signs."""
+        """The fp32 values of codes of numbers that are never negative; ``byte`` has the sign of each at ``place``."""
         bits = (power(code.to(tl.float32), True) * scale).to(tl.int32, bitcast=True)
         sign = (byte.to(tl.int32) >> (place % 8).to(tl.int32)) & 1
         return (bits | (sign << 31)).to(tl.float32, bitcast=True)
@@ -86,23 +86,43 @@ if available:
         return (noise >> 4).to(tl.float32) * 0.000244140625 + 0.0001220703125
 
     @triton.jit
-    def encode_rows(bits, up, POSITIVE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Codes (int32) and scales (the bits of an fp32 number for each row) of the fp32 numbers with these ``bits``.
+    def quotient(x, divisor, reciprocal):  # type: ignore[no-untyped-def]
+        """``x / divisor``, correctly rounded, from the divisor's rounded reciprocal; nothing is infinite or tiny."""
+        found = x * reciprocal
+        found = tl.fma(tl.fma(found * -1.0, divisor, x), reciprocal, found)
+        return tl.fma(tl.fma(found * -1.0, divisor, x), reciprocal, found)
 
-        ``up``: the part of a step that is rounded up.
+    @triton.jit
+    def places_in_eights(TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The places of elements (``[TILE / 8, 8]``), as coding has them: eight neighbours share a byte of signs."""
+        return tl.arange(0, TILE // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+
+    @triton.jit
+    def encode_in_eights(bits, up, POSITIVE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Codes (int32, ``[n / 8, 8]``) and scales (the bits of fp32 numbers, ``[n / 8]``) of fp32 numbers.
+
+        Args:
+            bits: of the numbers, ``[n / 8, 8]``.
+            up: the part of a step that is rounded up.
         """
         magnitude = bits & 0x7FFFFFFF
-        scale = tl.max(magnitude, axis=1)
+        largest = tl.max(magnitude, axis=1)
+        EIGHTS: tl.constexpr = BLOCK // 8
+        rows = tl.reshape(largest, (largest.shape[0] // EIGHTS, EIGHTS))
+        scale = tl.reshape(tl.broadcast_to(tl.max(rows, axis=1)[:, None], rows.shape), largest.shape)
         scale = tl.where(scale < 0x7F800000, scale, 0x7FC00000)
-        divisor = tl.maximum(scale, 1).to(tl.float32, bitcast=True)
-        part = tl.div_rn(magnitude.to(tl.float32, bitcast=True), tl.broadcast_to(divisor[:, None], magnitude.shape))
-        root = tl.sqrt_rn(part)
+        # Both are multiplied by a power of two that brings the divisor near 1. What gets tiny by that has code 0.
+        near_1 = ((254 - tl.minimum(scale >> 23, 253)) << 23).to(tl.float32, bitcast=True)
+        divisor = tl.maximum(scale, 1).to(tl.float32, bitcast=True) * near_1
+        reciprocal = tl.div_rn(1.0, divisor)
+        part = magnitude.to(tl.float32, bitcast=True) * near_1[:, None]
+        part = quotient(part, divisor[:, None], reciprocal[:, None])
+        root = tl.sqrt(part)  # not exact: the guess is right or one too low
         steps = 127.0
         if POSITIVE:
-            root = tl.sqrt_rn(root)
+            root = tl.sqrt(root)
             steps = 255.0
-        code = tl.floor(root * steps + up)
-        code = tl.where(power(code - up, POSITIVE) > part, code - 1.0, code)
+        code = tl.floor(root * steps + (up - 0.001))
         code = tl.where(power(code + 1.0 - up, POSITIVE) <= part, code + 1.0, code)
         code = tl.minimum(tl.maximum(code, 0.0), steps)
         if POSITIVE:
@@ -113,10 +133,9 @@ if available:
         return code, scale
 
     @triton.jit
-    def sign_bytes(bits, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The signs of ``TILE`` numbers with these bits, eight in a byte."""
-        columns = tl.reshape((bits >> 31) & 1, (TILE // 8, 8)) << tl.arange(0, 8)[None, :]
-        return tl.sum(columns, axis=1).to(tl.uint8)
+    def sign_bytes(bits):  # type: ignore[no-untyped-def]
+        """The signs of numbers with these bits (``[n / 8, 8]``), eight in a byte."""
+        return tl.sum(((bits >> 31) & 1) << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
 
     @triton.jit(do_not_specialize=["n"])
     def _decode_kernel(out, codes, scales, signs, n, BLOCK: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -148,24 +167,23 @@ if available:
         BLOCK: tl.constexpr,
         TILE: tl.constexpr,
     ):
-        ROWS: tl.constexpr = TILE // BLOCK
         first = tl.program_id(0).to(tl.int64) * TILE
-        place = first + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        eight = first // 8 + tl.arange(0, TILE // 8)
+        place = first + places_in_eights(TILE)
         inside = place < n
         bits = tl.load(value + place, mask=inside, other=0)
         if step is None:
-            up = tl.full((ROWS, BLOCK), 0.5, tl.float32)
+            up = tl.full(place.shape, 0.5, tl.float32)
         else:
             a = mix(tl.load(step).to(tl.int32) * -2048144777 + salt)
             up = share_of_noise(
                 noise_of(numbers, place, inside, a, mix(a + -1028477379), start, inner, jump, skipped, JUMPS)
             )
-        code, scale = encode_rows(bits, up, signs is not None)
-        block = first // BLOCK + tl.arange(0, ROWS)
-        tl.store(scales + block, scale.to(tl.float32, bitcast=True), mask=block < n // BLOCK)
+        code, scale = encode_in_eights(bits, up, signs is not None, BLOCK)
+        is_first = (eight % (BLOCK // 8) == 0) & (eight < n // 8)
+        tl.store(scales + eight // (BLOCK // 8), scale.to(tl.float32, bitcast=True), mask=is_first)
         if signs is not None:
-            byte = first // 8 + tl.arange(0, TILE // 8)
-            tl.store(signs + byte, sign_bytes(bits, TILE), mask=byte < n // 8)
+            tl.store(signs + eight, sign_bytes(bits), mask=eight < n // 8)
         tl.store(codes + place, code.to(tl.uint8), mask=inside)
 
     decoding = Launcher(_decode_kernel, _TILE, _WARPS, enable_fp_fusion=False)

@@ -87,7 +87,9 @@ def test_one_kernel_decodes_updates_and_encodes(
     assert twin is not None
     flags = (True, True, False, False, False, True)  # decays, decoupled, maximize, rate on device, divided, multiplied
     kinds = [
-        adam_kernel.Kind(DEVICE, gradient, weight, split_masters, amsgrad, weight is not None, *flags, block, noise)
+        adam_kernel.Kind(
+            DEVICE, gradient, weight, split_masters, amsgrad, weight is not None, *flags, block, noise, noise != "none"
+        )
         for gradient, amsgrad in ((torch.bfloat16, False), (torch.float32, block in (1, 128)))
     ]
     assert all(adam_kernel.runs_in_one_pass(twin, kind) for kind in kinds), caplog.text
