@@ -168,8 +168,9 @@ class Precision(_Frozen):
 
     parameters: Dtype = "bfloat16"
     """Dtype of the weights that forward and backward use (of the shards under FSDP2)."""
-    master_weights: bool = True
-    """Keep fp32 masters for 16-bit parameters; fp32 parameters are their own."""
+    master_weights: bool | Literal["stochastic"] = True
+    """Keep fp32 masters for 16-bit parameters; fp32 parameters are their own. ``stochastic``: keep none, and round
+    bfloat16 weights stochastically after each update."""
     reduce: Literal["float32", "parameters"] = "float32"
     """Dtype in which gradients are reduced over ranks and added over micro-batches."""
     loss_scale: LossScaleConfig = NoLossScale()
@@ -378,6 +379,15 @@ class StrategyConfig(_Frozen):
             raise ValueError(
                 f"optimizer_state.moments {moments} with precision.master_weights false: the moments of {parameters} "
                 f"parameters without masters are {parameters} already; leave it out, or set master_weights: true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rounded_weights(self) -> StrategyConfig:
+        if self.precision.master_weights == "stochastic" and self.precision.parameters != "bfloat16":
+            raise ValueError(
+                f"precision.master_weights stochastic with parameters {self.precision.parameters}: weights are rounded "
+                "to bfloat16; set parameters: bfloat16, or master_weights: true"
             )
         return self
 

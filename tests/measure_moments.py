@@ -1,7 +1,9 @@
 """Loss curves with moments in fp32, bf16 and 8 bits: ``python -m tests.measure_moments --processes 6``.
 
 A byte-level transformer learns the sources of Python's library, from several seeds for each kind of moments, all with
-the same batches for a seed. Beside them, if bitsandbytes is installed, its AdamW8bit on fp32 masters by hand.
+the same batches for a seed. Beside them, if bitsandbytes is installed, its AdamW8bit on fp32 masters by hand. Kinds
+like ``rounded: int8 stochastic`` have no masters, and weights that are rounded stochastically; ``nearest: float32`` has
+no masters either, and rounds weights to nearest.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from torch.nn import functional
 import lightstep
 
 KINDS = ("float32", "bfloat16 nearest", "bfloat16 stochastic", "int8 nearest", "int8 stochastic", "bitsandbytes")
+WITHOUT_MASTERS: dict[str, bool | str] = {"rounded": "stochastic", "nearest": False}
+"""``precision.master_weights`` of ``rounded: int8 stochastic``."""
 BETAS = (0.95, 0.999)
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 128, 4, 4, 256, 8
 
@@ -73,9 +77,15 @@ def stepper(model: nn.Module, kind: str, beta2: float, lr: float) -> tuple[Calla
     """A function that takes a loss and steps, and what schedulers change."""
     options = {"lr": lr, "betas": (0.9, beta2), "weight_decay": 0.1}
     if kind != "bitsandbytes":
-        moments, _, rounding = kind.partition(" ")
-        state = {"moments": moments, "moments_rounding": rounding or "nearest"}
-        strategy = lightstep.Strategy.load("resident", overrides={"optimizer_state": state})
+        weights, _, kept = kind.rpartition(": ")
+        moments, _, rounding = kept.partition(" ")
+        strategy = lightstep.Strategy.load(
+            "resident",
+            overrides={
+                "precision": {"master_weights": WITHOUT_MASTERS.get(weights, True)},
+                "optimizer_state": {"moments": moments, "moments_rounding": rounding or "nearest"},
+            },
+        )
         optimizer = strategy.create_optimizer(strategy.prepare_model(model), torch.optim.AdamW, **options)
 
         def step(loss: Tensor) -> None:
@@ -129,22 +139,23 @@ def run(job: tuple[str, float, int, int]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--betas", default=",".join(map(str, BETAS)))
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    kinds = given.kinds.split(",")
+    kinds, betas = given.kinds.split(","), [float(beta2) for beta2 in given.betas.split(",")]
     if "bitsandbytes" in kinds and importlib.util.find_spec("bitsandbytes") is None:
         kinds.remove("bitsandbytes")
-    jobs = [(kind, beta2, seed, given.steps) for seed in range(given.seeds) for beta2 in BETAS for kind in kinds]
+    jobs = [(kind, beta2, seed, given.steps) for seed in range(given.seeds) for beta2 in betas for kind in kinds]
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
         rows = list(pool.imap_unordered(run, jobs))
     rows.sort(key=lambda row: (row["beta2"], kinds.index(row["moments"]), row["seed"]))
-    for beta2 in BETAS:
+    for beta2 in betas:
         for kind in kinds:
             last = [row["held_out_loss"][-1] for row in rows if (row["moments"], row["beta2"]) == (kind, beta2)]
-            sys.stdout.write(f"{beta2:6} {kind:20} {sum(last) / len(last):.4f} ({min(last):.4f} - {max(last):.4f})\n")
+            sys.stdout.write(f"{beta2:6} {kind:30} {sum(last) / len(last):.4f} ({min(last):.4f} - {max(last):.4f})\n")
     if given.output is not None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         values = {

@@ -150,8 +150,9 @@ def _unsupported_clipping(config: StrategyConfig) -> Iterator[str]:
 
 def _unsupported_precision(config: StrategyConfig) -> Iterator[str]:
     precision, scale = config.precision, config.precision.loss_scale
-    if precision.parameters != "float32" and not precision.master_weights:
-        yield "precision.master_weights is false, and DeepSpeed keeps fp32 masters of 16-bit weights; set it to true"
+    if precision.parameters != "float32" and precision.master_weights is not True:
+        given = str(precision.master_weights).lower()
+        yield f"precision.master_weights is {given}, and DeepSpeed keeps fp32 masters of 16-bit weights; set it to true"
     if precision.parameters != "float16" and scale.kind != "none":
         yield (
             f"precision.loss_scale is {scale.kind}, and DeepSpeed scales the loss of float16 weights only; set it to "

@@ -160,7 +160,7 @@ class GroupClasses:
         for arithmetic, own in self.by_class(groups).items():
             updated = [item for item in items if self.arithmetic_for(item.group) is arithmetic]
             for device in {item.local.device for item in items}:  # each class is prepared for all devices
-                low = any(item.own_master and item.local.dtype != torch.float32 for item in updated)
+                low = any(not item.has_fp32_updates for item in updated)
                 arithmetic.prepare(device, low_precision=low)
             if updated:
                 schemas[arithmetic] = arithmetic.schema(updated[0].local.device, own)  # type: ignore[arg-type]

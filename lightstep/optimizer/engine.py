@@ -28,6 +28,7 @@ from lightstep.optimizer.managed_parameters import InitialMasters, ManagedParame
 from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.queue import Factors, Queue, UpdateTime
 from lightstep.optimizer.result import StepResult
+from lightstep.optimizer.rounded_weights import MasterWeights, check_master_weights
 from lightstep.optimizer.scaling import Scaling
 from lightstep.optimizer.settings import FixedSetting, Setting, check_loss_scale
 from lightstep.optimizer.state_copies import plain
@@ -80,7 +81,7 @@ class Engine:
         self,
         classes: GroupClasses,
         *,
-        master_weights: bool,
+        master_weights: MasterWeights,
         reduce_float32: bool,
         loss_scale: LossScale,
         max_norm: float | None,
@@ -99,7 +100,7 @@ class Engine:
         self.unreduced = False
         self.param_groups: list[dict[str, Any]] = []
         self.accumulating: bool | None = None
-        self.classes, self.master_weights = classes, master_weights
+        self.classes, self.master_weights = classes, check_master_weights(master_weights)
         self._overflow_everywhere, self.update_time = overflow_everywhere, update_time
         self._initial_masters, classes.in_backward = initial_masters, update_time.in_backward
         self.moments = moments or Moments()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from lightstep.distributed import like, local_tensor
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place
+from lightstep.optimizer.rounded_weights import MasterWeights, rounding_of, set_up_rounding
 from lightstep.optimizer.state_edits import Edit
 from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.entries import equals_rounded, was_rounded_from
@@ -22,6 +24,8 @@ from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_weights import HostWeights
 from lightstep.state.schema import Managed
 from lightstep.state.store import PinnedState, Store
+
+logger = logging.getLogger(__name__)
 
 Places = Callable[[], Mapping[Tensor, Place]]
 
@@ -38,7 +42,7 @@ class ManagedParameters:
     Args:
         classes: the optimizer classes of the groups.
         backend: keeps the parameters' state.
-        master_weights: whether 16-bit parameters get fp32 masters.
+        master_weights: whether 16-bit parameters get fp32 masters, or are rounded stochastically without.
         places: called at set-up for the name and layer of each parameter.
         initial_masters: called at set-up for the fp32 values (of the local shard) that a parameter was rounded from.
         moments: the dtype in which moments are kept.
@@ -49,7 +53,7 @@ class ManagedParameters:
         self,
         classes: GroupClasses,
         backend: Store,
-        master_weights: bool,
+        master_weights: MasterWeights,
         places: Places | None,
         initial_masters: InitialMasters | None = None,
         moments: Moments | None = None,
@@ -59,11 +63,12 @@ class ManagedParameters:
         self._classes = classes
         self._moments = moments or Moments()
         self._backend = backend
-        self._master_weights = master_weights
+        self._has_masters, self._rounding = master_weights is True, rounding_of(master_weights)
         self._places = places
         self._initial_masters = initial_masters
         self._loaded_masters: dict[Tensor, Tensor] = {}  # loaded before the set-up, without other state
         self._watch = ModelWatch()
+        self._has_lost_masters = False
         self._items: dict[Tensor, Managed] = {}
         self._covered: list[Any] = []  # at the last set-up: each group, followed by its trained parameters
         self._copies: weakref.ref[HostCopyPool] | None = None  # of the last save; the model owns them
@@ -122,6 +127,7 @@ class ManagedParameters:
         new = [item for item in items if item.param not in self._items]
         self._classes.prepare(items, groups)
         self._moments.set_up(items, self._classes)
+        set_up_rounding(items, self._classes)
         place = {parameter: index for index, parameter in enumerate(places)}
         in_order_of_use = sorted(items, key=lambda item: place.get(item.param, len(place)))
         self._backend.register(in_order_of_use)  # all of them, or it raises
@@ -156,7 +162,7 @@ class ManagedParameters:
         local, master = local_tensor(parameter).detach(), self._loaded_masters.get(parameter)
         if master is None and self._initial_masters is not None:
             master = self._initial_masters(parameter, keep=True)
-        if master is None or not self._master_weights or local.dtype == torch.float32 or local.is_meta:
+        if master is None or not self._has_masters or local.dtype == torch.float32 or local.is_meta:
             return {}
         fits = local.shape == master.shape and was_rounded_from(local, master)
         return {"master": like(parameter, master.clone())} if fits else {}
@@ -173,12 +179,15 @@ class ManagedParameters:
                 f"{name} has dtype {local.dtype}; bfloat16, float16 and float32 parameters can be optimized"
             )
         rows = self._classes.check_parameter(name, parameter, local, group)
-        masters = self._master_weights and local.dtype != torch.float32
+        masters = self._has_masters and local.dtype != torch.float32
+        rounding = None if local.dtype == torch.float32 else self._rounding
         layer = place.layer if place else None
         home = None if self._weights is None else self._weights.home_of(parameter)
         if home is not None:
             local = home.on_device
-        return Managed(parameter, local, group, name, layer, own_master=not masters, rows=rows, home=home)
+        return Managed(
+            parameter, local, group, name, layer, own_master=not masters, rounding=rounding, rows=rows, home=home
+        )
 
     # -- masters follow the model
 
@@ -399,6 +408,8 @@ class ManagedParameters:
         local = {key: local_tensor(entries[key]) if isinstance(entries[key], Tensor) else entries[key] for key in order}
         if item.own_master and "master" in local:
             item.resting.copy_(local.pop("master"))
+            if item.rounding is not None:
+                self._log_lost_masters()
         if local and not item.updated:  # plain torch's state has no masters
             local = {**self._backend.entries(item), **local}
         self._moments.log_conversion(item, local)
@@ -410,6 +421,11 @@ class ManagedParameters:
             self._backend.set_initial_master(item, initial.detach().float().clone())
         # The next step compares master and weight: the model may be loaded before or after its optimizer.
         self._watch.forget(item)
+
+    def _log_lost_masters(self) -> None:
+        if not self._has_lost_masters:
+            logger.info("loaded masters are rounded to the weights, to nearest, and are not kept from here on")
+            self._has_lost_masters = True
 
     def accepts(self, group: Mapping[str, Any], key: str, entry: Tensor, shape: torch.Size) -> bool:
         """Whether a parameter of this group and local shape can have this (local) state entry."""

@@ -20,6 +20,7 @@ from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place, plain_numbers
 from lightstep.optimizer.queue import AT_STEP, UpdateTime
 from lightstep.optimizer.result import StepResult
+from lightstep.optimizer.rounded_weights import MasterWeights
 from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
 from lightstep.optimizer.settings import EngineAttribute
 from lightstep.optimizer.state_view import StateView
@@ -42,7 +43,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         params: parameters or group dictionaries, as for any torch optimizer.
         optimizer_class: the class whose arithmetic updates the masters.
         hyperparameters: its keyword arguments; with neither ``fused`` nor ``foreach`` it runs fused if torch can.
-        master_weights: keep fp32 masters for bf16 and fp16 parameters, in ``state[p]["master"]``.
+        master_weights: keep fp32 masters for bf16 and fp16 parameters, in ``state[p]["master"]``; ``"stochastic"``:
+            keep none, and round bf16 weights stochastically after each update.
         reduce_float32: add micro-batches' gradients in fp32, not in the parameters' dtype.
         loss_scale: ``None`` is no scaling.
         max_norm: global norm to clip to; ``None`` is off.
@@ -83,7 +85,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         hyperparameters: Mapping[str, Any] | None = None,
         *,
-        master_weights: bool = True,
+        master_weights: MasterWeights = True,
         reduce_float32: bool = True,
         loss_scale: LossScale | None = None,
         max_norm: float | None = None,

@@ -143,7 +143,7 @@ class Entries:
     def write_master(self, record: Record, part: Part, master: Tensor | None) -> None:
         """Write ``master`` (local shape) to the record; without one, the weight's value."""
         part.expected_weight = None
-        if part.coding == "own":
+        if not part.has_master:
             return
         rows = record.rows(part)
         device = next(iter(rows.values())).device
@@ -174,7 +174,7 @@ class Entries:
     def was_edited(self, record: Record, part: Part) -> bool:
         """Whether somebody else wrote to the weight, which is on the host. One still to be loaded does not count."""
         known = None if self._fingerprints is None else self._fingerprints.get(record)
-        if part.expected_weight is not None or part.coding == "own" or known is None:
+        if part.expected_weight is not None or not part.has_master or known is None:
             return False
         found = torch.zeros(1, dtype=torch.int32, device=_CPU)
         self._splitter_for(_CPU).fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)

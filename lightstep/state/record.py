@@ -27,14 +27,15 @@ __all__ = ["Block", "Entry", "ExpectedLayouts", "History", "Layout", "Part", "Re
 
 _FIELD_ALIGNMENT = 16  # bytes
 
-Coding = Literal["own", "split", "whole"]
-"""Where the master is: ``own``: it is the parameter; ``split``: its low half is in the record; ``whole``: all of it."""
+Coding = Literal["own", "rounded", "split", "whole"]
+"""Where the master is: ``own``: it is the parameter; ``split``: its low half is in the record; ``whole``: all of it.
+``rounded``: there is none between updates; the weight is widened for an update, and its result is rounded."""
 
 
 def coding_of(owner: Managed) -> Coding:
     """How the master is stored on the host: that of a bf16 weight is split, because the weight is its upper half."""
     if owner.own_master:
-        return "own"
+        return "own" if owner.rounding is None else "rounded"
     return "split" if owner.local.dtype == torch.bfloat16 else "whole"
 
 
@@ -144,7 +145,7 @@ class ExpectedLayouts:
 
 def coded_entries(owner: Managed) -> dict[str, int]:
     """The entries that a record keeps otherwise than the base optimizer has them, numbered."""
-    if owner.own_master and owner.local.dtype != torch.float32:
+    if not owner.has_fp32_updates:
         return {}
     listed = (key for key, spec in owner.schema.items() if spec.like_parameter and spec.codec is not None)
     return {key: number for number, key in enumerate(listed)}
@@ -211,6 +212,11 @@ class Part:
         if self.history is not None:
             self.history.parts -= 1
         self.keys, self.history, self.expected_weight = (), None, None
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the record has its master, or a part of it, which must follow a weight that somebody else writes."""
+        return self.coding in ("split", "whole")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -333,7 +339,7 @@ class Record:
     def __init__(self, unit: Unit, parts: Sequence[Part], layouts: Sequence[Layout], on_host: bool) -> None:
         self.unit, self.parts, self.on_host = unit, parts, on_host
         self.device = parts[0].owner.local.device
-        self.has_masters = any(part.coding != "own" for part in parts)
+        self.has_masters = any(part.has_master for part in parts)
         self.slot: Slot | None = None
         self.slab: HostSlab | None = None
         self.host: Tensor | None = None

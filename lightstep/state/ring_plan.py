@@ -100,7 +100,7 @@ class RingPlan:
         """Bytes of joined masters, gathered weights and widened entries per byte of record."""
         sample = 1 << 20
         gathered = 0 if item.local.numel() >= LARGE else item.local.itemsize
-        joined = 4 if coding_of(item) == "split" else 0
+        joined = 4 if coding_of(item) in ("split", "rounded") else 0
         widened = 4 * len(coded_entries(item))
         record_bytes = self._bytes_of(item, sample)
         return (joined + gathered + widened) * sample / record_bytes if record_bytes else 0.0

@@ -112,7 +112,8 @@ class Managed:
         group: its live entry of ``optimizer.param_groups``.
         name: its name in the model if known, else its position in the parameter groups.
         layer: parameters with equal ``layer`` belong to one transformer block or FSDP module; ``None`` if unknown.
-        own_master: the parameter is its own master (fp32, or master weights are off).
+        own_master: the parameter is its own master: it is fp32, or there are no others.
+        rounding: how the fp32 result of an update is rounded to the weight, in the place of a master: stochastically.
         schema: the entries of its base optimizer's state.
         whole_tensors: its base optimizer is not element-wise. The parameter is never cut, and is updated by itself.
         reads_attributes: its base optimizer may read attributes of the parameter (``p._no_weight_decay``). It is
@@ -135,6 +136,7 @@ class Managed:
     name: str
     layer: Hashable = None
     own_master: bool = False
+    rounding: Codec | None = None
     schema: Schema = field(default_factory=dict)
     whole_tensors: bool = False
     reads_attributes: bool = False
@@ -151,6 +153,11 @@ class Managed:
     def resting(self) -> Tensor:
         """The weight where it is between steps."""
         return self.local if self.home is None else self.home.on_host
+
+    @property
+    def has_fp32_updates(self) -> bool:
+        """Whether the base optimizer sees fp32 numbers: a master, an fp32 weight, or a weight that is widened."""
+        return not self.own_master or self.rounding is not None or self.local.dtype == torch.float32
 
     @property
     def version(self) -> int:
@@ -201,7 +208,7 @@ class Unit:
 def entry_dtype(spec: EntrySpec, owner: Managed) -> torch.dtype | None:
     """The dtype in which this parameter's entry is read and loaded. Specs come from fp32 probes; some masters are not
     fp32."""
-    follows = spec.like_parameter and owner.own_master and spec.dtype == torch.float32
+    follows = spec.like_parameter and not owner.has_fp32_updates and spec.dtype == torch.float32
     dtype = owner.local.dtype if follows else spec.dtype
     return dtype if dtype != torch.float32 or spec.codec is None else spec.codec.dtype
 

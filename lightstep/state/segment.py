@@ -68,13 +68,13 @@ class Views:
 
 class Piece(NamedTuple):
     """Weights, masters and moments of a range of a segment, flat. Split masters are ``weight`` and ``low``; whole ones
-    are ``master``.
+    are ``master``. A weight without either is rounded.
 
     Attributes:
         number: position of its first part among the segment's parts.
         first: position of its first element in the unit.
         entries: as they are in the record: one tensor, or the planes of a codec.
-        numbers: the elements' numbers in their whole parameters, as a codec needs them for its noise.
+        numbers: the elements' numbers in their whole parameters, if something is rounded with noise.
     """
 
     number: int
@@ -126,6 +126,10 @@ class Segment(Run):
     @property
     def has_state(self) -> bool:
         return self.parts[0].history is not None
+
+    @property
+    def has_master(self) -> bool:
+        return self.parts[0].has_master
 
     def views_in(self, slot: Slot) -> Views:
         """Views of its fields in a slot that holds its record."""
@@ -184,7 +188,7 @@ class Segment(Run):
         self._views = views = self.views_in(slot)
         history = self.parts[0].history
         self._master, self._written, self._gathered, self.fingerprinted = None, False, False, False
-        self.fingerprints = fingerprints if self.coding != "own" else None
+        self.fingerprints = fingerprints if self.has_master else None
         self._staging, self._to_join = staging, (views, staging, splitter, initial)
         self._values, self._state = None, None
         if history is not None and history.parts > len(self.parts):
@@ -263,6 +267,8 @@ class Segment(Run):
             assert views.master is not None
             return views.master.view(self.shape)
         flat = staging.masters_for(self)
+        if self.coding == "rounded":
+            return flat.copy_(self.weights(staging)).view(self.shape)
         splitter.join(self.weights(staging), views.low, self._extra_bits(views, staging), flat)  # type: ignore[arg-type]
         return flat.view(self.shape)
 
@@ -313,15 +319,17 @@ class Segment(Run):
         assert views is not None, "the segment is not open"
         entries: dict[str, Sequence[Tensor]] = {key: [row.view(-1)[start:stop]] for key, row in views.entries.items()}
         numbers: Tensor | Window | None = None
+        is_stochastic = self.coding == "rounded"
         for entry in self.layout.entries:
             if entry.codec is None:
                 continue
             planes = zip(views.coded[entry.key].planes, entry.codec.planes, strict=True)
             entries[entry.key] = [plane[start // per : -(-stop // per)] for plane, (_, _, per) in planes]
-            if entry.codec.is_stochastic:
-                part = self.parts[number]
-                whole = part.elements != stop - start  # several parts
-                numbers = self._staging.element_numbers(self) if whole else self._staging.window_of(part)
+            is_stochastic = is_stochastic or entry.codec.is_stochastic
+        if is_stochastic:
+            part = self.parts[number]
+            whole = part.elements != stop - start  # several parts
+            numbers = self._staging.element_numbers(self) if whole else self._staging.window_of(part)
         if self.coding == "own":
             return Piece(number, self.first + start, None, None, weight, entries, numbers)
         low, master = (None if row is None else row[start:stop] for row in (views.low, views.master))
@@ -458,7 +466,16 @@ class Segment(Run):
         row, parts = self._row(staging)
         if self.coding == "split":
             splitter.split(master.view(-1), row, views.low, self._extra_bits(views, staging))  # type: ignore[arg-type]
+        if self.coding == "rounded":
+            self._round(master.view(-1), row, staging)
         return (self.locals, parts) if parts else ([], [])
+
+    def _round(self, master: Tensor, row: Tensor, staging: Staging) -> None:
+        """Round the result of the update to the weights, which do not change if the step is skipped on the device."""
+        rounding = self.parts[0].owner.rounding
+        assert rounding is not None
+        rounding.at([row]).encode_update(master, "weight", self.state["step"], staging.element_numbers(self))
+        torch.autograd.graph.increment_version(row)  # a kernel does not
 
     def _pending_weight_copies(self) -> tuple[list[Tensor], list[Tensor]]:
         """The copies that remain after :meth:`written`: gathered weights are still in a row."""

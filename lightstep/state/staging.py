@@ -68,7 +68,7 @@ class Staging:
         for record in records:
             for part in record.parts:
                 end = part.first + aligned(part.elements)
-                if part.coding == "split" and masters:
+                if part.coding in ("split", "rounded") and masters:
                     joined = max(joined, end)
                 if kept := coded_entries(part.owner):
                     count, length = max(count, len(kept)), max(length, end)

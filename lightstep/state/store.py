@@ -547,7 +547,7 @@ class Store:
             rows = [
                 segment.weight_row(staging)
                 for segment in modified
-                if segment.coding != "own" and segment.has_state and not segment.fingerprinted
+                if segment.has_master and segment.has_state and not segment.fingerprinted
             ]
             splitter.fingerprint_rows(rows, self._records.fingerprints[record])
 
@@ -765,7 +765,7 @@ class Store:
             self._drop_prefetched(managed)
 
         def follow(record: Record, part: Part) -> None:
-            if part.history is not None and part.coding != "own":
+            if part.history is not None and part.has_master:
                 self._entries.write_master(record, part, None)
 
         self._edit(managed, follow)

@@ -72,7 +72,7 @@ class WeightComparison:
 
     def _compared_parts(self, record: Record, wanted: Collection[Managed]) -> Compared:
         """The record's parts whose weights have to be compared."""
-        segments = [segment for segment in segments_of(record, wanted) if segment.has_state and segment.coding != "own"]
+        segments = [segment for segment in segments_of(record, wanted) if segment.has_state and segment.has_master]
         parts = [part for segment in segments for part in segment.parts if part.expected_weight is None]
         return Compared(record, segments, parts)
 

@@ -312,7 +312,7 @@ class Strategy(ABC):
     @property
     def _rounds_weights(self) -> bool:
         """Whether weights are rounded to 16 bits for training while their masters stay fp32."""
-        return self.config.precision.master_weights and self.parameter_dtype != torch.float32
+        return self.config.precision.master_weights is True and self.parameter_dtype != torch.float32
 
     def create_optimizer(
         self,

@@ -1,4 +1,5 @@
-"""Moments in bf16 and 8 bits on several ranks: codes and noise do not depend on how a parameter is divided."""
+"""Moments in bf16 and 8 bits, and weights without masters, on several ranks: codes and noise do not depend on how a
+parameter is divided."""
 
 from __future__ import annotations
 
@@ -15,6 +16,11 @@ import lightstep
 from lightstep.optimizer.moments import Moments
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool, device_of
+from tests.reference.rounded_weights import (
+    RoundedWeights,
+    RoundedWithStochasticInt8Moments,
+    RoundedWithStochasticMoments,
+)
 from tests.reference.short_moments import Int8Moments, NearestMoments, StochasticInt8Moments, StochasticMoments
 from tests.reference.tiny_model import representable
 
@@ -34,7 +40,8 @@ def whole(value: Tensor) -> Tensor:
 def train(optimizer: Any, tested: list[Tensor], expected: list[Tensor], reference: Any = None) -> None:
     """Gradients that do not depend on the division; afterwards everything is equal to the loop on one device."""
     reference = reference or StochasticMoments([{"params": expected}], torch.optim.AdamW, **SETTINGS)
-    dtype = torch.float32 if isinstance(reference, Int8Moments) else torch.bfloat16
+    dtype = torch.bfloat16 if isinstance(reference, NearestMoments) else torch.float32
+    dtype = torch.float32 if isinstance(reference, Int8Moments) else dtype
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         for mine, theirs in zip(tested, expected, strict=True):
@@ -67,24 +74,43 @@ class Rows(nn.Module):
         self.rows = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
 
 
+REFERENCES = {
+    ("bfloat16", True): StochasticMoments,
+    ("int8", True): StochasticInt8Moments,
+    ("bfloat16", "stochastic"): RoundedWithStochasticMoments,
+    ("int8", "stochastic"): RoundedWithStochasticInt8Moments,
+    ("float32", "stochastic"): RoundedWeights,
+}
+"""By ``optimizer_state.moments`` and ``precision.master_weights``."""
+
+
 def check_layout(
-    rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], moments: str = "bfloat16"
+    rank: int,
+    world_size: int,
+    sharding: dict[str, Any],
+    state: dict[str, Any],
+    moments: str = "bfloat16",
+    master_weights: bool | str = True,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    settings: dict[str, Any] = SETTINGS,
 ) -> None:
-    state = {"moments": moments, "moments_rounding": "stochastic", **state}
-    strategy = lightstep.Strategy.load({"sharding": sharding, "clipping": {"max_norm": None}, "optimizer_state": state})
+    rounding = "nearest" if moments == "float32" else "stochastic"
+    state = {"moments": moments, "moments_rounding": rounding, **state}
+    values = {"sharding": sharding, "clipping": {"max_norm": None}, "optimizer_state": state}
+    strategy = lightstep.Strategy.load({**values, "precision": {"master_weights": master_weights}})
     torch.manual_seed(0)
     model = representable(TinyTransformer() if moments == "bfloat16" else Rows())
     twin = copy.deepcopy(model).to(device_of(rank, world_size), torch.bfloat16)
     model = strategy.prepare_model(model)
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, **SETTINGS)
+    optimizer = strategy.create_optimizer(model, optimizer_class, **settings)
     inner = strategy.unwrap_model(model)
     trained = [p for p in twin.parameters() if p.requires_grad]
-    reference = StochasticMoments if moments == "bfloat16" else StochasticInt8Moments
+    reference = REFERENCES[moments, master_weights]
     train(
         optimizer,
         [p for p in inner.parameters() if p.requires_grad],
         trained,
-        reference([{"params": trained}], torch.optim.AdamW, **SETTINGS),
+        reference([{"params": trained}], optimizer_class, **settings),
     )
     optimizer.close()
 
@@ -112,6 +138,30 @@ def test_the_noise_does_not_depend_on_the_division(
 )
 def test_codes_do_not_depend_on_the_division(pool: Pool, world_size: int, layout: str, state: dict[str, Any]) -> None:
     pool.run(check_layout, world_size, sharding=LAYOUTS[layout], state=state, moments="int8")
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("world_size", "layout", "state"),
+    [
+        (1, "fsdp2", STREAM),
+        (2, "fsdp2", {}),
+        (3, "fsdp2", {**STREAM, "update": "next_forward"}),
+        (2, "ddp", STREAM),
+        (4, "hsdp", STREAM),
+    ],
+)
+def test_rounded_weights_do_not_depend_on_the_division(
+    pool: Pool, world_size: int, layout: str, state: dict[str, Any], moments: str
+) -> None:
+    sharding = LAYOUTS[layout]
+    pool.run(check_layout, world_size, sharding=sharding, state=state, moments=moments, master_weights="stochastic")
+
+
+@pytest.mark.parametrize("state", [{}, {**STREAM, "ring_mib": 0.2}])
+def test_rounded_weights_of_a_class_that_needs_whole_tensors(pool: Pool, state: dict[str, Any]) -> None:
+    given = {"moments": "float32", "master_weights": "stochastic", "settings": {"lr": 1e-2}}
+    pool.run(check_layout, 2, sharding=LAYOUTS["fsdp2"], state=state, optimizer_class=torch.optim.Adafactor, **given)
 
 
 def check_cut_blocks(rank: int, world_size: int) -> None:

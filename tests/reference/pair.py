@@ -99,12 +99,18 @@ def strategy_values(
     norm_type: float = 2.0,
     scope: str = "global",
     reduce: str = "float32",
+    master_weights: bool | str = True,
     **state: Any,
 ) -> dict[str, Any]:
     """A strategy file for one device, as a mapping."""
     return {
         "sharding": {"kind": "single"},
-        "precision": {"parameters": parameters, "reduce": reduce, "loss_scale": loss_scale},
+        "precision": {
+            "parameters": parameters,
+            "reduce": reduce,
+            "loss_scale": loss_scale,
+            "master_weights": master_weights,
+        },
         "clipping": {"max_norm": max_norm, "norm_type": norm_type, "scope": scope},
         "optimizer_state": {**EVERY_TIME, **IN_BACKWARD}[backend] | state,
     }
@@ -129,6 +135,7 @@ class Pair:
     """
 
     reference_class: type[ReferenceLoop] = ReferenceLoop
+    has_masters = True
 
     def __init__(
         self,
@@ -247,7 +254,7 @@ class Pair:
         for name, tested, expected in self.named():
             if expected not in self.reference.masters:
                 continue
-            low = tested.dtype != torch.float32
+            low = tested.dtype != torch.float32 and self.has_masters
             check_state(
                 f"step {self.steps}: {name}",
                 dict(self.optimizer.state[tested]) if tested in self.optimizer.state else {},

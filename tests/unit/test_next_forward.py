@@ -46,12 +46,17 @@ class Training:
         loss_scale: Any = None,
         weights: dict[str, Any] | None = None,
         recompute: bool | str = False,
+        master_weights: bool | str = True,
     ) -> None:
         torch.manual_seed(0)
         scale = {"kind": "dynamic", "init_scale": 2.0**10, "growth_interval": 3} if parameters == "float16" else "none"
         self.strategy = lightstep.Strategy.load(
             {
-                "precision": {"parameters": parameters, "loss_scale": loss_scale or scale},
+                "precision": {
+                    "parameters": parameters,
+                    "loss_scale": loss_scale or scale,
+                    "master_weights": master_weights,
+                },
                 "clipping": clipping or {"max_norm": 0.5},
                 "optimizer_state": state,
                 "weights": weights or {},

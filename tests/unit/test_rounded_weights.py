@@ -1,0 +1,284 @@
+"""bf16 weights without masters, rounded stochastically: the bits of a plain loop, and what cannot go with them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightstep
+from lightstep import ConfigError
+from lightstep.plan.cost import cost
+from lightstep.precision import adam_kernel
+from lightstep.state import segment, staging
+from tests.covering import every_pair
+from tests.one_pass_on_cpu import one_pass_fixture
+from tests.reference.pair import EVERY_TIME, IN_BACKWARD, TWO_GROUPS, Pair, check_state
+from tests.reference.rounded_weights import (
+    RoundedWeights,
+    RoundedWithNearestMoments,
+    RoundedWithStochasticInt8Moments,
+    RoundedWithStochasticMoments,
+)
+from tests.reference.tiny_model import loss_of, representable
+from tests.unit.test_homes_and_times import HOMES
+from tests.unit.test_moments import CLASSES, SHAPES, STREAM, ModelWithBlocks
+from tests.unit.test_next_forward import Training, assert_same
+
+__all__ = ["one_pass_fixture"]
+
+KINDS = {
+    ("float32", "nearest"): RoundedWeights,
+    ("bfloat16", "nearest"): RoundedWithNearestMoments,
+    ("bfloat16", "stochastic"): RoundedWithStochasticMoments,
+    ("int8", "stochastic"): RoundedWithStochasticInt8Moments,
+}
+"""The reference for ``optimizer_state.moments`` and ``moments_rounding``."""
+
+COUNTING = {name: given for name, given in CLASSES.items() if name != "SGD-momentum"}
+
+
+class RoundedPair(Pair):
+    """Both without masters."""
+
+    has_masters = False
+
+    def __init__(self, *args: Any, kind: tuple[str, str], **options: Any) -> None:
+        self.reference_class = KINDS[kind]
+        if kind[0] == "int8":
+            options["make_model"] = ModelWithBlocks
+        super().__init__(
+            *args,
+            master_weights="stochastic",
+            moments=kind[0],
+            moments_rounding=kind[1],
+            parameters="bfloat16",
+            **options,
+        )
+
+
+@every_pair(name=COUNTING, backend=sorted(EVERY_TIME.keys()), kind=KINDS, micro_batches=[1, 2], large=[1 << 18, 48])
+def test_the_bits_of_a_loop_without_masters(
+    name: str, backend: str, kind: tuple[str, str], micro_batches: int, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "LARGE", large)
+    optimizer_class, first, second, common = COUNTING[name]
+    pair = RoundedPair(
+        optimizer_class,
+        first,
+        second,
+        common=common,
+        backend=backend,
+        kind=kind,
+        micro_batches=micro_batches,
+        max_norm=0.35,
+        overflow_at=(1, 5),
+        late_from=3,
+        intermittent=True,
+    )
+    pair.train(4)
+    pair.resume()
+    pair.check()
+    pair.train(3)
+    states = [dict(pair.optimizer.state[p]) for p in pair.model.parameters() if p in pair.optimizer.state]
+    assert states and not any("master" in state for state in states)
+
+
+@every_pair(backend=IN_BACKWARD, kind=KINDS)
+def test_updates_in_backward(backend: str, kind: tuple[str, str]) -> None:
+    pair = RoundedPair(*TWO_GROUPS["AdamW"], backend=backend, kind=kind, scope="unit")
+    pair.train(5)
+    pair.resume()
+    pair.train(3)
+
+
+@every_pair(backend=sorted(EVERY_TIME.keys()), kind=KINDS, amsgrad=[False, True])
+def test_one_kernel_does_all_of_it(
+    backend: str, kind: tuple[str, str], amsgrad: bool, one_pass_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_kind = adam_kernel.probe_masters(torch.device("cpu"))
+    monkeypatch.setattr(adam_kernel, "probe_masters", lambda device: every_kind[:4099].clone())
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": amsgrad}
+    pair = RoundedPair(
+        torch.optim.AdamW,
+        settings,
+        {**settings, "lr": 1e-3},
+        backend=backend,
+        kind=kind,
+        max_norm=0.35,
+        overflow_at=(2,),
+    )
+    pair.train(2)
+    with monkeypatch.context() as steady:
+        refused = lambda *_: pytest.fail("weights were rounded apart from the update")  # noqa: E731
+        steady.setattr(segment.Segment, "_round", refused)
+        pair.train(4)
+    pair.resume()
+    pair.train(2)
+    assert one_pass_on_cpu["rounded"] > 0
+
+
+def by_hand(state: dict[str, Any], steps: int = 3, **options: Any) -> Any:
+    """A run on gradients from nowhere beside its reference: the optimizer."""
+    values = {
+        "precision": {"master_weights": "stochastic"},
+        "clipping": {"max_norm": None},
+        "optimizer_state": {"moments": "bfloat16", "moments_rounding": "stochastic", **state},
+    }
+    generator = torch.Generator().manual_seed(0)
+    model = nn.ParameterList(torch.randn(shape, generator=generator) for shape in SHAPES)
+    strategy = lightstep.Strategy.load(values)
+    model = strategy.prepare_model(representable(model))
+    twin = copy.deepcopy(model)
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, **options)
+    kind = values["optimizer_state"]["moments"], "stochastic"
+    reference = KINDS[kind]([{"params": list(twin.parameters())}], torch.optim.AdamW, **options)
+    for _ in range(steps):
+        for tested, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            expected.grad = torch.randn(expected.shape, generator=generator).to(expected)
+            tested.grad = expected.grad.clone()
+        reference.collect()
+        optimizer.step()
+        reference.step()
+    optimizer.synchronize()
+    for tested, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(tested, expected)
+        check_state("", dict(optimizer.state[tested]), reference.state(expected), None)
+    return optimizer
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+@pytest.mark.parametrize("state", [{}, {"backend": "bulk"}, STREAM, {**STREAM, "update": "next_forward"}])
+def test_large_tensors_whole_and_cut(state: dict[str, Any], moments: str) -> None:
+    optimizer = by_hand({**state, "moments": moments}, lr=1e-2, betas=(0.9, 0.999))
+    if state.get("backend") == "stream":
+        assert any(start for unit in optimizer._backend.units() for _, start, _ in unit.parts), "nothing was cut"
+
+
+@pytest.mark.parametrize(("moments", "width"), [("float32", 8), ("bfloat16", 4), ("int8", 2.1875)])
+@pytest.mark.parametrize("name", ["resident", "stream"])
+def test_bytes_per_parameter(moments: str, width: float, name: str) -> None:
+    changes = {"optimizer_state.moments": moments, "precision.master_weights": "stochastic"}
+    strategy = lightstep.Strategy.load(name, overrides=changes)
+    planned = cost(strategy.config)
+    assert (planned.device_state if name == "resident" else planned.host_state).count == pytest.approx(width, rel=0.001)
+    model = strategy.prepare_model(nn.Linear(1024, 4096, bias=False))
+    optimizer = strategy.create_optimizer(model)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    if name == "stream":
+        assert optimizer.memory_report()["host_bytes_per_parameter"] == pytest.approx(width, rel=0.001)
+    else:
+        records = optimizer._backend._records
+        held = sum(record.nbytes for record in records)
+        assert held / model.weight.numel() == pytest.approx(width, rel=0.001)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("update", ["at_step", "next_forward", "overlap"])
+def test_weights_that_rest_on_the_host(home: str, update: str) -> None:
+    runs = []
+    for state, weights in ((HOMES["resident"], None), ({**HOMES[home], "update": update}, {"placement": "host"})):
+        given = {**state, "moments": "bfloat16", "moments_rounding": "stochastic"}
+        run = Training(given, "bfloat16", clipping={"max_norm": 0.5}, weights=weights, master_weights="stochastic")
+        runs.append((run.train(6), run.snapshot()))
+    assert runs[0][0] == runs[1][0]
+    assert_same(runs[1][1], runs[0][1])
+
+
+def test_small_updates_count_on_average() -> None:
+    """Each is a 30th of the distance to the next bf16 number, in which rounding to nearest loses all of them."""
+    found = {}
+    for master_weights in (False, "stochastic", True):
+        weight = nn.Parameter(torch.ones(200_000, dtype=torch.bfloat16))
+        optimizer = lightstep.MixedPrecisionOptimizer(
+            [weight], torch.optim.AdamW, {"lr": 2.0**-7 / 30, "weight_decay": 0.0}, master_weights=master_weights
+        )
+        for _ in range(20):
+            weight.grad = torch.full_like(weight, -1.0)
+            optimizer.step()
+        optimizer.synchronize()
+        found[master_weights] = weight.float().mean().item() - 1
+    assert found[False] == 0.0
+    assert found["stochastic"] == pytest.approx(20 * 2.0**-7 / 30, rel=0.02)
+
+
+# -- from one setting to another ---------------------------------------------------------------------------------------
+
+
+def trained(master_weights: bool | str, folder: Path | None = None, **state: Any) -> tuple[Any, Any, Any]:
+    strategy = lightstep.Strategy.load(
+        {"precision": {"master_weights": master_weights}, "optimizer_state": {"moments": "bfloat16", **state}}
+    )
+    torch.manual_seed(0)
+    model = strategy.prepare_model(ModelWithBlocks())
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    if folder is not None:
+        strategy.load_checkpoint(folder, model, optimizer)
+    return strategy, model, optimizer
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+@pytest.mark.parametrize("order", [(True, "stochastic"), ("stochastic", True), ("stochastic", "stochastic")])
+def test_checkpoints_convert(tmp_path: Path, order: tuple[Any, Any], backend: str, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+    strategy, model, optimizer = trained(order[0], backend=backend)
+    for step in range(3):
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    _, loaded, other = trained(order[1], tmp_path / "a", backend=backend)
+    for mine, theirs in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        state = dict(other.state[theirs]) if theirs in other.state else {}
+        assert ("master" in state) is (order[1] is True and bool(state))
+        if order == ("stochastic", True) and state:
+            assert torch.equal(state["master"], mine.float())
+    assert ("loaded masters" in caplog.text) is (order == (True, "stochastic"))
+    for step in range(3, 5):
+        for each, of in ((other, loaded), (optimizer, model)):
+            each.backward(loss_of(of, step))
+            each.step()
+    if order[0] == order[1]:
+        assert all(map(torch.equal, model.parameters(), loaded.parameters()))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision.parameters": "float16"}, "with parameters float16: weights are rounded to bfloat16"),
+        ({"precision.parameters": "float32"}, "with parameters float32: weights are rounded to bfloat16"),
+        ({"precision.master_weights": "always"}, "'always': true or false is needed; also allowed: stochastic"),
+    ],
+)
+def test_settings_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lightstep.Strategy.load("resident", overrides={"precision.master_weights": "stochastic", **changes})
+
+
+def test_a_class_that_counts_no_steps_is_refused() -> None:
+    strategy = lightstep.Strategy.load("resident", overrides={"precision.master_weights": "stochastic"})
+    model = strategy.prepare_model(nn.Linear(4, 4))
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    model.weight.grad = torch.ones_like(model.weight)
+    with pytest.raises(ValueError, match=r"SGD \(momentum_buffer\), which updates .* counts no steps in its state"):
+        optimizer.step()
+
+
+def test_other_dtypes_and_values_are_refused() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = lightstep.MixedPrecisionOptimizer([weight], torch.optim.AdamW, {}, master_weights="stochastic")
+    with pytest.raises(TypeError, match=r"is in float16: weights are rounded to bfloat16"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"master_weights is 'nearest'; allowed: True, False, 'stochastic'"):
+        lightstep.MixedPrecisionOptimizer([weight], torch.optim.AdamW, {}, master_weights="nearest")  # type: ignore[arg-type]
