@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -14,6 +15,7 @@ from lightstep.distributed import is_sharded, local_tensor
 from lightstep.error_text import error_text
 from lightstep.optimizer.classes import class_name
 from lightstep.optimizer.engine import Engine
+from lightstep.optimizer.foreign_moments import OTHER_SETTINGS, is_foreign, with_torchs_moments
 from lightstep.optimizer.group_values import KEPT
 from lightstep.state.schema import Managed
 
@@ -43,6 +45,7 @@ def load_torch_state_dict(optimizer: Optimizer, engine: Engine, state_dict: Mapp
     shared = {k: v for k, v in incoming["state"].items() if isinstance(k, str) and k not in listed}
     incoming["state"] = {key: value for key, value in incoming["state"].items() if key not in shared}
     parameters = matched_parameters(optimizer, groups)
+    incoming["state"] = _with_torchs_moments(engine, parameters, groups, incoming["state"])
     states = {parameters[index]: entries for index, entries in incoming["state"].items() if index in parameters}
     _check_shapes(engine, parameters, incoming["state"])
     for index, entries in incoming["state"].items():
@@ -67,6 +70,23 @@ def load_torch_state_dict(optimizer: Optimizer, engine: Engine, state_dict: Mapp
         raise
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+def _with_torchs_moments(
+    engine: Engine, parameters: Mapping[Any, Tensor], groups: Sequence[dict[str, Any]], states: Mapping[Any, Any]
+) -> dict[Any, Any]:
+    """State that bitsandbytes or torchao keeps in 8 bits, as torch's Adam has it, if that is the parameter's class."""
+    found = dict(states)
+    for live, saved in zip(engine.param_groups, groups, strict=True):
+        if not issubclass(engine.classes.arithmetic_for(live).optimizer_class, (torch.optim.Adam, torch.optim.AdamW)):
+            continue
+        coded = [i for i in saved["params"] if i in found and (is_foreign(found[i]) or "state1" in found[i])]
+        for index in coded:
+            found[index] = with_torchs_moments(f"parameter {index}", found[index])
+        if coded:
+            for key in OTHER_SETTINGS:
+                saved.pop(key, None)
+    return found
 
 
 def refuse_nan(name: str, entries: Mapping[str, Any]) -> None:

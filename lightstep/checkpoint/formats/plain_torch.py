@@ -28,6 +28,7 @@ from lightstep.checkpoint.formats.state import (
     step_tensor,
 )
 from lightstep.checkpoint.storage import new_file
+from lightstep.optimizer.foreign_moments import OTHER_SETTINGS, is_foreign, with_torchs_moments
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.version import __version__
 
@@ -133,7 +134,8 @@ def add_optimizer(
     if naming.model is None:
         shapes = {n: s for n, s in shapes.items() if state.weights[n].dtype.is_floating_point}
     names = name_groups(groups, states, naming, shapes, rules, state.ordered)
-    left_out = ("params", "param_names")
+    foreign = any(isinstance(entries, Mapping) and is_foreign(entries) for entries in states.values())
+    left_out = ("params", "param_names", *(OTHER_SETTINGS if foreign else ()))
     state.groups = [
         Group(
             [_weight_name(state, name) for name in own],
@@ -144,9 +146,18 @@ def add_optimizer(
     for group, named in zip(groups, state.groups, strict=True):
         for index, name in zip(group["params"], named.names, strict=True):
             if entries := states.get(index):
-                state.entries[name] = {key: _entry(key, value) for key, value in entries.items()}
+                own = _with_torchs_moments(name, entries)
+                state.entries[name] = {key: _entry(key, value) for key, value in own.items()}
     state.loss_scale = packed.get("loss_scale")  # of an optimizer of lightstep
     state.step = max_step(state.entries.values())
+
+
+def _with_torchs_moments(name: str, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parameter's state; in fp32 if bitsandbytes or torchao kept it in 8 bits."""
+    try:
+        return with_torchs_moments(name, entries) if is_foreign(entries) else entries
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _weight_name(state: TrainingState, name: str) -> str:
