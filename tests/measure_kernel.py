@@ -1,0 +1,94 @@
+"""Rates of the update's kernel beside that of a copy, on a GPU: ``python -m tests.measure_kernel``.
+
+One run of 134 M bf16 weights with split masters, by how the moments are kept. Bytes are those that an update reads and
+writes, gradients in bf16 included.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightstep.precision import adam_kernel
+from lightstep.precision.adam_batch import AdamBatch, AdamMemory, AdamTensors
+
+COUNT = 1 << 27
+KEPT = {
+    "float32": (0, "none"),
+    "bfloat16": (1, "none"),
+    "bfloat16 stochastic": (1, "window"),
+    "int8": (128, "none"),
+    "int8 stochastic": (128, "window"),
+}
+"""``block`` and ``noise`` of :class:`lightstep.precision.adam_kernel.Kind`."""
+
+
+def milliseconds(run: Callable[[], object], times: int = 12) -> float:
+    """The median of several runs on the device."""
+    found = []
+    for _ in range(3 + times):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return statistics.median(found[3:])
+
+
+def copy_rate(device: torch.device) -> float:
+    """GB/s, read and written."""
+    source = torch.empty(8 * COUNT, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / milliseconds(lambda: target.copy_(source)) / 1e6
+
+
+def memory_of(kind: adam_kernel.Kind) -> tuple[AdamMemory, Tensor, float]:
+    """Memory for updates of this kind, a gradient, and bytes for each parameter."""
+    device, generator = kind.device, torch.Generator(kind.device).manual_seed(0)
+
+    def numbers(scale: float) -> Tensor:
+        return torch.randn(COUNT, generator=generator, device=device).mul_(scale)
+
+    gradient, weight = numbers(1e-3).bfloat16(), numbers(1.0).bfloat16()
+    low = torch.randint(-9999, 9999, (COUNT,), generator=generator, device=device, dtype=torch.int16)
+    values = {"exp_avg": numbers(1e-3), "exp_avg_sq": numbers(1e-3).square_()}
+    planes = {key: [value] for key, value in values.items()}
+    for key, codec in kind.codecs().items():
+        planes[key] = [torch.empty(COUNT // per, dtype=dtype, device=device) for _, dtype, per in codec.planes]
+        codec.at(planes[key]).encode(values[key])
+    (first, *scales), (second, *beside) = planes["exp_avg"], planes["exp_avg_sq"]
+    rest = {"scales": scales[0], "sq_scales": beside[0], "sq_signs": beside[1]} if scales else {}
+    tensors = AdamTensors(first, second, None, weight, low, None, **rest)
+    moments = sum(plane.nbytes for own in planes.values() for plane in own) / COUNT
+    return AdamMemory(tensors, 1, 0, kind.block, kind.window, kind.noisy), gradient, 2 + 2 * (2 + 2 + moments)
+
+
+def main() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernels = adam_kernel.fused_kernel_on(device)
+    assert kernels is not None, "there is no kernel for this device"
+    rate = copy_rate(device)
+    sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: a copy has {rate:.0f} GB/s\n")
+    flags = (True, True, True, False, False, False, True)  # from fingerprinted to multiplied
+    marks, step = torch.zeros(3, dtype=torch.int32, device=device), torch.tensor(7.0, device=device)
+    for name, (block, noise) in KEPT.items():
+        dtype, noisy = torch.bfloat16, noise != "none"
+        kind = adam_kernel.Kind(device, dtype, dtype, True, False, *flags, block, noise, noisy)  # type: ignore[arg-type]
+        memory, gradient, nbytes = memory_of(kind)
+        batch, settings, scaling = AdamBatch([memory], marks), kind.settings(1e-4, 0.9, 0.95, 1e-8), kind.scaling()
+        run = functools.partial(batch.update, kernels, [gradient], [step], settings, scaling)
+        found = milliseconds(run)
+        share = nbytes * COUNT / found / 1e6 / rate
+        sys.stdout.write(
+            f"{name:20} {found / COUNT * 1e9:6.2f} ms per 1e9, {nbytes:5.2f} bytes each, {share:.0%} of a copy\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
