@@ -12,6 +12,7 @@ When a module leaves its backward, its gradients leave the device (:attr:`Weight
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -99,7 +100,9 @@ class WeightVisits:
         order = [group for visitor in visitors for group in visitor.groups]
         self._forward, self._backward = _Order(order), _Order(order[::-1])
         self._is_running, self._read = False, list[WeightGroup]()
+        self._thread: int | None = None  # the one that runs the model
         own, self._model = weakref.ref(self), weakref.ref(model)
+        weights.is_foreign = lambda: False if (visits := own()) is None else visits.is_foreign()
         weights.on_read = lambda group: group.is_entered if (visits := own()) is None else visits._enter_for_read(group)
         model.register_forward_pre_hook(ModuleHook(_weakly(self, WeightVisits._begin)), prepend=True, with_kwargs=True)
         model.register_forward_hook(ModuleHook(_weakly(self, WeightVisits._end)), always_call=True)
@@ -107,12 +110,18 @@ class WeightVisits:
     def _begin(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """A forward of the whole model: its inputs are moved to the device, as FSDP2 moves them."""
         if torch._C._current_graph_task_id() == _NO_BACKWARD:
+            self._thread = threading.get_ident()
             self._end_interrupted()
             self.weights.forget_idle()
             self._forward.start()
             self._is_running = True
         move = _to(self.weights.device)
         return tree_map_only(Tensor, move, arguments), tree_map_only(Tensor, move, named)
+
+    def is_foreign(self) -> bool:
+        """Whether another thread runs the model: it may be in the middle of an iteration."""
+        is_own = self._thread in (None, threading.get_ident())
+        return not is_own and torch._C._current_graph_task_id() == _NO_BACKWARD
 
     def _enter_for_read(self, group: WeightGroup) -> bool:
         """A weight is read in a forward of the whole model, outside of its module's: it is there until the end."""
@@ -137,7 +146,7 @@ class WeightVisits:
 
     def end_if_interrupted(self) -> None:
         """Leave what a forward of the whole model has entered, if it was interrupted."""
-        if self._is_running and not _is_called(self._model()):
+        if self._is_running and not self.is_foreign() and not _is_called(self._model()):
             self._end_interrupted()
 
     def entered_forward(self, groups: Sequence[WeightGroup]) -> None:

@@ -21,6 +21,7 @@ autograd has saved in forward has its values again in backward.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,9 @@ _ALIGNMENT = 512
 """Bytes: tensors in a field begin as aligned as memory of their own on a device."""
 
 _ADVICE = "Set weights.placement: device, which keeps them on the device, or train a smaller model"
+
+_LONGEST_WAIT = 10.0
+"""Seconds that a reader in another thread waits for weights to rest. The thread that trains may be waiting for it."""
 
 Ranges = Iterable[tuple[int, int]]
 
@@ -209,8 +213,8 @@ class WeightGroup:
         return self._visits > 0
 
     def rest(self) -> None:
-        """The parameters are on the host, unless a module has entered them."""
-        if not self._visits and not self._is_at_rest:
+        """The parameters are on the host, unless a module has entered them, or another thread trains."""
+        if not self._visits and not self._is_at_rest and not self.owner.is_foreign():
             self._place(self.weights.on_host)
 
     def leave_all(self) -> None:
@@ -264,12 +268,22 @@ class WeightGroup:
             self.forget()
 
     def settle(self) -> None:
-        """Somebody reads the parameters: they are complete and on the host, unless a module has entered them."""
-        if self.owner.on_read(self):
+        """Somebody reads the parameters: they are complete and on the host, unless a module has entered them.
+
+        A reader in another thread than the one that trains waits until they are.
+        """
+        if self.owner.is_foreign():
+            self._wait_for_rest()
+        elif self.owner.on_read(self):
             return
         if self.weights.is_returning:
             self.weights.settle()
         self.rest()
+
+    def _wait_for_rest(self) -> None:
+        end = time.monotonic() + _LONGEST_WAIT
+        while not self._is_at_rest and time.monotonic() < end:
+            time.sleep(0.001)
 
 
 class WeightHome:
@@ -302,6 +316,7 @@ class HostWeights:
         device_bytes: how much device memory fields may take up; those that are held may take more.
 
     Attributes:
+        is_foreign: whether another thread trains than this one, which then must not move parameters.
         on_read: called with a group whose parameters are read; returns whether they are on the device, for a module.
 
     Raises:
@@ -317,6 +332,7 @@ class HostWeights:
         require(max(moved, max((p.nbytes for p in listed), default=0)) + gradients, "weights and gradients", _ADVICE)
         self.device, self._device_bytes = device, device_bytes
         self.on_read: Callable[[WeightGroup], bool] = lambda group: group.is_entered
+        self.is_foreign: Callable[[], bool] = lambda: False
         self.lanes = Lanes(device, small_pieces=False)
         self._lock = threading.RLock()
         self._present: OrderedDict[Field, None] = OrderedDict()  # the one that will be needed last comes first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -377,3 +378,29 @@ def test_a_model_that_is_cast_afterwards_is_told() -> None:
     run.model.float()
     with pytest.raises(ValueError, match="cast or resize the model before prepare_model"):
         run.loss()
+
+
+@pytest.mark.parametrize("time", ["at_step", "next_forward", "overlap"])
+def test_another_thread_that_reads_weights_changes_nothing(time: str) -> None:
+    """As a save in the background does, whose `save_pretrained` asks for the model's dtype."""
+    expected = make("resident", "at_step", "clipped", "bfloat16")
+    losses = expected.train(12)
+    tested = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.001})
+    assert tested.train(2) == losses[:2]
+    tested.delays(0)
+    done, reads, names = threading.Event(), [0], [name for name, _ in expected.model.named_parameters()]
+
+    def read() -> None:
+        while not done.is_set():
+            assert [name for name, p in tested.model.named_parameters() if p.dtype == torch.bfloat16] == names
+            reads[0] += 1
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        found = tested.train(10)
+    finally:
+        done.set()
+        reader.join()
+    assert found == losses[2:] and reads[0] > 0
+    assert_same(tested.snapshot(), expected.snapshot())
