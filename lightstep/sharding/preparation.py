@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from lightstep.distributed import is_sharded, local_tensor
-from lightstep.sharding.dtypes import DtypePlan, cast
+from lightstep.sharding.dtypes import DtypePlan, cast, planned_dtypes
 from lightstep.state.host_activations import HostActivations
 
 
@@ -58,6 +58,42 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     parameter = nn.Parameter(empty, tensor.requires_grad)
     vars(parameter).update(vars(tensor))
     return parameter
+
+
+def hold_places(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give a model of transformers on the meta device parameters that have no memory yet, cast to ``dtype``.
+
+    For weights that get memory elsewhere and are then all loaded. Buffers are initialised. Other models stay as they
+    are.
+    """
+    initialise = getattr(model, "init_weights", None)
+    if not callable(initialise) or not all(parameter.is_meta for parameter in model.parameters()):
+        return
+    cast_tensors(model, planned_dtypes(model, dtype))
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                place = nn.Parameter(
+                    torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape),
+                    parameter.requires_grad,
+                )
+                vars(place).update(vars(parameter))
+                made[parameter] = place
+            setattr(module, name, made[parameter])
+    to_device(model, torch.device("cpu"))
+    initialised = {parameter: getattr(parameter, _INITIALISED, False) for parameter in model.parameters()}
+    try:
+        for parameter in initialised:
+            setattr(parameter, _INITIALISED, True)
+        initialise()
+    finally:
+        for parameter, before in initialised.items():
+            setattr(parameter, _INITIALISED, before)
+
+
+_INITIALISED = "_is_hf_initialized"
+"""The attribute of tensors that ``init_weights`` of transformers leaves as they are."""
 
 
 def cast_tensors(model: nn.Module, plan: DtypePlan) -> None:

@@ -43,6 +43,7 @@ from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import (
     cast_tensors,
     checkpoint_activations,
+    hold_places,
     materialise,
     scripted_modules,
     unrounded_values,
@@ -214,6 +215,8 @@ class Strategy(ABC):
                 f"prepare_model needs a torch.nn.Module or a function that returns one; got {type(module).__name__}"
             )
         with self.preparing(module):
+            if weights is not None and self._loads_into_place(checked_role):
+                hold_places(unwrap_model(module), self.parameter_dtype)
             prepared = self._prepare_for_role(checked_role, module)
         record = PreparedModel.of(prepared)
         record.role = checked_role
@@ -251,6 +254,11 @@ class Strategy(ABC):
             return self._prepare_reference(model.requires_grad_(False)).eval()
         dtype = self.parameter_dtype if role == "reference" else self.rollout_dtype
         return prepare_inference(model, self.device, dtype)
+
+    def _loads_into_place(self, role: Role) -> bool:
+        """Whether parameters get their memory from :class:`HostWeights`: before that they need none."""
+        config = self.config
+        return role == "trainer" and config.weights.placement == "host" and config.sharding.kind == "single"
 
     def _prepare_reference(self, model: nn.Module) -> nn.Module:
         """Place the model as for training, for forwards only."""

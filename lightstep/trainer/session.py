@@ -159,9 +159,10 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
     together = Ranks().together
     tokenizer, architecture, corpus = together(lambda: _read_inputs(config, display))
     set_seed(config.seed)
-    sharded = strategy.config.sharding.kind == "fsdp2"
-    folder = together(lambda: shardable_weights(config.model, architecture), only_first=True) if sharded else None
-    empty = sharded and (folder is not None or not strategy.is_main)  # other ranks get rank 0's weights
+    sharded, on_host = strategy.config.sharding.kind == "fsdp2", strategy.config.weights.placement == "host"
+    reads = sharded or on_host  # from the folder, without a second copy of the model
+    folder = together(lambda: shardable_weights(config.model, architecture), only_first=True) if reads else None
+    empty = reads and (folder is not None or not strategy.is_main)  # other ranks get rank 0's weights
     made = together(lambda: make_model(config.model, architecture, meta=empty))
     model = strategy.prepare_model(made, weights=folder)
     set_seed(config.seed + strategy.rank)
