@@ -1,4 +1,4 @@
-# make train | test | test-verl | test-servers | lint | format | types | docs | wheel | bench | venv | clean
+# make train | test | test-hosts | test-verl | test-servers | lint | format | types | docs | wheel | bench | venv | clean
 # Variables: PYTHON (3.11 or later), VENV, CONFIG and ARGS (train), BENCH_ARGS (bench), WORKERS and TESTS (test),
 # VLLM_PYTHON and SGLANG_PYTHON (test-servers).
 
@@ -22,7 +22,7 @@ ALONE_dev := torchtitan
 unexport PYTHONDONTWRITEBYTECODE  # some machines set it, and every process of the tests would compile all it imports
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-verl test-servers lint format types docs wheel bench clean
+.PHONY: help venv train test test-hosts test-verl test-servers lint format types docs wheel bench clean
 .NOTPARALLEL:  # one pip at a time
 
 help:
@@ -53,6 +53,10 @@ test: $(VENV)/.dev
 	@for each in $(TESTS); do case $$each in *.py|*.py::*|*/) \
 		test -e "$${each%%::*}" || { echo "TESTS: $$each does not exist" >&2; exit 2; };; esac; done
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --quiet $(TESTS)
+
+# Two hosts, played by network namespaces. They need root and Linux; where they cannot be made, the tests say why.
+test-hosts: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet tests/hosts
 
 # verl beside the other packages, without what it asks for: its engines need none of ray, vLLM and data sets. In a folder of
 # its own, because it brings a package `tests` of its own.

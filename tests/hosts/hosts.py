@@ -1,0 +1,197 @@
+"""Two hosts on one machine: network namespaces with a link between them, and torchrun on both.
+
+Each host has a network, a name and mounts of its own. ``Hosts.disk`` is one path
+with another folder behind it on each host; all other paths are the same files on both. The namespaces end with the
+process that holds them, so nothing is left when a test is killed. Making them needs root and ``ip``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.patience import PATIENCE
+
+NAMES = ("host-a", "host-b")
+ADDRESSES = ("10.213.0.1", "10.213.0.2")
+RANKS = 2
+"""Ranks of each host."""
+LINK = "link0"
+_PORT = 29400
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why this machine cannot play two hosts; ``None`` if it can."""
+    missing = [tool for tool in ("unshare", "nsenter", "ip", "mount", "hostname") if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not found"
+    made = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "ip", "link", "add", "try0", "type", "veth", "peer", "try1"],
+        capture_output=True,
+        text=True,
+    )
+    return made.stderr.strip() or "unshare failed" if made.returncode else None
+
+
+class Hosts:
+    """Two hosts. Their folders and what their ranks return are in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.disk = folder / "disk"
+        self.disks = tuple(folder / name for name in NAMES)
+        """What is behind :attr:`disk`, by host."""
+        self._holders: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Hosts:
+        self.disk.mkdir(exist_ok=True)
+        try:
+            for name, disk in zip(NAMES, self.disks, strict=True):
+                disk.mkdir(exist_ok=True)
+                self._holders.append(_hold(name, disk, self.disk))
+            first, second = (str(holder.pid) for holder in self._holders)
+            _run("ip", "link", "add", LINK, "netns", first, "type", "veth", "peer", "name", LINK, "netns", second)
+            for host, address in enumerate(ADDRESSES):
+                self.on(host, "ip", "link", "set", "lo", "up")
+                self.on(host, "ip", "address", "add", f"{address}/24", "dev", LINK)
+                self.on(host, "ip", "link", "set", LINK, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for holder in self._holders:
+            holder.kill()
+        for holder in self._holders:
+            holder.wait()
+
+    def on(self, host: int, *command: str) -> None:
+        """Run a command on a host."""
+        _run(*self._inside(host), *command)
+
+    def set_link(self, state: str) -> None:
+        """``"up"`` or ``"down"``: a link that is down drops what is sent, and neither side is told."""
+        self.on(1, "ip", "link", "set", LINK, state)
+
+    def run(self, check: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What ``check(rank, world_size, **arguments)`` returned, by rank.
+
+        Raises:
+            AssertionError: with every failed rank's traceback.
+        """
+        with self.started(check, **arguments) as run:
+            return run.results()
+
+    @contextlib.contextmanager
+    def started(self, check: Callable[..., Any], timeout_s: float = PATIENCE, **arguments: Any) -> Iterator[Run]:
+        """torchrun on both hosts, which calls ``check(rank, world_size, **arguments)`` on every rank.
+
+        Args:
+            check: importable.
+            timeout_s: of one collective.
+            arguments: as JSON has them.
+        """
+        answers = self.folder / f"answers-{time.monotonic_ns()}"
+        answers.mkdir()
+        program = [f"{check.__module__}:{check.__qualname__}", json.dumps(arguments), str(answers), str(timeout_s)]
+        processes = [self._torchrun(host, answers, program) for host in range(len(NAMES))]
+        try:
+            yield Run(answers, processes)
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _torchrun(self, host: int, answers: Path, program: list[str]) -> subprocess.Popen[bytes]:
+        options = {
+            "nnodes": len(NAMES),
+            "nproc-per-node": RANKS,
+            "rdzv-backend": "c10d",
+            "rdzv-endpoint": f"{ADDRESSES[0]}:{_PORT}",
+            "rdzv-id": answers.name,
+            "rdzv-conf": f"is_host={1 - host}",
+            "local-addr": ADDRESSES[host],
+        }
+        arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "tests.hosts.rank", *program]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": LINK, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        with (answers / f"{NAMES[host]}.log").open("wb") as log:
+            return subprocess.Popen(
+                [*self._inside(host), *command], env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _inside(self, host: int) -> list[str]:
+        where = ["--net", "--uts", "--mount", f"--wd={os.getcwd()}"]
+        return ["nsenter", "--target", str(self._holders[host].pid), *where]
+
+
+class Run:
+    """A check that runs on both hosts; every rank writes its answer to a file."""
+
+    def __init__(self, answers: Path, processes: list[subprocess.Popen[bytes]]) -> None:
+        self.answers, self._processes = answers, processes
+
+    def wait(self, name: str) -> str:
+        """The content of a file that a rank writes into :attr:`answers`, once it is there."""
+        file = self.answers / name
+        end = time.monotonic() + PATIENCE
+        while not file.exists():
+            running = any(process.poll() is None for process in self._processes)
+            if not file.exists() and (not running or time.monotonic() > end):
+                raise AssertionError(f"no {name}\n{self._logs()}")
+            time.sleep(0.02)
+        return file.read_text(errors="replace")
+
+    def outcome(self, rank: int) -> tuple[bool, Any]:
+        """Whether the check succeeded on this rank, and its result or the text of its error."""
+        self.wait(f"rank{rank}.done")
+        ok, value = pickle.loads((self.answers / f"rank{rank}").read_bytes())
+        return ok, value
+
+    def results(self) -> list[Any]:
+        """What the check returned, by rank.
+
+        Raises:
+            AssertionError: with every failed rank's traceback.
+        """
+        outcomes = [self.outcome(rank) for rank in range(len(NAMES) * RANKS)]
+        failures = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
+        assert not failures, "\n".join(failures)
+        return [value for _, value in outcomes]
+
+    def _logs(self) -> str:
+        return "\n".join(f"--- {log.name} ---\n{log.read_text()[-5000:]}" for log in sorted(self.answers.glob("*.log")))
+
+
+def _hold(name: str, disk: Path, shared_path: Path) -> subprocess.Popen[bytes]:
+    """A process in new namespaces, which last as long as it. Its path ``shared_path`` is ``disk``."""
+    script = 'hostname "$1" && mount --bind "$2" "$3" && echo ready && exec sleep infinity'
+    holder = subprocess.Popen(
+        ["unshare", "--net", "--uts", "--mount", "sh", "-c", script, "sh", name, str(disk), str(shared_path)],
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    if holder.stdout.readline() != b"ready\n":
+        holder.kill()
+        raise OSError(f"{name} could not be made")
+    return holder
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
