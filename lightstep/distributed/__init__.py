@@ -31,6 +31,7 @@ from lightstep.distributed.tensors import (
     local_gradient,
     local_tensor,
     mesh_ranks,
+    writes,
 )
 from lightstep.distributed.windows import Window, window_of
 
@@ -62,4 +63,5 @@ __all__ = [
     "rows_of",
     "window_of",
     "world_size",
+    "writes",
 ]

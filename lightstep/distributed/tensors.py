@@ -31,6 +31,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.detach() if local.requires_grad else local
 
 
+def writes(parameter: Tensor) -> int:
+    """The count of in-place writes: torch counts those to a DTensor there, and those to its local tensor here."""
+    if not isinstance(parameter, DTensor):
+        return parameter._version
+    return parameter._version + parameter._local_tensor._version
+
+
 def mesh_ranks(tensor: Tensor) -> tuple[int, ...]:
     """The ranks that hold a DTensor together; this process alone for a plain tensor."""
     return tuple(tensor.device_mesh.mesh.flatten().tolist()) if isinstance(tensor, DTensor) else (rank(),)

@@ -209,7 +209,7 @@ class ManagedParameters:
         """The parameters that somebody else has written to since :meth:`record`, as far as :class:`ModelWatch` can
         tell."""
         items = list(items)
-        found = dict(self._watch.touched(_with_locals(items)))
+        found = dict(self._watch.touched(_with_versions(_with_locals(items))))
         others = [item for item in items if item.local.device.type == "cpu" and item.home is None and item not in found]
         return [*found, *self._backend.changed(others)]
 
@@ -236,7 +236,7 @@ class ManagedParameters:
         converted = self._convert(groups, locals_now)
         if converted:
             locals_now = self._locals()
-        touched = self._watch.touched(locals_now)
+        touched = self._watch.touched(_with_versions(locals_now))
         moved = {item: local for item, local in touched if self._watch.moved(item, local)}
         if moved:
             refuse_shared_memory((item.name, local) for item, local in locals_now)
@@ -328,7 +328,8 @@ class ManagedParameters:
         state has just been loaded and its weights come next.
         """
         local = local_tensor(item.param)
-        if (local.device.type != "cpu" or item.home is not None) and not self._watch.touched([(item, local)]):
+        seen_by_version = local.device.type != "cpu" or item.home is not None
+        if seen_by_version and not self._watch.touched([(item, local, item.version)]):
             return False
         if self._backend.compares_weights and local.data_ptr() == item.resting.data_ptr():
             return False  # the backend has compared them itself
@@ -450,6 +451,10 @@ def _with_locals(items: Iterable[Managed]) -> list[tuple[Managed, Tensor]]:
     """Each parameter's present local shard. This runs in every step: for plain parameters it calls nothing."""
     parameters = [(item, item.param) for item in items]
     return [(item, p if type(p) is nn.Parameter else local_tensor(p)) for item, p in parameters]
+
+
+def _with_versions(locals_now: Iterable[tuple[Managed, Tensor]]) -> list[tuple[Managed, Tensor, int]]:
+    return [(item, p, p._version if p is item.param else item.version) for item, p in locals_now]
 
 
 def _trained(group: Mapping[str, Any]) -> list[Tensor]:

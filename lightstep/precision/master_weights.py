@@ -27,13 +27,17 @@ class ModelWatch:
         for key, version, address in parameters:
             self._seen[key] = version, address
 
-    def touched(self, parameters: Iterable[tuple[Key, Tensor]]) -> list[tuple[Key, Tensor]]:
-        """Those that do not have the version and address of the last :meth:`record`."""
+    def touched(self, parameters: Iterable[tuple[Key, Tensor, int]]) -> list[tuple[Key, Tensor]]:
+        """Those that do not have the version and address of the last :meth:`record`.
+
+        Args:
+            parameters: keys, local tensors, and versions.
+        """
         seen = self._seen
         return [
             (key, local)
-            for key, local in parameters
-            if key not in seen or seen[key] != (local._version, local.data_ptr())
+            for key, local, version in parameters
+            if key not in seen or seen[key] != (version, local.data_ptr())
         ]
 
     def moved(self, key: Hashable, local: Tensor) -> bool:

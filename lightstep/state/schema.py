@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from lightstep.distributed import Window
+from lightstep.distributed import Window, writes
 
 if TYPE_CHECKING:
     from lightstep.distributed import Rows
@@ -162,7 +162,7 @@ class Managed:
     @property
     def version(self) -> int:
         """The count of in-place writes to the parameter."""
-        return self.local._version if self.home is None else self.param._version
+        return writes(self.param)
 
     def __repr__(self) -> str:
         """Without elements and groups: errors of dictionaries print their keys."""

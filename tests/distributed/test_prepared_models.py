@@ -250,3 +250,32 @@ def check_state_writes(rank: int, world_size: int, sharding: dict[str, Any], sta
 @pytest.mark.parametrize("update", ["at_step", "overlap"])
 def test_writes_into_what_was_read_change_the_state(pool: Pool, sharding: dict[str, Any], update: str) -> None:
     pool.run(check_state_writes, 2, cpu=True, sharding=sharding, state={"backend": "stream", "update": update})
+
+
+def check_written_shards(rank: int, world_size: int) -> None:
+    """Masters follow shards that were written to, through the DTensor or through its local tensor.
+
+    torch counts the two at different tensors. Only a device shows a count that is missed: on the CPU all weights are
+    compared with their masters.
+    """
+    runs = []
+    for write, says_so in ((lambda p: p, True), (local_tensor, True), (lambda p: p, False), (local_tensor, False)):
+        strategy = load(FSDP2)
+        torch.manual_seed(0)
+        model = strategy.prepare_model(TinyTransformer())
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        assert all(train(strategy, model, optimizer, steps=2))
+        with torch.no_grad():
+            for parameter in strategy.unwrap_model(model).parameters():
+                write(parameter).mul_(0.5)
+        if says_so:
+            optimizer.refresh_master_weights()
+        assert all(train(strategy, model, optimizer, steps=2))
+        runs.append(weights_of(strategy, model))
+    for run in runs[1:]:
+        same_weights(run, runs[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_shards_that_are_written_to(pool: Pool, ranks: int) -> None:
+    pool.run(check_written_shards, ranks)

@@ -1092,7 +1092,7 @@ def test_own_updates_are_not_taken_for_writes_of_others(update: str, clipping: d
         training.step()
         training.optimizer.synchronize()
         managed = training.optimizer.engine.managed
-        assert managed._watch.touched((item, item.local) for item in managed) == []
+        assert managed._watch.touched((item, item.local, item.version) for item in managed) == []
 
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16"])
