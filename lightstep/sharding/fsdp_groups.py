@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,20 +17,25 @@ class ParameterGroup(NamedTuple):
     """Parameters that an FSDP module gathers and reduces together.
 
     Attributes:
-        parts: torch's record of each parameter.
-        one_of_several: torch's group if the module has others; torch's public methods are for modules with one group.
+        torchs: torch's record of the group.
+        is_only: the module has no other; torch's public methods are for such modules.
     """
 
     module: FSDPModule
-    parts: Sequence[Any]
-    one_of_several: Any = None
+    torchs: Any
+    is_only: bool
 
     @property
-    def shards(self) -> list[Tensor]:
-        """The sharded parameters."""
+    def parts(self) -> Sequence[Any]:
+        """torch's record of each parameter."""
+        return self.torchs.fsdp_params
+
+    @property
+    def shards(self) -> list[nn.Parameter]:
+        """The sharded parameters: DTensors."""
         return [part.sharded_param for part in self.parts]
 
-    def shards_later(self) -> Callable[[], list[Tensor]]:
+    def shards_later(self) -> Callable[[], list[nn.Parameter]]:
         """A function that returns :attr:`shards`, as they are when it is called; it does not keep them alive.
 
         torch cannot swap tensors that have weak references: the references are to its records.
@@ -36,17 +43,15 @@ class ParameterGroup(NamedTuple):
         references = [weakref.ref(part) for part in self.parts]
         return lambda: [part.sharded_param for reference in references if (part := reference()) is not None]
 
-    def set_all_gather(self, all_gather: Any) -> None:
-        if self.one_of_several is None:
-            self.module.set_custom_all_gather(all_gather)
-        else:
-            self.one_of_several._all_gather_comm = all_gather
+    @property
+    def hooks(self) -> GroupHooks:
+        return GroupHooks.of(self.torchs)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
-        if self.one_of_several is None:
+        if self.is_only:
             self.module.set_all_reduce_hook(hook)
         else:
-            self.one_of_several._all_reduce_hook = hook
+            self.torchs._all_reduce_hook = hook
 
 
 def parameter_groups(module: nn.Module) -> list[ParameterGroup]:
@@ -56,9 +61,7 @@ def parameter_groups(module: nn.Module) -> list[ParameterGroup]:
     """
     assert isinstance(module, FSDPModule)
     groups = _torchs_groups(module)
-    if len(groups) < 2:
-        return [ParameterGroup(module, groups[0].fsdp_params if groups else ())]
-    return [ParameterGroup(module, group.fsdp_params, group) for group in groups]
+    return [ParameterGroup(module, group, len(groups) == 1) for group in groups]
 
 
 def _torchs_groups(module: FSDPModule) -> list[Any]:
@@ -66,6 +69,106 @@ def _torchs_groups(module: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [group for group in [state._fsdp_param_group] if group is not None]  # torch 2.11 has at most one
+
+
+def _nothing() -> None:
+    pass
+
+
+class GroupHooks:
+    """What runs around FSDP2's reads of one group's shards, and around the reduction of its gradients.
+
+    torch's public hook of all-gathers (``set_custom_all_gather``) comes too late for shards that are cast first.
+
+    Attributes:
+        before_read: called on the stream that reads next; it makes that stream wait for whoever writes the shards.
+        hold, release: called on that stream before and after the reads.
+        reducing: entered around the reduction of a backward.
+        after_reduction: called on the stream that has made the gradients of the shards.
+        joins_unused: micro-batches between two reductions may use different parameters of the module, or none.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.before_read: Callable[[], None] = _nothing
+        self.hold: Callable[[], None] = _nothing
+        self.release: Callable[[], None] = _nothing
+        self.reducing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self.after_reduction: Callable[[], None] = _nothing
+        self.joins_unused = False
+        self._reference = weakref.ref(group)
+        group.unshard, group.wait_for_unshard = self._unshard, self._wait_for_unshard
+        group.post_backward = self._post_backward
+
+    @classmethod
+    def of(cls, group: Any) -> GroupHooks:
+        """The hooks of torch's group; made at the first call."""
+        found = getattr(group.unshard, "__self__", None)
+        return found if isinstance(found, cls) else cls(group)
+
+    @property
+    def _group(self) -> Any:
+        group = self._reference()
+        assert group is not None
+        return group
+
+    @torch._disable_dynamo
+    def _unshard(self, async_op: bool = False) -> None:
+        """An all-gather reads the shards, unless one is under way or has ended."""
+        group = self._group
+        if group._all_gather_result is not None or not group.is_sharded:
+            type(group).unshard(group, async_op)
+            return
+        reader = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
+        with self._reads(lambda: group.device_handle.stream(reader)):
+            type(group).unshard(group, async_op)
+
+    @torch._disable_dynamo
+    def _wait_for_unshard(self) -> None:
+        """A group on one rank reads its shards here."""
+        group = self._group
+        reads_here = group._all_gather_result is not None and group.is_sharded and _is_alone(group)
+        with self._reads(contextlib.nullcontext) if reads_here else contextlib.nullcontext():
+            type(group).wait_for_unshard(group)
+
+    @contextlib.contextmanager
+    def _reads(self, on_stream: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        with on_stream():
+            self.before_read()
+            self.hold()
+        try:
+            yield
+        finally:
+            with on_stream():
+                self.release()
+
+    def _post_backward(self, *unused: Any) -> None:
+        group = self._group
+        with self.reducing():
+            if self.joins_unused:
+                _reduce_what_is_used(group, *unused)
+            else:
+                type(group).post_backward(group, *unused)
+        if self.after_reduction is not _nothing:
+            with self.on_reducing_stream():
+                self.after_reduction()
+
+    def on_reducing_stream(self) -> AbstractContextManager[object]:
+        """The stream on which FSDP2 has made the shards' gradients."""
+        group = self._group
+        streams, hook_stream = group.comm_ctx, group._all_reduce_hook_stream
+        if group._all_reduce_hook is None and not hasattr(group.mesh_info, "replicate_mesh_size"):
+            return group.device_handle.stream(streams.reduce_scatter_stream)
+        return group.device_handle.stream(hook_stream or streams.all_reduce_stream)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the module's parameters are whole now."""
+        return not self._group.is_sharded
+
+
+def _is_alone(group: Any) -> bool:
+    """Whether the group's parameters are sharded over one rank."""
+    return getattr(group.mesh_info, "shard_mesh_size", 1) == 1
 
 
 def accumulate_whatever_is_used(module: FSDPModule) -> None:
@@ -76,22 +179,15 @@ def accumulate_whatever_is_used(module: FSDPModule) -> None:
     first gradient is not. It then joins them.
     """
     for group in _torchs_groups(module):
-        if not hasattr(group.post_backward, "original"):
-            group.post_backward = _accumulating(weakref.ref(group), type(group).post_backward)
+        GroupHooks.of(group).joins_unused = True
 
 
-def _accumulating(reference: weakref.ref[Any], original: Callable[..., None]) -> Callable[..., None]:
-    def post_backward(*unused: Any) -> None:
-        group = reference()
-        assert group is not None
-        parts = [part for part in group.fsdp_params if _is_gathered(part)]
-        if group.reduce_grads and any(part.unsharded_accumulated_grad is not None for part in parts):
-            _sum_alike(parts, zeros=getattr(group, "reduce_scatter_unused_params", False))
-        if parts or group.reduce_grads:
-            original(group, *unused)
-
-    post_backward.original = original  # type: ignore[attr-defined]
-    return post_backward
+def _reduce_what_is_used(group: Any, *unused: Any) -> None:
+    parts = [part for part in group.fsdp_params if _is_gathered(part)]
+    if group.reduce_grads and any(part.unsharded_accumulated_grad is not None for part in parts):
+        _sum_alike(parts, zeros=getattr(group, "reduce_scatter_unused_params", False))
+    if parts or group.reduce_grads:
+        type(group).post_backward(group, *unused)
 
 
 def _sum_alike(parts: Iterable[Any], zeros: bool) -> None:

@@ -99,7 +99,7 @@ class ShardedGradients:
                 group.set_all_reduce_hook(partial(self._before_group, group.shards_later()))
 
     @torch.no_grad()
-    def _before_group(self, shards: Callable[[], list[Tensor]], flat: Tensor) -> None:
+    def _before_group(self, shards: Callable[[], Sequence[Tensor]], flat: Tensor) -> None:
         """FSDP is about to add the gradients of a group to ``p.grad``."""
         self._flat = flat if flat.dtype == torch.float32 else None  # a user's fully_shard may reduce in 16 bits
         if self._flat is not None:
