@@ -364,10 +364,14 @@ class StrategyConfig(_Frozen):
     def _weights_on_the_host(self) -> StrategyConfig:
         if self.weights.placement == "device":
             return self
+        if isinstance(self.sharding, FSDP2Sharding) and self.sharding.mesh.replicate == 1:
+            return self
         if self.sharding.kind != "single":
+            mesh = " with replicas (HSDP)" if self.sharding.kind == "fsdp2" else ""
             raise ValueError(
-                f"weights.placement host with sharding.kind {self.sharding.kind}: weights rest on the host for one "
-                "device so far; set sharding.kind: single, or placement: device"
+                f"weights.placement host with sharding.kind {self.sharding.kind}{mesh}: weights rest on the host for "
+                "one device, or sharded over all ranks; set sharding.kind: single, or fsdp2 with mesh.replicate: 1, or "
+                "placement: device"
             )
         return self
 

@@ -126,8 +126,29 @@ def _vocabulary(parameters: int, hidden: int) -> int:
     return next((size for size in _VOCABULARIES if size <= limit), max(64, limit // 64 * 64))
 
 
+class Head(nn.Linear):
+    """`head(states)` are logits; `head(states, targets)` the sum of their cross entropies, some tokens at a time."""
+
+    def forward(self, states: Tensor, targets: Tensor | None = None) -> Tensor:
+        """`states`: [tokens, hidden], `targets`: [tokens]; the sum is 0-dim fp32."""
+        if targets is None:
+            return super().forward(states)
+        chunks = zip(states.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True)
+        losses = [checkpoint(self._loss, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+        return torch.stack(losses).sum()
+
+    def _loss(self, states: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(super().forward(states).float(), targets, reduction="sum")
+
+
 class Llama(LlamaForCausalLM):
     """`model(tokens, targets)` returns the mean cross entropy, 0-dim fp32."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        weight = self.get_output_embeddings().weight
+        self.lm_head: Head = Head(config.hidden_size, config.vocab_size, bias=False, device="meta")
+        self.lm_head.weight = weight
 
     @classmethod
     def make(
@@ -160,10 +181,4 @@ class Llama(LlamaForCausalLM):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """`tokens`, `targets`: [sequences, length] token ids; `targets` are the tokens shifted by one."""
         hidden = self.model(input_ids=tokens, use_cache=False).last_hidden_state
-        chunks = zip(hidden.flatten(0, 1).split(LOSS_CHUNK), targets.flatten().split(LOSS_CHUNK), strict=True)
-        losses = [checkpoint(self._loss, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-        return torch.stack(losses).sum() / targets.numel()
-
-    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum over one chunk."""
-        return cross_entropy(self.lm_head(hidden).float(), targets, reduction="sum")
+        return self.lm_head(hidden.flatten(0, 1), targets.flatten()) / targets.numel()

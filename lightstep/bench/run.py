@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -148,8 +149,8 @@ def parse_peers(text: str | None, task: Task) -> list[Entry]:
 
 
 def split_names(text: str) -> list[str]:
-    """Names separated by commas, without duplicates; `none` gives an empty list."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    """Names separated by commas, without duplicates; `none` gives an empty list. Commas in `[...]` are the name's."""
+    names = [name.strip() for name in re.split(r",(?![^\[\]]*\])", text) if name.strip()]
     return [] if names == ["none"] else list(dict.fromkeys(names))
 
 

@@ -146,8 +146,8 @@ def _strategy(text: str, settings: Mapping[str, Any]) -> Entry:
     def build(task: Task) -> Contender:
         return StrategyContender(task, Strategy.load(strategy, overrides=overrides), text)
 
-    keys = (assignment.rpartition("=")[0].split(".")[-1] for assignment in _SEPARATOR.split(text)[1:])
-    label = " ".join([strategy, *(f"{key}={value}" for key, value in zip(keys, overrides.values(), strict=False))])
+    own = (assignment.partition("=") for assignment in _SEPARATOR.split(text)[1:])
+    label = " ".join([strategy, *(f"{key.split('.')[-1]}={value}" for key, _, value in own)])
     resident = config.optimizer_state.backend == "resident"
     return Entry(text, label, "lightstep", config.description or text, build, resident=resident)
 

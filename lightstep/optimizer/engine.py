@@ -448,6 +448,8 @@ class Engine:
         assert self._scaling is not None
         self._refuse_late_edits()
         self.queue.complete(self)
+        if self.host_gradients is not None:
+            self.host_gradients.wait_until_measured()
         if not self._scaling.stored_norms:
             _warn_no_gradients(self.managed)
         norm, overflow = self._scaling.total_norm(self.loss_scale)
@@ -489,6 +491,7 @@ class Engine:
         if scaling is None:
             return Measured({}, torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
         if self.host_gradients is not None:
+            self.host_gradients.wait_until_measured()
             self._measure_left(self.host_gradients, scaling, gradients)
         return Measured(gradients, *scaling.norm(gradients, self.loss_scale))
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightstep.distributed import like, local_tensor
 from lightstep.precision.gradient_sums import set_grad
 from lightstep.precision.gradients import refuse_sparse
 from lightstep.state.host_weights import Field, HostWeights, WeightGroup, WeightHome
@@ -43,6 +44,7 @@ class HostGradients:
         self._under_way: deque[tuple[WeightGroup, list[Field], list[Tensor]]] = deque()
         self._parameters: frozenset[Tensor] = frozenset()
         self.on_arrival: Callable[[Sequence[tuple[Tensor, Tensor]]], object] = lambda arrived: None
+        self._measured = weights.lanes.event()
 
     def set_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Take the gradients of exactly these parameters."""
@@ -69,7 +71,7 @@ class HostGradients:
 
     def _store(self, group: WeightGroup, arrived: Sequence[tuple[int, Tensor]]) -> None:
         tensors = {number: _checked(parameter) for number, parameter in arrived}
-        self.on_arrival([(parameter, tensors[number]) for number, parameter in arrived])
+        self._measure([(parameter, tensors[number]) for number, parameter in arrived])
         by_field: dict[Field, dict[int, Tensor]] = {}
         for number, parameter in arrived:
             field = self._home(parameter).gradient_field(tensors[number].dtype)
@@ -107,10 +109,20 @@ class HostGradients:
                 total.copy_(earlier)
             added.append((parameter, total.add_(_checked(parameter))))
             self._keep(parameter, sums, number)
-        self.on_arrival(added)
+        self._measure(added)
         self._weights.write_back(sums, [sums.bytes_of(n, 0, p.numel()) for n, p in arrived])
         for field in held:
             self._weights.release(field)
+
+    def _measure(self, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:
+        caller = self._weights.lanes.caller()
+        caller.wait(self._measured)  # of a stream that reduces other gradients
+        self.on_arrival(arrived)
+        caller.record(self._measured)
+
+    def wait_until_measured(self) -> None:
+        """The current stream waits for what :attr:`on_arrival` has queued: FSDP2 reduces gradients on another one."""
+        self._weights.lanes.caller().wait(self._measured)
 
     def _keep(self, parameter: Tensor, field: Field, number: int) -> None:
         self._stored[parameter] = field.on_device[number]
@@ -150,7 +162,7 @@ class HostGradients:
             if parameters is None:
                 self._stored[parameter] = total
             else:
-                set_grad(parameter, total)
+                set_grad(parameter, like(parameter, total))
 
     def clear(self) -> None:
         """The gradients have been consumed or dropped."""
@@ -181,4 +193,4 @@ def _checked(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     refuse_sparse(gradient)
-    return gradient.detach().contiguous()
+    return local_tensor(gradient).detach().contiguous()

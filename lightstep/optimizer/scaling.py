@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightstep.clipping import GradientNorm, clip_coefficient
+from lightstep.distributed import like
 from lightstep.optimizer.unit_updater import Gradients
 from lightstep.precision.loss_scale import LossScale
 from lightstep.state.schema import Managed
@@ -164,7 +165,7 @@ class Scaling:
 
 def _measured(items: Sequence[Managed]) -> list[Tensor]:
     """The parameters, on the devices of their gradients."""
-    return [item.param if item.home is None else item.local for item in items]
+    return [item.param if item.home is None else like(item.param, item.local) for item in items]
 
 
 def _factors(loss_scale: LossScale, scale: Tensor, coefficient: Factor) -> tuple[Factor, Factor]:

@@ -99,8 +99,12 @@ class SharedUpdates:
             numbers = exchange.all_reduce_min(numbers)
         return list(numbers)
 
+    def upcoming(self, unit: Unit) -> Sequence[Unit]:
+        """The units that :meth:`start_ahead` starts before this one is acquired."""
+        return self.units[self._num_started : self.positions[unit] + self._ahead + 1] if self._ahead else ()
+
     def start_ahead(self, unit: Unit, active: Collection[Managed], scaled: Scaled, values: GroupValues) -> None:
-        """Before ``unit`` is acquired: start and orthogonalize the units behind it.
+        """Before ``unit`` is acquired: start and orthogonalize the units behind it (:meth:`upcoming`).
 
         Args:
             active: parameters with gradients.
@@ -108,9 +112,9 @@ class SharedUpdates:
         """
         if not self._ahead:
             return
-        stop = min(self.positions[unit] + self._ahead, len(self.units) - 1) + 1
-        for position in range(self._num_started, stop):
-            found = self._backend.look_ahead(self.units[position], active)
+        for later in self.upcoming(unit):
+            position = self.positions[later]
+            found = self._backend.look_ahead(later, active)
             found = [(segment, views) for segment, views in found if self._is_muon(segment)]
             segments = [segment for segment, _ in found]
             momenta = [views.coded.get(MOMENTUM) or views.entries[MOMENTUM] for _, views in found]

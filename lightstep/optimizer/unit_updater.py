@@ -221,7 +221,10 @@ class UnitUpdater:
                 rows |= zip(own, self._scaled(own, gradients, update, scaling[update]), strict=True)
             return [rows[segment] for segment in segments]
 
-        self.shared.start_ahead(unit, active, scaled, values)
+        with contextlib.ExitStack() as stack:
+            for later in self.shared.upcoming(unit):
+                stack.enter_context(self._bringing(later, active))
+            self.shared.start_ahead(unit, active, scaled, values)
         segments = self._backend.acquire(unit, active)
         self.shared.apply(unit, segments, scaled, scaling[updates[0]].overflow, values)
         return segments

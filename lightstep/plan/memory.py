@@ -16,7 +16,7 @@ from lightstep.optimizer.moments import moments_of
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.rules import Rule, groups_by_rules, own_class
 from lightstep.plan.cost import ADAMW, MASTER, SCALE, SIGN, SPLIT_MASTER, StateBytes, cost
-from lightstep.plan.model import TAIL, Activations, Moment, Sizes
+from lightstep.plan.model import FORWARD, HEAD, TAIL, Activations, Moment, Sizes
 
 _WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 _UNIT = 128 * 2**20
@@ -40,6 +40,7 @@ class Memory:
         host: page-locked, with ``spare`` and what blocks keep there between forward and backward.
         spare: second copies on the host, of the state that ``overlap`` updates in backward.
         link: bytes each way in a step.
+        link_again: those of each of its micro-batches but the last.
     """
 
     weights: int
@@ -54,6 +55,7 @@ class Memory:
     host: int
     spare: int
     link: int
+    link_again: int
 
     @property
     def step(self) -> int:
@@ -70,6 +72,7 @@ def memory(
     optimizer: StateBytes = ADAMW,
     on_cpu: bool = False,
     fp32_share: float = 0.0,
+    apart: tuple[int, int] = (0, 0),
 ) -> Memory:
     """The memory of a strategy.
 
@@ -77,8 +80,9 @@ def memory(
         activations: ``None`` if unknown; the peak then leaves them out.
         micro_batches: in a step.
         fp32_share: as for :func:`~lightstep.plan.cost.cost`. These parameters count as spread evenly over the model.
+        apart: elements before and behind the blocks that FSDP2 gathers as units of their own, not with the root.
     """
-    return _MemoryPlan(config, sizes, ranks, micro_batches, optimizer, on_cpu, fp32_share).memory(activations)
+    return _MemoryPlan(config, sizes, ranks, micro_batches, optimizer, on_cpu, fp32_share, apart).memory(activations)
 
 
 class _MemoryPlan:
@@ -93,7 +97,9 @@ class _MemoryPlan:
         optimizer: StateBytes,
         on_cpu: bool,
         fp32_share: float,
+        apart: tuple[int, int],
     ) -> None:
+        self.apart, self.root = apart, sizes.root - sum(apart)
         self.config, self.sizes, self.ranks, self.fp32_share = config, sizes, ranks, fp32_share
         self.is_fp32 = config.precision.parameters == "float32"
         self.shards = shard_count(config, ranks)
@@ -125,6 +131,8 @@ class _MemoryPlan:
         if self.micro_batches == 1:
             return 0
         if self.config.sharding.kind == "fsdp2":
+            if self.on_host:  # where the first gradient is
+                return 0
             return self.gradient_width * (self.sizes.total - blocks_done * sum(self.sizes.blocks[:1]))
         apart = self.config.sharding.kind == "single" and self.config.precision.reduce == "float32" and not self.is_fp32
         return 4 * (1 - self.fp32_share) * self.sizes.total if apart else 0
@@ -155,9 +163,11 @@ class _MemoryPlan:
         spare = self._limit_spare(speculated + travelling)
         # On the host: weights, gradients, and their sums. Each way: to a forward and a backward, and a gradient or from
         # an update and a gradient.
-        rest = all_weights + self.gradient_width * total + self._all_sums() if self.on_host else 0
+        all_gradients = self.gradient_width * total / self.shards
+        rest = all_weights + all_gradients + self._all_sums() if self.on_host else 0
+        passing = 2 * all_weights + (0 if travelling else all_gradients) if self.on_host else 0
         inputs = activations.on_host if activations else 0
-        passing = 2 * all_weights + (0 if travelling else self.gradient_width * total) if self.on_host else 0
+        again = inputs + (int(2 * all_weights + max(all_gradients, self._all_sums())) if self.on_host else 0)
         return Memory(
             weights=int(weights),
             gradients=int(gradients + self._sums()),
@@ -170,14 +180,15 @@ class _MemoryPlan:
             peak=int(peak),
             host=int((all_state if state.backend != "resident" else 0) + spare + rest) + inputs,
             spare=int(spare),
-            link=int(streamed + travelling + passing) + self.micro_batches * inputs,
+            link=int(streamed + travelling + passing) + inputs + (self.micro_batches - 1) * again,
+            link_again=again,
         )
 
     def _speculative_bytes(self, resident: float, streamed: float) -> float:
         """Bytes of records that are updated in backward. Excludes those that are complete last and used first."""
         if not self.speculates:
             return 0
-        last = self.sizes.root if self.config.sharding.kind == "fsdp2" else self.sizes.before
+        last = self.root + self.apart[0] if self.config.sharding.kind == "fsdp2" else self.sizes.before
         return streamed - max(last / self.sizes.total * (resident + streamed) - resident, 0)
 
     def _limit_spare(self, spare: float) -> float:
@@ -229,10 +240,14 @@ class _MemoryPlan:
         if self.config.sharding.kind != "fsdp2":
             arrived = self._gradients(blocks + moment.arrived_root + moment.arrived_block)
             return moment.live + arrived
-        whole = (moment.arrived_root + moment.arrived_block) * self._compute_width  # not yet reduced
+        before, behind = self.apart
+        waiting = moment.arrived_root - (0 if moment.where == HEAD else min(behind, moment.arrived_root))
+        whole = (waiting + moment.arrived_block) * self._compute_width  # not yet reduced
         ahead = 1 if moment.where == TAIL else 2 if moment.blocks_below else 1
         reducing = 1 if moment.blocks_done else 0
-        return moment.live + whole + self._gradients(blocks) + self._gathered(ahead) + self._reductions(reducing)
+        # FSDP2 keeps the buffer of a forward's last all-gather.
+        own = {HEAD: 2 * behind, TAIL: before, FORWARD: max(before, behind)}.get(moment.where, 0) * self._compute_width
+        return moment.live + whole + own + self._gradients(blocks) + self._gathered(ahead) + self._reductions(reducing)
 
     @property
     def _compute_width(self) -> float:
@@ -246,7 +261,7 @@ class _MemoryPlan:
         """Unsharded weights: of ``blocks`` blocks, and of the root from the first forward to the end of backward."""
         if self.config.sharding.kind != "fsdp2":
             return 0
-        return self._compute_width * (self.sizes.root + blocks * max(self.sizes.blocks, default=0))
+        return self._compute_width * (self.root + blocks * max(self.sizes.blocks, default=0))
 
     def _reductions(self, blocks: int) -> float:
         if self.config.sharding.kind != "fsdp2":
@@ -254,10 +269,10 @@ class _MemoryPlan:
         return blocks * max(self.sizes.blocks, default=0) * self.gradient_width
 
     def _root_reduction(self) -> float:
-        """The root's gradients at the end of backward, before and during their reduction."""
+        """The gradients of the root, or of a unit outside the blocks, before and during their reduction."""
         if self.config.sharding.kind != "fsdp2":
             return 0
-        return self.sizes.root * (self._compute_width + self.gradient_width)
+        return max(self.root, *self.apart) * (self._compute_width + self.gradient_width)
 
 
 def updates_in_backward(config: StrategyConfig) -> bool:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +30,7 @@ from lightstep.config import ConfigError
 from lightstep.config_errors import one_sentence, suggest
 from lightstep.sharding.dtypes import planned_by_tensor
 from lightstep.sharding.preparation import checkpoint_activations, transformer_blocks
+from lightstep.sharding.units import sharding_units
 
 _KEYS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -122,6 +123,20 @@ def _from_factory(module: str, attribute: str) -> nn.Module:
             f"{module}:{attribute} returned an object of type {type(model).__name__}; a torch.nn.Module is needed"
         )
     return model
+
+
+def units_outside_blocks(model: nn.Module, wrap: str | Sequence[str]) -> tuple[int, int]:
+    """Elements before and behind the blocks that FSDP2 gathers as units of their own (``sharding.wrap``)."""
+    if isinstance(wrap, str):
+        return 0, 0
+    blocks = set(transformer_blocks(model))
+    found, behind = [0, 0], False
+    units = set(sharding_units(model, wrap)) - blocks
+    for module in model.modules():
+        behind = behind or module in blocks
+        if module in units:
+            found[behind] += sum(parameter.numel() for parameter in module.parameters())
+    return found[0], found[1]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import nn
 from lightstep.config import ConfigError, FSDP2Sharding, StrategyConfig
 from lightstep.plan.cost import ADAMW, StateBytes, sorted_for_choice
 from lightstep.plan.memory import Memory, memory, shard_count
-from lightstep.plan.model import Activations, fp32_share, model_sizes, run_on_meta
+from lightstep.plan.model import Activations, fp32_share, model_sizes, run_on_meta, units_outside_blocks
 from lightstep.plan.timing import Profile, Time, find_profile, iteration_time, profile_here
 
 MARGIN = 0.05
@@ -171,7 +171,9 @@ class Planner:
         if dtype not in self._fp32_shares:
             self._fp32_shares[dtype] = fp32_share(self._model, getattr(torch, dtype))
         share = self._fp32_shares[dtype]
-        return memory(config, self._sizes, seen, ranks, count, self._optimizer, self._on_cpu, share)
+        wrap = config.sharding.wrap if isinstance(config.sharding, FSDP2Sharding) else "auto"
+        apart = units_outside_blocks(self._model, wrap)
+        return memory(config, self._sizes, seen, ranks, count, self._optimizer, self._on_cpu, share, apart)
 
     def _time(self, config: StrategyConfig, seen: Activations, held: Memory) -> Time:
         assert self._profile is not None

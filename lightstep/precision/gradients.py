@@ -84,21 +84,22 @@ class GradientAccumulator:
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Sum the gradients of exactly these parameters; of frozen ones too, which may be unfrozen."""
-        watched = list(parameters)
-        if self._elsewhere is not None:
-            self._elsewhere.set_parameters(watched)
-            return
-        watched = [p for p in watched if p.dtype in _LOW] if self.float32 else []
+        watched, elsewhere = list(parameters), self._elsewhere
+        if elsewhere is not None:
+            elsewhere.set_parameters(watched)
+        else:
+            watched = [p for p in watched if p.dtype in _LOW] if self.float32 else []
         kinds = [(p.dtype, p.requires_grad) for p in watched]
-        several = initialized()
+        several = initialized() and elsewhere is None
         same = kinds == self._kinds and all(map(operator.is_, watched, self._watched))
         if same and isinstance(self._sums, SumsAside) is several:
             return
-        if isinstance(self._sums, SumsAside) is not several:
-            self._sums.set_parameters(())
-            self._sums = SumsAside(_none_unused, lambda _: False) if several else SumsInPlace()
         self._watched, self._kinds, self._watched_set = watched, kinds, frozenset(watched)
-        self._sums.set_parameters(watched)
+        if elsewhere is None:
+            if isinstance(self._sums, SumsAside) is not several:
+                self._sums.set_parameters(())
+                self._sums = SumsAside(_none_unused, lambda _: False) if several else SumsInPlace()
+            self._sums.set_parameters(watched)
         if self._reduction is not None:
             self.set_reduction(self._reduction)
 

@@ -18,6 +18,7 @@ from lightstep.sharding.direct_calls import DirectCalls
 from lightstep.sharding.forward_gates import Gates
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.reduced_gradients import ReplicatedGradients
+from lightstep.sharding.shard_visits import ShardVisits
 from lightstep.sharding.weight_visits import WeightVisits
 
 __all__ = ["PreparedModel"]
@@ -52,7 +53,7 @@ class PreparedModel:
         self.gates = Gates()
         self.gradients: ReplicatedGradients | None = None
         self.direct_calls: DirectCalls | None = None
-        self.weight_visits: WeightVisits | None = None
+        self.weight_visits: WeightVisits | ShardVisits | None = None
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
         self._wrapper: weakref.ref[nn.Module] | None = None
         self._average: weakref.ref[Averages] | None = None

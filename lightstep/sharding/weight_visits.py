@@ -27,13 +27,13 @@ from lightstep.optimizer.managed_parameters import refuse_shared_memory
 from lightstep.sharding.hooks import ModuleHook
 from lightstep.sharding.parameter_reads import await_host
 from lightstep.sharding.preparation import transformer_blocks
-from lightstep.state.host_weights import HostWeights, WeightGroup
+from lightstep.state.host_weights import HostWeights, WeightGroup, require_room
 
-__all__ = ["WeightVisits", "host_weights_of"]
+__all__ = ["AHEAD", "NO_BACKWARD", "VisitOrder", "WeightVisits", "host_weights_of", "weakly"]
 
-_NO_BACKWARD = -1  # torch's number of the graph task
+NO_BACKWARD = -1  # torch's number of the graph task
 
-_AHEAD = 2
+AHEAD = 2
 """Modules whose weights are brought before they are needed."""
 
 
@@ -51,16 +51,20 @@ def host_weights_of(model: nn.Module, device: torch.device, device_bytes: int) -
                 f"{name} is a {type(parameter.data).__name__}, and weights that rest on the host are plain tensors: "
                 "set weights.placement: device"
             )
+    listed = list(model.parameters())
+    moved = sum(p.nbytes for p in listed if p.device.type != "cpu")  # others give their memory back, one by one
+    largest = max((p.nbytes for p in listed), default=0)
+    require_room(max(moved, largest), sum(p.nbytes for p in listed if p.requires_grad))
+    weights = HostWeights(device, device_bytes)
     seen: set[nn.Parameter] = set()
-    groups = []
     for name, module in _visiting_modules(model):
         own = [parameter for parameter in dict.fromkeys(_read_by(model, module)) if parameter not in seen]
         seen.update(own)
         if own:
-            groups.append((name or type(model).__name__, own))
+            WeightGroup(weights, own, name or type(model).__name__)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
-    return HostWeights(groups, device, device_bytes)
+    return weights
 
 
 def _visiting_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -98,18 +102,18 @@ class WeightVisits:
             visitors[-1].watch(module)
         await_host(model.modules(), weights)
         order = [group for visitor in visitors for group in visitor.groups]
-        self._forward, self._backward = _Order(order), _Order(order[::-1])
+        self._forward, self._backward = VisitOrder(order), VisitOrder(order[::-1])
         self._is_running, self._read = False, list[WeightGroup]()
         self._thread: int | None = None  # the one that runs the model
         own, self._model = weakref.ref(self), weakref.ref(model)
         weights.is_foreign = lambda: False if (visits := own()) is None else visits.is_foreign()
         weights.on_read = lambda group: group.is_entered if (visits := own()) is None else visits._enter_for_read(group)
-        model.register_forward_pre_hook(ModuleHook(_weakly(self, WeightVisits._begin)), prepend=True, with_kwargs=True)
-        model.register_forward_hook(ModuleHook(_weakly(self, WeightVisits._end)), always_call=True)
+        model.register_forward_pre_hook(ModuleHook(weakly(self, WeightVisits._begin)), prepend=True, with_kwargs=True)
+        model.register_forward_hook(ModuleHook(weakly(self, WeightVisits._end)), always_call=True)
 
     def _begin(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """A forward of the whole model: its inputs are moved to the device, as FSDP2 moves them."""
-        if torch._C._current_graph_task_id() == _NO_BACKWARD:
+        if torch._C._current_graph_task_id() == NO_BACKWARD:
             self._thread = threading.get_ident()
             self._end_interrupted()
             self.weights.forget_idle()
@@ -121,7 +125,7 @@ class WeightVisits:
     def is_foreign(self) -> bool:
         """Whether another thread runs the model: it may be in the middle of an iteration."""
         is_own = self._thread in (None, threading.get_ident())
-        return not is_own and torch._C._current_graph_task_id() == _NO_BACKWARD
+        return not is_own and torch._C._current_graph_task_id() == NO_BACKWARD
 
     def _enter_for_read(self, group: WeightGroup) -> bool:
         """A weight is read in a forward of the whole model, outside of its module's: it is there until the end."""
@@ -133,7 +137,7 @@ class WeightVisits:
 
     def _end(self, _: nn.Module, __: Any, output: Any) -> None:
         """What a forward has read by itself, its backward has from the beginning on."""
-        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+        if torch._C._current_graph_task_id() != NO_BACKWARD:
             return
         read, self._read, self._is_running = self._read, [], False
         if read and torch.is_grad_enabled():
@@ -153,7 +157,7 @@ class WeightVisits:
         """These groups are visited now: bring those that came next last time."""
         for group in groups:
             self._bring(self._forward.after(group))
-        if self._forward.visited == _AHEAD:
+        if self._forward.visited == AHEAD:
             for taker in self.takers:
                 taker.release()
 
@@ -167,7 +171,7 @@ class WeightVisits:
         if not self._is_final_queued:
             self._is_final_queued = True
             self._backward.start()
-            Variable._execution_engine.queue_callback(_weakly(self, WeightVisits._end_backward))
+            Variable._execution_engine.queue_callback(weakly(self, WeightVisits._end_backward))
         self._in_backward[visitor] = None
         for group in visitor.groups:
             group.enter()
@@ -208,7 +212,7 @@ class WeightVisits:
         self.weights.forget_idle()
 
 
-class _Order:
+class VisitOrder:
     """The order in which groups are visited: as in the last pass, until this one shows another."""
 
     def __init__(self, expected: Sequence[WeightGroup]) -> None:
@@ -231,7 +235,7 @@ class _Order:
         if place is None:
             return ()
         self._place = place
-        return self._last[place + 1 : place + 1 + _AHEAD]
+        return self._last[place + 1 : place + 1 + AHEAD]
 
 
 class _Visitor:
@@ -295,7 +299,7 @@ def _to(device: torch.device) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.to(device, non_blocking=True)
 
 
-def _weakly(owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+def weakly(owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
     reference = weakref.ref(owner)
 
     def call(*arguments: Any) -> Any:

@@ -30,10 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightstep.distributed import local_tensor
 from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.lanes import Lanes
 
-__all__ = ["Field", "HostWeights", "WeightGroup", "WeightHome"]
+__all__ = ["Field", "HostWeights", "WeightGroup", "WeightHome", "groups_of", "require_room"]
 
 _ALIGNMENT = 512
 """Bytes: tensors in a field begin as aligned as memory of their own on a device."""
@@ -53,19 +54,28 @@ class Field:
         likes: tensors with the shapes and dtypes.
         dtype: of all of them; ``None``: their own.
         is_used_once: in a step. Its device memory is the first to be freed.
+        room: elements of memory for each, if that is more than it has.
 
     Attributes:
         on_host, on_device: a tensor for each parameter. Those on the device are empty unless the field is held.
+        room_on_host, room_on_device: the memory of each, 1-dim. On the host each has a storage of its own: savers
+            (accelerate, safetensors) take tensors of one storage for tied ones, and write one of them.
         nbytes: size in either place.
     """
 
     def __init__(
-        self, likes: Sequence[Tensor], dtype: torch.dtype | None, lanes: Lanes, what: str, is_used_once: bool = False
+        self,
+        likes: Sequence[Tensor],
+        dtype: torch.dtype | None,
+        lanes: Lanes,
+        what: str,
+        is_used_once: bool = False,
+        room: Sequence[int] | None = None,
     ) -> None:
         self.is_used_once = is_used_once
         places, end = [], 0
-        for like in likes:
-            size = like.numel() * (dtype or like.dtype).itemsize
+        for like, elements in zip(likes, room or [like.numel() for like in likes], strict=True):
+            size = elements * (dtype or like.dtype).itemsize
             places.append((end, end + size))
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = end
@@ -80,8 +90,12 @@ class Field:
         (flat,) = memory
         self._storage = flat.untyped_storage()
         self._bytes = flat.data  # with a version counter of its own: copies are no writes that autograd should see
-        self.on_host = [_apart(self.host, place, like, dtype) for place, like in zip(places, likes, strict=True)]
-        self.on_device = [_view(flat, place, like, dtype) for place, like in zip(places, likes, strict=True)]
+        self._dtypes = [dtype or like.dtype for like in likes]
+        shapes = [like.shape for like in likes]
+        self.room_on_host = [torch.from_dlpack(memory) for memory in self._memories(self.host)]
+        self.room_on_device = self._memories(flat)
+        self.on_host = [_shaped(memory, shape) for memory, shape in zip(self.room_on_host, shapes, strict=True)]
+        self.on_device = [_shaped(memory, shape) for memory, shape in zip(self.room_on_device, shapes, strict=True)]
         self._what, self._lanes = what, lanes
         self._storage.resize_(0)
         self.arrived, self.used, self.updated, self.returned = (lanes.event() for _ in range(4))
@@ -93,6 +107,11 @@ class Field:
         """An update has written it, and no forward has read it since."""
         self.is_returning = False
         """A copy to the host may be under way."""
+
+    def _memories(self, flat: Tensor) -> list[Tensor]:
+        """The memory of each tensor in ``flat``, 1-dim."""
+        pairs = zip(self._places, self._dtypes, strict=True)
+        return [flat[start:stop].view(dtype) for (start, stop), dtype in pairs]
 
     def bring(self) -> None:
         """Queue the copy to the device."""
@@ -144,19 +163,15 @@ class Field:
             self.is_returning = False
 
 
-def _view(flat: Tensor, place: tuple[int, int], like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return flat[place[0] : place[1]].view(dtype or like.dtype).view(like.shape)
-
-
-def _apart(flat: Tensor, place: tuple[int, int], like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The same with a storage of its own: savers (accelerate, safetensors) take tensors of one storage for tied ones,
-    and write one of them."""
-    own = torch.from_dlpack(flat[place[0] : place[1]])
-    return _view(own, (0, own.numel()), like, dtype)
+def _shaped(memory: Tensor, shape: torch.Size) -> Tensor:
+    return memory[: shape.numel()].view(shape)
 
 
 class WeightGroup:
     """Parameters that are brought and taken back together.
+
+    Args:
+        room: elements of memory for each parameter, if that is more than it has.
 
     Attributes:
         weights: the field in which they rest. The parameters are its tensors on the host, and from :meth:`enter` on
@@ -164,16 +179,26 @@ class WeightGroup:
         name: for messages.
     """
 
-    def __init__(self, owner: HostWeights, parameters: Sequence[nn.Parameter], name: str) -> None:
+    def __init__(
+        self, owner: HostWeights, parameters: Sequence[nn.Parameter], name: str, room: Sequence[int] | None = None
+    ) -> None:
         self.owner, self.parameters, self.name = owner, list(parameters), name
-        self.weights = Field(self.parameters, None, owner.lanes, f"the weights of {name}")
+        locals_ = [local_tensor(parameter).detach() for parameter in parameters]
+        self.weights = Field(locals_, None, owner.lanes, f"the weights of {name}", room=room)
         self._others: dict[torch.dtype | None, Field] = {}
         self._visits = 0
         self._is_at_rest = True
         self._versions: list[int] | None = None  # of the weights on the device
-        for parameter, rest in zip(self.parameters, self.weights.on_host, strict=True):
-            rest.copy_(parameter.data)
-            parameter.data = rest
+        if room is not None:
+            self.weights.host.zero_()
+        for number, (local, rest) in enumerate(zip(locals_, self.weights.on_host, strict=True)):
+            rest.copy_(local)
+            self._put(number, rest)
+        owner.add(self)
+
+    def _put(self, number: int, tensor: Tensor) -> None:
+        """Make ``tensor`` the memory of a parameter."""
+        self.parameters[number].data = tensor
 
     def gradients(self, dtype: torch.dtype | None = None) -> Field:
         """The field of gradients in this dtype (``None``: the parameters' own); made at the first call."""
@@ -225,8 +250,8 @@ class WeightGroup:
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
         self._is_at_rest = tensors is self.weights.on_host
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            parameter.data = tensor
+        for number, tensor in enumerate(tensors):
+            self._put(number, tensor)
 
     # -- writes by others
 
@@ -252,18 +277,19 @@ class WeightGroup:
         """
         if not self._is_at_rest:
             return
-        for parameter, rest in zip(self.parameters, self.weights.on_host, strict=True):
-            if parameter.data_ptr() == rest.data_ptr():
+        for number, (parameter, rest) in enumerate(zip(self.parameters, self.weights.on_host, strict=True)):
+            local = local_tensor(parameter)
+            if local.data_ptr() == rest.data_ptr():
                 continue
-            if (parameter.shape, parameter.dtype) != (rest.shape, rest.dtype):
+            if (local.shape, local.dtype) != (rest.shape, rest.dtype):
                 raise ValueError(
-                    f"a parameter of {self.name} is {parameter.dtype} of shape {tuple(parameter.shape)} now, and rests "
+                    f"a parameter of {self.name} is {local.dtype} of shape {tuple(local.shape)} now, and rests "
                     f"on the host as {rest.dtype} of shape {tuple(rest.shape)} (weights.placement: host); cast or "
                     "resize the model before prepare_model"
                 )
             self.weights.settle()
-            rest.copy_(parameter.data)
-            parameter.data = rest
+            rest.copy_(local.detach())
+            self._put(number, rest)
             torch.autograd.graph.increment_version([parameter])  # it counts as written to
             self.forget()
 
@@ -311,37 +337,29 @@ class HostWeights:
     """All groups of one model.
 
     Args:
-        groups: names and parameters of each group. They are moved to the host.
-        device: where they are worked on.
+        device: where weights are worked on.
         device_bytes: how much device memory fields may take up; those that are held may take more.
 
     Attributes:
+        groups: those that have been made so far.
         is_foreign: whether another thread trains than this one, which then must not move parameters.
         on_read: called with a group whose parameters are read; returns whether they are on the device, for a module.
-
-    Raises:
-        HostMemoryError: the host has too little memory. Nothing has been moved.
     """
 
-    def __init__(
-        self, groups: Sequence[tuple[str, Sequence[nn.Parameter]]], device: torch.device, device_bytes: int
-    ) -> None:
-        listed = [parameter for _, parameters in groups for parameter in parameters]
-        moved = sum(p.nbytes for p in listed if p.device.type != "cpu")  # others give their memory back, one by one
-        gradients = sum(p.nbytes for p in listed if p.requires_grad)
-        require(max(moved, max((p.nbytes for p in listed), default=0)) + gradients, "weights and gradients", _ADVICE)
+    def __init__(self, device: torch.device, device_bytes: int) -> None:
         self.device, self._device_bytes = device, device_bytes
         self.on_read: Callable[[WeightGroup], bool] = lambda group: group.is_entered
         self.is_foreign: Callable[[], bool] = lambda: False
         self.lanes = Lanes(device, small_pieces=False)
         self._lock = threading.RLock()
         self._present: OrderedDict[Field, None] = OrderedDict()  # the one that will be needed last comes first
-        self.groups = [WeightGroup(self, parameters, name) for name, parameters in groups]
-        self._homes = {
-            parameter: WeightHome(group, number)
-            for group in self.groups
-            for number, parameter in enumerate(group.parameters)
-        }
+        self.groups: list[WeightGroup] = []
+        self._homes: dict[nn.Parameter, WeightHome] = {}
+
+    def add(self, group: WeightGroup) -> None:
+        """Called by each new group."""
+        self.groups.append(group)
+        self._homes |= {parameter: WeightHome(group, number) for number, parameter in enumerate(group.parameters)}
 
     def home_of(self, parameter: Tensor) -> WeightHome | None:
         """``None`` if the parameter is none of these."""
@@ -485,6 +503,15 @@ class HostWeights:
             "host_bytes": sum(field.nbytes for field in fields),
             "device_bytes": sum(field.nbytes for field in fields if field.is_present),
         }
+
+
+def require_room(moved: int, gradients: int) -> None:
+    """Check that the host has room for so many bytes of weights and of gradients, before anything is moved.
+
+    Raises:
+        HostMemoryError: it has not.
+    """
+    require(moved + gradients, "weights and gradients", _ADVICE)
 
 
 def groups_of(homes: Iterable[Any]) -> list[WeightGroup]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -31,7 +31,9 @@ from lightstep.sharding.preparation import (
 )
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
+from lightstep.sharding.shard_visits import ShardVisits
 from lightstep.sharding.units import fp32_parts, sharding_units
+from lightstep.state.host_weights import HostWeights, require_room
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 
 
@@ -62,6 +64,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
         units = [*self._units(inner), inner]
         parts = self._fp32_parts(inner, units, plan)
         loaded, same_dtypes = self._check_initial_weights(inner)
+        visits = self._shard_visits(inner)
         if not loaded or not same_dtypes:
             cast_tensors(inner, plan)
         for unit in units:
@@ -72,10 +75,31 @@ class FSDP2Strategy(ProcessGroupStrategy):
             is_trained_root = unit is inner and any(p.requires_grad for p in inner.parameters())
             self._shard(unit, mesh, is_trained_root, torch.float32 if unit in parts[unit] else None)
             PreparedModel.of(inner).keep_masters(_local_shards(unrounded, unit))
+            if visits is not None and loaded:
+                _move_to_host(visits, inner, [*parts[unit], unit])
         if not loaded:
             self._initialise(inner, mesh)
+            if visits is not None:
+                _move_to_host(visits, inner, sharded_modules(inner))
+        if visits is not None:
+            visits.watch(inner)
+            PreparedModel.of(inner).weight_visits = visits
         sharded_gradients.add_model(inner)  # an optimizer that was created before may be given these parameters
         return model
+
+    def _shard_visits(self, model: nn.Module) -> ShardVisits | None:
+        """What brings shards that will rest on the host.
+
+        Raises:
+            HostMemoryError: the host has too little memory for them.
+        """
+        if self.config.weights.placement == "device":
+            return None
+        shards = self._mesh_sizes()[1]
+        gradients = sum(p.numel() * self.parameter_dtype.itemsize for p in model.parameters() if p.requires_grad)
+        weights = sum(p.numel() * self.parameter_dtype.itemsize for p in model.parameters())
+        require_room(weights // shards, gradients // shards)
+        return ShardVisits(HostWeights(self.device, int(self.config.weights.device_mib * 2**20)))
 
     def _fp32_parts(
         self, model: nn.Module, units: list[nn.Module], plan: DtypePlan
@@ -236,8 +260,12 @@ class FSDP2Strategy(ProcessGroupStrategy):
     # -- training
 
     def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """With ``last=False`` unsharded gradients are accumulated locally, in the dtype of the reduction."""
-        return contextlib.nullcontext() if last else _no_sync(model)
+        """With ``last=False`` unsharded gradients are accumulated locally, in the dtype of the reduction.
+
+        Where weights rest on the host, that memory is what is short: every micro-batch is reduced.
+        """
+        on_host = self.config.weights.placement == "host"
+        return contextlib.nullcontext() if last or on_host else _no_sync(model)
 
     def _reshard(self, model: nn.Module) -> None:
         """Reshard all units. The root stays unsharded after a forward: its parameters are no DTensors then."""
@@ -262,6 +290,12 @@ class FSDP2Strategy(ProcessGroupStrategy):
 
     def _replicas(self, model: nn.Module) -> Replicas | None:
         return Replicas.of_shards(model.parameters(), self._overlaps_sends)
+
+
+def _move_to_host(visits: ShardVisits, model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    for module in dict.fromkeys(modules):
+        visits.add(module, names[module] or type(model).__name__)
 
 
 def _local_shards(values: Mapping[str, Tensor], unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(on_cpu, "delay", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # with more the Trainer takes nn.DataParallel
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     yield

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightstep import ConfigError, Strategy
+from lightstep import Strategy
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.state import units as units_module
 from lightstep.state.host_activations import HostActivations
@@ -365,11 +365,6 @@ def test_parameters_that_share_memory_are_refused_and_not_untied() -> None:
     model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
     with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight and blocks\.1\.up\.weight share memory"):
         Strategy.load("offload", overrides={"precision.parameters": "float32"}).prepare_model(model)
-
-
-def test_several_devices_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"for one device so far; set sharding\.kind: single"):
-        Strategy.load("fsdp2", overrides={"weights.placement": "host"})
 
 
 def test_a_model_that_is_cast_afterwards_is_told() -> None:

@@ -296,6 +296,32 @@ def test_activation_checkpointing_is_the_strategys_unless_it_is_given() -> None:
     assert by_strategy == given < without
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("offload", 1), ("fsdp2-offload", 2)])
+def test_weights_on_the_host_travel_in_each_micro_batch(name: str, ranks: int) -> None:
+    """To its forward and its backward; and the fp32 sum of gradients is brought, added to, and taken back."""
+    model, profile, config = load_shape("Llama-3.1-8B"), find_profile("H100"), Strategy.load(name).config
+    plans = [
+        Planner(model, Workload(4096, micro_batches=count), profile, ranks).plan(name, config) for count in (1, 2, 4)
+    ]
+    own = sum(parameter.numel() for parameter in model.parameters()) / ranks
+    once, twice, often = (plan.memory.link for plan in plans)
+    assert twice - once == pytest.approx((2 + 2 + 4) * own) and often - once == pytest.approx(3 * (2 + 2 + 4) * own)
+    times = [plan.time.iteration for plan in plans if plan.time is not None]
+    assert times[2] - times[1] == pytest.approx(2 * (times[1] - times[0]), rel=0.01)
+    assert times[1] - times[0] >= (twice - once) / profile.link.each_way(ranks) / 1e6
+
+
+def test_units_of_their_own_are_planned() -> None:
+    """An embedding and a head that FSDP2 gathers by themselves are not whole from forward to backward."""
+    model, work = load_shape("Llama-3.1-8B"), Workload(16_384, checkpointed=True, loss_chunk=1024)
+    wrap = {"sharding.wrap": ["LlamaDecoderLayer", "model.embed_tokens", "lm_head"]}
+    configs = [Strategy.load("fsdp2-offload", overrides=own).config for own in ({}, wrap)]
+    together, apart = (Planner(model, work, ranks=2).plan("fsdp2-offload", config).memory for config in configs)
+    assert together.peak - apart.peak > 2e9
+    assert together.spare < apart.spare, "the head is updated in backward, too"
+    assert together.host - together.spare == apart.host - apart.spare
+
+
 def test_inputs_of_blocks_on_the_host_are_planned() -> None:
     """Two of them count on the device; all are copied each way in each micro-batch, beside the computation."""
     model, tokens, profile = load_shape("Llama-3.1-8B"), 65_536, find_profile("H100")

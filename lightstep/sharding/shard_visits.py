@@ -1,0 +1,153 @@
+"""FSDP2 reads shards that rest on the host from the device, and their gradients leave it as they are reduced.
+
+What FSDP2 gathers together is a group. Its shards are on the device while FSDP2 copies them into the all-gather's
+input, on the stream that copies; those of the groups that will be gathered next are brought meanwhile. When a group's
+gradients have been reduced, they leave the device on the stream that has reduced them.
+
+Between steps the parameters are DTensors whose shards are on the host, as under FSDP2's ``CPUOffloadPolicy``. That
+policy copies tensor by tensor, on the stream of the computation where a mesh has one rank, and rounds gradients before
+it takes them to the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from lightstep.distributed import like, local_tensor
+from lightstep.optimizer.host_gradients import HostGradients
+from lightstep.sharding.fsdp_groups import ParameterGroup, parameter_groups
+from lightstep.sharding.hooks import ModuleHook
+from lightstep.sharding.parameter_reads import await_host
+from lightstep.sharding.weight_visits import AHEAD, NO_BACKWARD, VisitOrder, weakly
+from lightstep.state.host_weights import HostWeights, WeightGroup
+
+__all__ = ["ShardVisits"]
+
+
+class ShardGroup(WeightGroup):
+    """The shards that FSDP2 gathers together. They are always at rest: only FSDP2 gets them on the device."""
+
+    def __init__(self, owner: HostWeights, group: ParameterGroup, name: str) -> None:
+        self.hooks = group.hooks
+        self._parts = [weakref.ref(part) for part in group.parts]  # they refer to the model
+        room = [part._sharded_param_data.numel() for part in group.parts]  # all ranks gather the same number
+        super().__init__(owner, group.shards, name, room)
+        self._memories = self.weights.room_on_host, self.weights.room_on_device
+        pairs = list(zip(self.parameters, self.weights.on_device, strict=True))
+        self._reduced = [like(parameter, tensor) for parameter, tensor in pairs]
+        self._show_to_fsdp(on_device=False)
+
+    def _put(self, number: int, tensor: Tensor) -> None:
+        parameter: Any = self.parameters[number]
+        parameter.data = like(parameter, tensor)  # its device
+        parameter._local_tensor = tensor.data  # with a version counter of its own: copies are no writes of the user
+
+    def _show_to_fsdp(self, on_device: bool) -> None:
+        for reference, memory in zip(self._parts, self._memories[on_device], strict=True):
+            part = reference()
+            assert part is not None
+            part._sharded_param_data = memory
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether the module's parameters are whole now: the shards are none of them."""
+        return self.hooks.is_gathered
+
+    def hold(self) -> None:
+        """FSDP2 reads the shards next, on the current stream."""
+        lane = self.owner.lanes.caller()
+        lane.wait(self.weights.used)  # that may have been on another stream
+        self.owner.hold(self.weights, self)
+        self.weights.is_fresh = False
+        self._show_to_fsdp(on_device=True)
+
+    def release(self) -> None:
+        """FSDP2 has read them."""
+        self._show_to_fsdp(on_device=False)
+        self.owner.release(self.weights)
+
+    @contextlib.contextmanager
+    def taking_gradients(self) -> Iterator[None]:
+        """In the body the parameters' gradients may be on the device, as far as torch sees."""
+        self._pass_for(self._reduced)
+        try:
+            yield
+        finally:
+            self._pass_for([like(parameter, local_tensor(parameter)) for parameter in self.parameters])
+
+    def _pass_for(self, tensors: Iterable[Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor  # torch compares the devices; the shard itself stays where it is
+
+
+class ShardVisits:
+    """Hooks on one FSDP2 model.
+
+    Attributes:
+        takers: take the gradients of a group when they have been reduced, on the stream that has reduced them.
+    """
+
+    def __init__(self, weights: HostWeights) -> None:
+        self.weights = weights
+        self.takers: weakref.WeakSet[HostGradients] = weakref.WeakSet()
+        self._groups: list[ShardGroup] = []
+        self._forward, self._backward = VisitOrder(()), VisitOrder(())
+        self._task = NO_BACKWARD
+
+    def add(self, module: nn.Module, name: str) -> None:
+        """Move the shards of one FSDP module to the host."""
+        for group in parameter_groups(module):
+            if not group.parts:
+                continue
+            own = ShardGroup(self.weights, group, name)
+            self._groups.append(own)
+            group.hooks.hold, group.hooks.release = partial(weakly(self, ShardVisits.hold), own), own.release
+            group.hooks.reducing = own.taking_gradients
+            group.hooks.after_reduction = partial(weakly(self, ShardVisits.take), own)
+
+    def watch(self, model: nn.Module) -> None:
+        """All modules have been added."""
+        order = self._groups
+        self._forward, self._backward = VisitOrder(order), VisitOrder(order[::-1])
+        await_host(model.modules(), self.weights)
+        model.register_forward_pre_hook(ModuleHook(weakly(self, ShardVisits._begin_forward)), prepend=True)
+
+    def end_if_interrupted(self) -> None:
+        """Nothing is held outside of FSDP2's reads."""
+
+    def _begin_forward(self, *_: Any) -> None:
+        if torch._C._current_graph_task_id() == NO_BACKWARD:
+            self.weights.forget_idle()
+            self._forward.start()
+
+    def hold(self, group: ShardGroup) -> None:
+        group.hold()
+        task = torch._C._current_graph_task_id()
+        if task != NO_BACKWARD and task != self._task:
+            self._task = task
+            self._backward.start()
+            Variable._execution_engine.queue_callback(weakly(self, ShardVisits._end_backward))
+        order = self._forward if task == NO_BACKWARD else self._backward
+        for upcoming in order.after(group):
+            self.weights.prefetch(upcoming)
+        if task == NO_BACKWARD and self._forward.visited == AHEAD:
+            with group.hooks.on_reducing_stream():  # their memory is that stream's
+                for taker in self.takers:
+                    taker.release()
+
+    def take(self, group: ShardGroup) -> None:
+        with torch.no_grad():
+            for taker in self.takers:
+                taker.take(group)
+
+    def _end_backward(self) -> None:
+        self._task = NO_BACKWARD
+        self.weights.forget_idle()

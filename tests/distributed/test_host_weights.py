@@ -1,0 +1,303 @@
+"""Shards that rest on the host under FSDP2: the bits of a run that keeps them on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightstep
+from lightstep import ConfigError
+from lightstep.distributed import local_tensor
+from tests.covering import every_pair
+from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.ranks import Pool
+from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Skipping, Training, prefetch_forward
+from tests.unit.test_homes_and_times import HOMES, LIMITS
+from tests.unit.test_stream import random_delays, random_sleeps
+
+SHARDED = ["fsdp2", "fsdp2-kept-gathered", "fsdp2-checkpointed", "fsdp2-named-units"]
+
+
+class Run(Training):
+    """Every micro-batch is reduced.
+
+    Args:
+        mib: device memory for weights; ``None``: they are on the device.
+    """
+
+    def __init__(self, rank: int, world_size: int, values: dict[str, Any], mib: float | None, **more: Any) -> None:
+        on_host = {} if mib is None else {"weights": {"placement": "host", "device_mib": mib}}
+        super().__init__(rank, world_size, {**values, **on_host}, **more)
+        self.accumulates = mib is not None
+
+    def step(self) -> list[float]:
+        losses = []
+        micros = 1 if self.optimizer.engine.update_time.in_backward else 1 + self.steps % 2
+        for micro in range(micros):
+            context = self.strategy.accumulate(self.model, last=micro == micros - 1)
+            with context if self.accumulates else contextlib.nullcontext():
+                loss = loss_of(self.model, self.steps, micro, self.rank, self.device) / 2
+                losses.append(loss.item())
+                self.optimizer.backward(loss)
+        self.optimizer.step()
+        self.steps += 1
+        return losses
+
+    def delay(self, seed: int, longest: float = 2e-3) -> None:
+        weights = self.optimizer.engine._host_weights
+        for lanes in [self.optimizer._backend.lanes, weights.lanes]:
+            if self.device.type == "cpu":
+                random_delays(lanes, seed, longest)
+            else:
+                random_sleeps(lanes, seed, int(longest * 2e9))
+
+
+def settings(sharding: dict[str, Any], home: str, time: str, limit: str, precision: str) -> dict[str, Any]:
+    clipping = {"max_norm": LIMITS[limit], **({"scope": "unit"} if time == "in_backward" else {})}
+    own = dict(PRECISIONS[precision])
+    if time == "in_backward" and precision == "fp16":
+        own["loss_scale"] = {"kind": "constant", "scale": 64.0}
+    return {
+        "sharding": sharding,
+        "precision": own,
+        "clipping": clipping,
+        "optimizer_state": {**HOMES[home], "update": time},
+    }
+
+
+def check_same_bits(
+    rank: int,
+    world_size: int,
+    values: dict[str, Any],
+    mib: float,
+    make: type[TinyTransformer] = TinyTransformer,
+    prefetch: bool = False,
+) -> None:
+    time = values["optimizer_state"]["update"]
+    plain = {"backend": "resident", "update": time if time == "in_backward" else "at_step"}
+    expected = Run(rank, world_size, {**values, "optimizer_state": plain}, None, make=make)
+    wanted = [[expected.step() for _ in range(3)], expected.evaluate(), expected.step(), expected.snapshot()]
+    for seed in (0, 1):
+        tested = Run(rank, world_size, values, mib, make=make)
+        if prefetch:
+            prefetch_forward(tested.inner)
+        losses = [tested.step()]
+        tested.delay(seed * world_size + rank)
+        losses += [tested.step() for _ in range(2)]
+        found = [losses, tested.evaluate(), tested.step(), tested.snapshot()]
+        assert found[:3] == wanted[:3], f"seed {seed}: {found[:3]}, expected {wanted[:3]}"
+        different = [key for key, value in wanted[3].items() if not torch.equal(found[3][key], value)]
+        assert found[3].keys() == wanted[3].keys() and not different, f"seed {seed}: {different}"
+        assert all(p.grad is None for p in tested.inner.parameters())
+        assert all(local_tensor(p).device.type == "cpu" for p in tested.inner.parameters())
+        tested.optimizer.close()
+
+
+@every_pair(
+    layout=SHARDED,
+    home=HOMES,
+    time=["at_step", "next_forward", "overlap", "in_backward"],
+    limit=LIMITS,
+    precision=PRECISIONS,
+    mib=[0.001, 64.0],
+)
+def test_the_same_bits(pool: Pool, layout: str, home: str, time: str, limit: str, precision: str, mib: float) -> None:
+    world_size, sharding = LAYOUTS[layout]
+    pool.run(check_same_bits, world_size, values=settings(sharding, home, time, limit, precision), mib=mib)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_other_numbers_of_ranks(pool: Pool, ranks: int) -> None:
+    """On one rank FSDP2 gathers nothing, and reads shards elsewhere; on three they are uneven."""
+    pool.run(
+        check_same_bits, ranks, values=settings({"kind": "fsdp2"}, "stream", "overlap", "clipped", "bf16"), mib=0.02
+    )
+
+
+@pytest.mark.parametrize("time", ["next_forward", "overlap"])
+def test_shards_that_are_cast_when_gathered(pool: Pool, time: str) -> None:
+    sharding = {"kind": "fsdp2", "compute": "bfloat16"}
+    pool.run(check_same_bits, 2, values=settings(sharding, "stream", time, "clipped", "fp32"), mib=0.001)
+
+
+@pytest.mark.parametrize("time", ["next_forward", "overlap"])
+def test_a_forward_that_leaves_out_a_block(pool: Pool, time: str) -> None:
+    values = settings({"kind": "fsdp2"}, "stream", time, "clipped", "bf16")
+    pool.run(check_same_bits, 2, values=values, mib=0.001, make=Skipping)
+
+
+def test_gathering_ahead(pool: Pool) -> None:
+    values = settings({"kind": "fsdp2"}, "stream", "next_forward", "clipped", "bf16")
+    pool.run(check_same_bits, 2, values=values, mib=0.001, prefetch=True)
+
+
+# ---- other classes
+
+
+class Matrices(TinyTransformer):
+    """Muon's, and AdamW's parameters."""
+
+    def split(self) -> list[dict[str, Any]]:
+        groups = super().split()
+        groups[0] = {"params": groups[0]["params"], "optimizer_class": torch.optim.Muon, "lr": 3e-3}
+        return groups
+
+
+def check_muon(rank: int, world_size: int, time: str, home: str) -> None:
+    runs = []
+    for mib, state in ((None, {"backend": "resident"}), (0.001, {**HOMES[home], "update": time})):
+        values = {"sharding": {"kind": "fsdp2"}, "precision": PRECISIONS["bf16"], "clipping": {"max_norm": 0.3}}
+        run = Run(rank, world_size, {**values, "optimizer_state": state}, mib, make=Matrices)
+        losses = [run.step()]
+        if mib is not None:
+            run.delay(rank)
+        runs.append(([*losses, *(run.step() for _ in range(3))], run.snapshot()))
+        run.optimizer.close()
+    (losses, wanted), (found_losses, found) = runs
+    assert found_losses == losses
+    assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == []
+
+
+@pytest.mark.parametrize("home", ["resident", "stream"])
+@pytest.mark.parametrize("time", ["at_step", "next_forward", "overlap"])
+def test_muon_on_shards(pool: Pool, time: str, home: str) -> None:
+    pool.run(check_muon, 2, time=time, home=home)
+
+
+# ---- checkpoints, and what users do between steps
+
+
+def check_saved_and_resumed(rank: int, world_size: int, folder: Path, time: str) -> None:
+    """A run changes its placement, and its home, at each resume."""
+    on_device = settings({"kind": "fsdp2"}, "resident", "at_step", "clipped", "bf16")
+    on_host = settings({"kind": "fsdp2"}, "stream", time, "clipped", "bf16")
+    expected = Run(rank, world_size, on_device, None)
+    losses = [expected.step() for _ in range(6)]
+    found: list[list[float]] = []
+    for part, (values, mib) in enumerate([(on_host, 0.001), (on_device, None), (on_host, 64.0)]):
+        run = Run(rank, world_size, values, mib)
+        if part:
+            run.strategy.load_checkpoint(folder / str(part - 1), run.model, run.optimizer)
+        run.steps = 2 * part
+        found += [run.step()]
+        saved = run.strategy.save_checkpoint(folder / f"early{part}", run.model, run.optimizer, asynchronous=True)
+        found += [run.step()]
+        saved.result(60)
+        run.strategy.save_checkpoint(folder / str(part), run.model, run.optimizer)
+        snapshot = run.snapshot()
+        run.optimizer.close()
+    assert found == losses
+    wanted = expected.snapshot()
+    assert [key for key in wanted if not torch.equal(wanted[key], snapshot[key])] == []
+
+
+@pytest.mark.parametrize("time", ["next_forward", "overlap"])
+def test_a_run_that_changes_its_placement(pool: Pool, tmp_path: Path, time: str) -> None:
+    pool.run(check_saved_and_resumed, 2, folder=tmp_path, time=time)
+
+
+def read_weights(run: Run) -> None:
+    assert all(torch.isfinite(local_tensor(value)).all() for value in run.inner.state_dict().values())
+
+
+def write_in_place(run: Run) -> None:
+    with torch.no_grad():
+        for parameter in run.inner.blocks[1].parameters():
+            parameter.mul_(0.5)
+
+
+def write_shards(run: Run) -> None:
+    run.optimizer.synchronize()
+    local_tensor(run.inner.head.weight).mul_(0.5)
+    run.optimizer.refresh_master_weights()
+
+
+def load_own_weights(run: Run) -> None:
+    run.inner.load_state_dict({name: value.clone() * 0.5 for name, value in run.inner.state_dict().items()})
+
+
+def evaluate(run: Run) -> None:
+    with torch.inference_mode():
+        run.evaluate()
+
+
+def forward_without_backward(run: Run) -> None:
+    loss_of(run.model, 5, 0, run.rank, run.device)
+
+
+def backward_by_autograd(run: Run) -> None:
+    (loss_of(run.model, 5, 0, run.rank, run.device) / 2).backward()
+
+
+def drop_gradients(run: Run) -> None:
+    run.optimizer.backward(loss_of(run.model, 5, 0, run.rank, run.device))
+    run.optimizer.zero_grad()
+
+
+def move_the_model(run: Run) -> None:
+    run.inner.to(run.device)
+
+
+ACTIONS = [
+    read_weights,
+    write_in_place,
+    write_shards,
+    load_own_weights,
+    evaluate,
+    forward_without_backward,
+    backward_by_autograd,
+    drop_gradients,
+    move_the_model,
+]
+
+
+def check_actions(rank: int, world_size: int, time: str, mib: float) -> None:
+    values = settings({"kind": "fsdp2"}, "stream", time, "clipped", "bf16")
+    plain = {**values, "optimizer_state": {"backend": "resident"}}
+    for action in ACTIONS:
+        runs = []
+        for settings_, own in ((plain, None), (values, mib)):
+            run = Run(rank, world_size, settings_, own)
+            losses = [run.step(), run.step()]
+            if own is not None:
+                run.delay(rank)
+            action(run)
+            losses += [run.step(), run.step()]
+            runs.append((losses, run.snapshot()))
+            run.optimizer.close()
+        (losses, wanted), (found_losses, found) = runs
+        assert found_losses == losses, action.__name__
+        assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == [], action.__name__
+
+
+@pytest.mark.parametrize("mib", [0.001, 64.0])
+@pytest.mark.parametrize("time", ["at_step", "next_forward", "overlap"])
+def test_what_users_do_between_steps(pool: Pool, time: str, mib: float) -> None:
+    pool.run(check_actions, 2, time=time, mib=mib)
+
+
+def check_freed(rank: int, world_size: int) -> None:
+    run = Run(rank, world_size, settings({"kind": "fsdp2"}, "stream", "overlap", "clipped", "bf16"), 0.02)
+    for _ in range(3):
+        run.step()
+    weights, model = weakref.ref(run.optimizer.engine._host_weights), weakref.ref(run.inner)
+    del run
+    gc.collect()
+    gc.collect()  # what is kept for the model goes after it
+    assert weights() is None and model() is None
+
+
+def test_a_model_that_is_given_up_leaves_no_memory(pool: Pool) -> None:
+    pool.run(check_freed, 2)
+
+
+def test_replicas_are_refused() -> None:
+    for sharding in ({"kind": "fsdp2", "mesh": {"replicate": 2, "shard": "auto"}}, {"kind": "ddp"}):
+        with pytest.raises(ConfigError, match=r"set sharding\.kind: single, or fsdp2 with mesh\.replicate: 1"):
+            lightstep.Strategy.load({"sharding": sharding, "weights": {"placement": "host"}})
