@@ -82,7 +82,7 @@ class GroupHooks:
 
     Attributes:
         before_read: called on the stream that reads next; it makes that stream wait for whoever writes the shards.
-        hold, release: called on that stream before and after the reads.
+        hold, release: called on that stream before and after the reads; ``release`` also if ``hold`` was interrupted.
         reducing: entered around the reduction of a backward.
         after_reduction: called on the stream that has made the gradients of the shards.
         joins_unused: micro-batches between two reductions may use different parameters of the module, or none.
@@ -132,10 +132,10 @@ class GroupHooks:
 
     @contextlib.contextmanager
     def _reads(self, on_stream: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-        with on_stream():
-            self.before_read()
-            self.hold()
         try:
+            with on_stream():
+                self.before_read()
+                self.hold()
             yield
         finally:
             with on_stream():

@@ -41,6 +41,7 @@ class ShardGroup(WeightGroup):
         room = [part._sharded_param_data.numel() for part in group.parts]  # all ranks gather the same number
         super().__init__(owner, group.shards, name, room)
         self._memories = self.weights.room_on_host, self.weights.room_on_device
+        self._is_held = False
         pairs = list(zip(self.parameters, self.weights.on_device, strict=True))
         self._reduced = [like(parameter, tensor) for parameter, tensor in pairs]
         self._show_to_fsdp(on_device=False)
@@ -66,13 +67,16 @@ class ShardGroup(WeightGroup):
         lane = self.owner.lanes.caller()
         lane.wait(self.weights.used)  # that may have been on another stream
         self.owner.hold(self.weights, self)
+        self._is_held = True
         self.weights.is_fresh = False
         self._show_to_fsdp(on_device=True)
 
     def release(self) -> None:
-        """FSDP2 has read them."""
+        """FSDP2 has read them, or was interrupted before."""
         self._show_to_fsdp(on_device=False)
-        self.owner.release(self.weights)
+        if self._is_held:
+            self._is_held = False
+            self.owner.release(self.weights)
 
     @contextlib.contextmanager
     def taking_gradients(self) -> Iterator[None]:
