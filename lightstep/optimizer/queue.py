@@ -21,6 +21,7 @@ from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.optimizer.step_guard import StepGuard
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.gradients import GradientAccumulator
+from lightstep.state.host_weights import WeightGroup
 from lightstep.state.lanes import Lane
 from lightstep.state.schema import Managed, Unit
 from lightstep.state.store import Store
@@ -543,4 +544,12 @@ def refuse_older_graphs(items: Iterable[Managed]) -> None:
     So autograd refuses a backward through a graph that has saved them, as it does after ``torch.optim``'s own step.
     Otherwise it would read them while they are updated.
     """
-    torch.autograd.graph.increment_version([item.local if item.home is None else item.param for item in items])
+    by_group: dict[WeightGroup | None, list[Tensor]] = {}
+    for item in items:
+        group = None if item.home is None else item.home.group
+        by_group.setdefault(group, []).append(item.local if group is None else item.param)
+    for group, written in by_group.items():
+        if group is None:
+            torch.autograd.graph.increment_version(written)
+        else:
+            group.note_own_write(written)

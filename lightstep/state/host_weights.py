@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightstep.distributed import local_tensor
+from lightstep.distributed import local_tensor, writes
 from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.lanes import Lanes
 
@@ -257,7 +257,15 @@ class WeightGroup:
 
     def note_versions(self) -> None:
         """The weights on the device are the parameters as they are now."""
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = [writes(parameter) for parameter in self.parameters]
+
+    def note_own_write(self, parameters: Iterable[Tensor]) -> None:
+        """An update will write to these parameters: they count as written to, and what is on the device stays."""
+        with self.owner.lock:
+            is_known = not self.is_outdated()
+            torch.autograd.graph.increment_version(list(parameters))
+            if is_known:
+                self.note_versions()
 
     def forget(self) -> None:
         """What is on the device may be out of date, and is brought again."""
@@ -266,7 +274,7 @@ class WeightGroup:
     def is_outdated(self) -> bool:
         """Whether somebody may have written to the weights on the host after they were brought."""
         return self._versions is None or any(
-            parameter._version != version for parameter, version in zip(self.parameters, self._versions, strict=True)
+            writes(parameter) != version for parameter, version in zip(self.parameters, self._versions, strict=True)
         )
 
     def adopt_replaced(self) -> None:
@@ -342,6 +350,7 @@ class HostWeights:
 
     Attributes:
         groups: those that have been made so far.
+        lock: held while fields come, go, or are held.
         is_foreign: whether another thread trains than this one, which then must not move parameters.
         on_read: called with a group whose parameters are read; returns whether they are on the device, for a module.
     """
@@ -351,7 +360,7 @@ class HostWeights:
         self.on_read: Callable[[WeightGroup], bool] = lambda group: group.is_entered
         self.is_foreign: Callable[[], bool] = lambda: False
         self.lanes = Lanes(device, small_pieces=False)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._present: OrderedDict[Field, None] = OrderedDict()  # the one that will be needed last comes first
         self.groups: list[WeightGroup] = []
         self._homes: dict[nn.Parameter, WeightHome] = {}
@@ -374,7 +383,7 @@ class HostWeights:
             group: that of a field of weights, which others may have written to. The holder of any other field may write
                 to it at once, and what is on its way to the host must not change any more.
         """
-        with self._lock:
+        with self.lock:
             self._bring(field, group)
             field.holds += 1
             field.is_expected = False
@@ -385,7 +394,7 @@ class HostWeights:
     def prefetch(self, group: WeightGroup) -> None:
         """Bring the weights of a group that will be needed soon, unless others that will be take up the room."""
         field = group.weights
-        with self._lock:
+        with self.lock:
             if not field.holds and (field.is_present or self._has_room(field.nbytes)):
                 self._bring(field, group)
                 field.is_expected = True
@@ -397,13 +406,13 @@ class HostWeights:
             update: the holder is an update: it may run on another stream than the model.
         """
         self.lanes.caller().record(field.updated if update else field.used)
-        with self._lock:
+        with self.lock:
             field.holds -= 1
             self._present.move_to_end(field, last=not field.is_used_once)
 
     def store(self, field: Field, tensors: dict[int, Tensor]) -> None:
         """Take tensors on the device, by number, straight to the host, in place of what the field has there."""
-        with self._lock:
+        with self.lock:
             if field.is_present:
                 self._free(field)
         field.fill(tensors)
@@ -450,14 +459,14 @@ class HostWeights:
         Args:
             fresh: also weights that have just been updated.
         """
-        with self._lock:
+        with self.lock:
             for group in self.groups:
                 if fresh or not group.weights.is_fresh:
                     group.forget()
 
     def free(self) -> None:
         """Free the device memory of all fields that nobody holds."""
-        with self._lock:
+        with self.lock:
             for field in [field for field in self._present if not field.holds]:
                 self._free(field)
 

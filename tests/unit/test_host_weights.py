@@ -16,6 +16,7 @@ from lightstep import Strategy
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.state import units as units_module
 from lightstep.state.host_activations import HostActivations
+from lightstep.state.host_weights import HostWeights, WeightGroup
 from lightstep.state.ring_plan import RingPlan
 from tests.covering import every_pair
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
@@ -89,6 +90,28 @@ def test_the_same_bits(
             assert (queue.redone > 0) is (limit == "clipped" and store.name != "resident")
             assert home == "resident" or store._versions.host_bytes() > 0, "nothing was updated in backward"
         tested.optimizer.close()
+
+
+def test_an_update_does_not_make_the_copy_on_the_device_out_of_date() -> None:
+    """What it is about to write to need not be brought again; what somebody else has written to must be."""
+    weights = HostWeights(torch.device("cpu"), 1 << 20)
+    parameter = nn.Parameter(torch.zeros(4))
+    group = WeightGroup(weights, [parameter], "a layer")
+
+    def on_device() -> list[float]:
+        weights.hold(group.weights, group)
+        found: list[float] = group.weights.on_device[0].tolist()
+        weights.release(group.weights)
+        return found
+
+    assert on_device() == [0.0] * 4
+    group.weights.on_host[0].fill_(1.0)  # unseen
+    group.note_own_write([parameter])
+    assert on_device() == [0.0] * 4
+    with torch.no_grad():
+        parameter.add_(1.0)
+    group.note_own_write([parameter])
+    assert on_device() == [2.0] * 4
 
 
 # ---- what users do between the lines of a training loop
