@@ -10,7 +10,8 @@
         .metadata         torch's index, for torch's tools; lightstep never reads it, because it is a pickle
 
 At a URL all files but the manifest are in a folder inside ``step-100``, which the manifest names. Checkpoints of
-sharding.kind deepspeed have DeepSpeed's own files in place of the tensors (``lightstep/deepspeed``).
+sharding.kind deepspeed have DeepSpeed's own files in place of the tensors (``lightstep/deepspeed``). Where hosts share
+no disk, each has the tensors of its ranks and a copy of the rest (``disks.py``).
 
 Every byte has a CRC-32: the manifest has those of all small files, one of which is the index, which has those of all
 tensors. The manifest ends with its own. It also has a random id of the save: if a reader finds the same manifest before
@@ -280,6 +281,9 @@ def _check_types(manifest: Manifest) -> None:
     aliases, base = manifest.get("aliases") or {}, manifest.get("base") or {"shapes": {}}
     groups = [name for group in manifest.get("groups") or [] for name in [*group]]
     names = [*groups, *aliases.values(), manifest.get("folder") or "", manifest.get("optimizer") or ""]
+    for part in manifest.get("parts") or []:
+        names += [part["host"], part["path"], *part["files"]]
+        numbers += part["ranks"]
     lengths = [length for shape in base["shapes"].values() for length in [*shape]]
     wrong = [value for value in numbers + lengths if type(value) is not int]
     wrong += [value for value in names if not isinstance(value, str)]
@@ -342,9 +346,16 @@ def manifest_header(path: Path, world_size: int) -> Manifest:
 def commit_checkpoint(
     folder: Path, target: Path, content: Manifest, files: Mapping[str, tuple[int, int | None]]
 ) -> None:
-    """Write the manifest, and replace ``target`` with the checkpoint in ``folder``.
+    """:func:`write_manifest`, and replace ``target`` with the checkpoint in ``folder``."""
+    write_manifest(folder, target, content, files)
+    storage_for(target).commit(folder, target, CHECKPOINT)
+
+
+def write_manifest(folder: Path, target: Path, content: Manifest, files: Mapping[str, tuple[int, int | None]]) -> None:
+    """Write the manifest of the checkpoint in ``folder``, which is complete then.
 
     Args:
+        target: where it will be.
         files: name -> size and checksum of every file but the manifest. Files with tensors have no checksum: the index
             has one per chunk. The sizes come from the ranks that wrote the files; on a network file system another
             machine may see old sizes for a while.
@@ -358,7 +369,6 @@ def commit_checkpoint(
         content = {**content, "folder": data}
     manifest = {"format": FORMAT, **content, "files": sizes, "checksums": checksums}
     write_file((folder if data is None else target) / MANIFEST, seal(manifest))
-    storage_for(target).commit(folder, target, CHECKPOINT)
 
 
 def _manifest_name(data: str | None, name: str) -> str:
@@ -376,9 +386,33 @@ def refuse_engine_files(folder: Path, manifest: Manifest) -> None:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise :class:`CheckpointError` unless every file that the manifest lists is there with its size."""
+    """Raise :class:`CheckpointError` unless every file that the manifest lists is there with its size.
+
+    Of a save in parts one part is enough, but all of that.
+    """
+    absent = absent_files(folder, manifest)
+    if absent and absent == {name for part in manifest["parts"] for name in part["files"]}:
+        raise DamagedError(f"{folder} is not a complete checkpoint: {min(absent)} is missing")
     for name, size in manifest["files"].items():
-        _check_size(folder, name, size)
+        if name not in absent:
+            _check_size(folder, name, size)
+
+
+def absent_files(folder: Path, manifest: Manifest) -> set[str]:
+    """The files of those parts of a save on several disks of which this folder has nothing."""
+    parts = [part["files"] for part in manifest.get("parts") or ()]
+    return {name for files in parts if not any((folder / file).exists() for file in files) for name in files}
+
+
+def refuse_absent_parts(folder: Path, manifest: Manifest) -> None:
+    """Raise :class:`CheckpointError` unless all parts of a save on several disks are in this folder."""
+    absent = absent_files(folder, manifest)
+    for part in manifest.get("parts") or ():
+        if not absent.isdisjoint(part["files"]):
+            raise CheckpointError(
+                f"{folder} is one part of a save on several disks; copy the .distcp files of {part['path']} on "
+                f"{part['host']} into it"
+            )
 
 
 def _check_size(folder: Path, name: str, size: int) -> None:

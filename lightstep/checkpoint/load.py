@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep.checkpoint.background import wait_for_pending
+from lightstep.checkpoint.disks import own_part
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, checkpoint_errors, is_damage, list_names
 from lightstep.checkpoint.layout import Manifest, find_checkpoint, read_manifest, unreplaced
 from lightstep.checkpoint.model_state import (
@@ -34,9 +35,18 @@ from lightstep.checkpoint.model_state import (
 from lightstep.checkpoint.optimizer_state import OptimizerContent, entry_key, same_settings, stored_entries
 from lightstep.checkpoint.saved import SavedCheckpoint, set_random_states
 from lightstep.checkpoint.storage import location
-from lightstep.checkpoint.tensors import ChunkCache, Shard, StoredTensor, Target, full_shard, read_tensors, shard_of
+from lightstep.checkpoint.tensors import (
+    ChunkCache,
+    IncompleteTensorError,
+    Shard,
+    StoredTensor,
+    Target,
+    full_shard,
+    read_tensors,
+    shard_of,
+)
 from lightstep.checkpoint.verify import newest_undamaged_before
-from lightstep.distributed import Ranks, local_tensor, ranks_on_this_host
+from lightstep.distributed import Ranks, RemoteRankError, local_tensor, ranks_on_this_host
 from lightstep.optimizer.serialization import refuse_nan
 from lightstep.sharding.model_names import NamedTensor, set_extra_states
 from lightstep.sharding.prepared_model import PreparedModel
@@ -90,7 +100,7 @@ def load_checkpoint(
         destination = _Destination(
             model, scheduler, tensors, content, _gather_names(tensors, content, ranks), trainable_only
         )
-        folder, manifest = ranks.together(lambda: _find(location(path)), only_first=True)
+        folder, manifest = _find(location(path), ranks)
         matched = ranks.together(lambda: _read(folder, manifest, destination))
         if ranks.is_first:
             _warn_of_divided_groups(matched)
@@ -168,10 +178,22 @@ def _gather_names(
     return ranks.gather({"model": model, "frozen": frozen, "optimizer": optimized})
 
 
-def _find(path: Path) -> tuple[Path, Manifest]:
-    """The complete checkpoint for ``path``, which may be under a temporary name if a crash left it there."""
-    folder = find_checkpoint(path)
-    return folder, read_manifest(folder)
+def _find(path: Path, ranks: Ranks) -> tuple[Path, Manifest]:
+    """The complete checkpoint for ``path``, which may be under a temporary name if a crash left it there.
+
+    It is the one that the first rank finds, or on each disk a part of it.
+    """
+
+    def find() -> tuple[Path, Manifest]:
+        folder = find_checkpoint(path)
+        return folder, read_manifest(folder)
+
+    try:
+        folder, manifest = ranks.together(find, only_first=True)
+    except (CheckpointError, RemoteRankError):
+        own_part(path, ranks)  # if another host has one, its error says what is missing here
+        raise
+    return (own_part(path, ranks) or folder if manifest.get("parts") else folder), manifest
 
 
 # -- the dry run -------------------------------------------------------------------------------------------------------
@@ -181,8 +203,23 @@ def _read(folder: Path, manifest: Manifest, destination: _Destination) -> Match:
     """The checkpoint, which fits the destination and could be read. Nothing has been changed."""
     with unreplaced(folder, manifest):
         matched = _match(SavedCheckpoint.read(folder, manifest), destination)
-        _dry_run(matched)
+        try:
+            _dry_run(matched)
+        except IncompleteTensorError as error:
+            raise type(error)(f"{error}{_of_parts(folder, manifest)}") from error
     return matched
+
+
+def _of_parts(folder: Path, manifest: Manifest) -> str:
+    """Why a part of a save on several disks has not all that a rank needs; empty for other checkpoints."""
+    parts = manifest.get("parts")
+    if not parts:
+        return ""
+    where = [f"{part['host']}:{part['path']} (ranks {', '.join(map(str, part['ranks']))})" for part in parts]
+    return (
+        f" on this host: it was saved in parts, {' and '.join(where)}. Start as many ranks, with the hosts in this "
+        f"order, or copy the .distcp files of all parts into {folder}"
+    )
 
 
 def _match(saved: SavedCheckpoint, destination: _Destination) -> Match:

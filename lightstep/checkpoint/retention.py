@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -49,19 +48,23 @@ class Retention:
             raise ValueError(f"keep_last needs a path that ends in a number, such as runs/a/step-100; got {path}")
 
     @contextmanager
-    def applied(self, path: Path, ranks: Ranks) -> Iterator[None]:
+    def applied(self, path: Path, ranks: Ranks, removes: bool | None = None) -> Iterator[None]:
         """Remove older checkpoints before and after the block, which saves to ``path``.
 
         Before the block the surplus over ``keep_last`` is removed, which makes room; after it those that the
-        new one makes superfluous. Called by all ranks; the first one removes.
+        new one makes superfluous. Called by all ranks.
+
+        Args:
+            removes: whether this rank removes; default: the first one does.
 
         Raises:
             ValueError: ``path`` does not end in a number.
         """
         self.check(path)
-        ranks.together(partial(self.remove_old, path, saved=False), only_first=True)
+        removes = ranks.is_first if removes is None else removes
+        ranks.together(lambda: self.remove_old(path, saved=False) if removes else None)
         yield
-        ranks.together(partial(self.remove_old, path), only_first=True)
+        ranks.together(lambda: self.remove_old(path) if removes else None)
 
     def remove_old(self, path: Path, saved: bool = True) -> None:
         """Keep the newest complete checkpoints up to ``path``, and remove the older ones next to it.

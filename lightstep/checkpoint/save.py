@@ -45,8 +45,9 @@ from lightstep.checkpoint.background import (
     start_save,
     writer_group,
 )
+from lightstep.checkpoint.disks import Disks
 from lightstep.checkpoint.errors import checkpoint_errors
-from lightstep.checkpoint.layout import CHECKPOINT, INDEX, STATE, TORCH_INDEX, commit_checkpoint, manifest_header
+from lightstep.checkpoint.layout import CHECKPOINT, INDEX, MANIFEST, STATE, TORCH_INDEX, manifest_header, write_manifest
 from lightstep.checkpoint.model_state import (
     average_key,
     averaged_weights,
@@ -59,7 +60,7 @@ from lightstep.checkpoint.model_state import (
 from lightstep.checkpoint.optimizer_state import OptimizerContent
 from lightstep.checkpoint.retention import Retention
 from lightstep.checkpoint.saved import check_loadable, fingerprint, random_states, write_state
-from lightstep.checkpoint.storage import location, new_shared_folder, write_file
+from lightstep.checkpoint.storage import location, storage_for, write_file
 from lightstep.checkpoint.tensors import (
     Index,
     Source,
@@ -96,10 +97,10 @@ def save_checkpoint(
 ) -> PendingSave | None:
     """Write a checkpoint folder. A checkpoint that is already at ``path`` is replaced when the new one is complete.
 
-    Called by every rank of ``group`` (default: the ranks of this process's role; without roles all of them). All ranks
-    need access to ``path``. Each rank writes its shards; host memory grows by about 128 MiB, or by three tensors if
-    these are larger. The random states of Python, numpy, torch and the accelerator are saved for each rank;
-    ``scheduler`` and ``extra`` are the first rank's.
+    Called by every rank of ``group`` (default: the ranks of this process's role; without roles all of them). Hosts that
+    share no disk write a part each to ``path`` on their own disks (``disks.py``). Each rank writes its shards; host
+    memory grows by about 128 MiB, or by three tensors if these are larger. The random states of Python, numpy, torch
+    and the accelerator are saved for each rank; ``scheduler`` and ``extra`` are the first rank's.
 
     Args:
         path: the checkpoint's folder or a URL, for example ``runs/a/step-100``. The user's files in it are kept.
@@ -147,7 +148,8 @@ def save_checkpoint(
                 for named, tensor in averaged_weights(model, tensors)
                 for source in _sources(average_key(named.name), tensor)
             ]
-        plan = _Plan(path, content, share(content.sources, ranks), retention)
+        disks = Disks.behind(location(path).resolve(), ranks)
+        plan = _Plan(path, content, share(content.sources, ranks, disks.leads), retention, disks)
         if asynchronous:
             with ExitStack() as until_written:
                 if plan.detach(ranks, model, optimizer, until_written):
@@ -169,6 +171,7 @@ class _Plan:
     sources: list[Source]
     """What this rank writes."""
     retention: Retention
+    disks: Disks
     begin: Callable[[], object] = lambda: None
     """Called before anything else by the thread that writes."""
 
@@ -200,31 +203,51 @@ class _Plan:
 
 
 def _write(plan: _Plan, ranks: Ranks, background: Background | None = None) -> Path:
-    target = location(plan.path).resolve()
+    disks = replace(plan.disks, ranks=ranks)
+    target = disks.path
     with checkpoint_errors(f"{plan.path} was not saved"):
         ranks.together(plan.begin)
     with (
         checkpoint_errors(f"{plan.path} was not saved"),
-        plan.retention.applied(target, ranks),
-        new_shared_folder(target, CHECKPOINT, ranks) as temporary,
+        plan.retention.applied(target, ranks, disks.is_lead),
+        disks.new_folders(CHECKPOINT) as temporary,
     ):
         index = ranks.together(lambda: write_tensors(temporary, plan.sources, ranks.rank, background))
-        indices, parts = zip(*ranks.gather((index, plan.content.rank_values)), strict=True)
-        ranks.together(lambda: _finish(temporary, target, plan.content, parts, merge_indices(indices)), only_first=True)
+        indices, values = zip(*ranks.gather((index, plan.content.rank_values)), strict=True)
+        if disks.are_several:
+            plan.content.manifest["parts"] = disks.parts([file_sizes(index) for index in indices])
+        ranks.together(
+            lambda: _finish(temporary, target, plan.content, values, merge_indices(indices)), only_first=True
+        )
+        if disks.are_several:
+            _copy_small_files(temporary, disks)
+        disks.on_each(lambda: storage_for(target).commit(temporary, target, CHECKPOINT))
     logger.info("saved %s", plan.path)
     return target
+
+
+def _copy_small_files(folder: Path, disks: Disks) -> None:
+    """The files that the first rank wrote alone, to the folders on the other disks. The manifest is the last one."""
+    names = (INDEX, TORCH_INDEX, STATE, MANIFEST)
+    contents = disks.ranks.together(lambda: [(folder / name).read_bytes() for name in names], only_first=True)
+
+    def copy() -> None:
+        for name, content in zip(names, contents, strict=True):
+            write_file(folder / name, content)
+
+    disks.on_each(lambda: None if disks.ranks.is_first else copy())
 
 
 def finish_checkpoint(
     folder: Path, target: Path, index: Index, state: dict[str, Any], manifest: dict[str, Any], world_size: int
 ) -> None:
-    """Write the index, the small state and the manifest next to the tensors, and put the folder at ``target``."""
+    """Write the index, the small state and the manifest next to the tensors."""
     files: dict[str, tuple[int, int | None]] = {name: (size, None) for name, size in file_sizes(index).items()}
     files[INDEX] = write_file(folder / INDEX, format_index(index))
     files[TORCH_INDEX] = write_file(folder / TORCH_INDEX, format_torch_index(index))
     files[STATE] = write_state(folder, state)
     header = manifest_header(target, world_size)
-    commit_checkpoint(folder, target, {**header, **manifest, "tensors": _tensor_summaries(index)}, files)
+    write_manifest(folder, target, {**header, **manifest, "tensors": _tensor_summaries(index)}, files)
 
 
 def _tensor_summaries(index: Index) -> dict[str, str]:

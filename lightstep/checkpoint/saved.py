@@ -24,14 +24,16 @@ from lightstep.checkpoint.layout import (
     INDEX,
     STATE,
     Manifest,
+    absent_files,
     data_folder,
     read_checked,
     read_manifest,
+    refuse_absent_parts,
     refuse_engine_files,
     unreplaced,
 )
 from lightstep.checkpoint.storage import write_file
-from lightstep.checkpoint.tensors import Index, file_sizes, parse_index, read_whole
+from lightstep.checkpoint.tensors import Index, file_sizes, parse_index, read_whole, without_files
 from lightstep.crc32 import crc32
 
 
@@ -147,7 +149,7 @@ def _accelerator() -> str | None:
 
 
 def read_index(folder: Path, manifest: Manifest) -> Index:
-    """The index of the tensors.
+    """The index of the tensors. Of a save in parts it has what is in this folder.
 
     Raises:
         DamagedError: it is damaged, or names bytes that its files do not have.
@@ -157,7 +159,8 @@ def read_index(folder: Path, manifest: Manifest) -> Index:
         if size > manifest["files"].get(f"{data}/{name}" if data else name, 0):
             file = data_folder(folder, manifest) / INDEX
             raise DamagedError(f"{file} cannot be read: {name} has fewer bytes than the {size} that it names")
-    return index
+    absent = absent_files(folder, manifest)
+    return {key: without_files(stored, absent) for key, stored in index.items()} if absent else index
 
 
 @dataclass
@@ -174,12 +177,14 @@ class SavedCheckpoint:
         """Read the checkpoint in ``folder``.
 
         Args:
-            manifest: the folder's, if it has been read already.
+            manifest: the folder's, if it has been read already, by a caller who may need only one part of the save.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or damaged, or was replaced in the meantime.
         """
-        manifest = read_manifest(folder) if manifest is None else manifest
+        if manifest is None:
+            manifest = read_manifest(folder)
+            refuse_absent_parts(folder, manifest)
         refuse_engine_files(folder, manifest)
         with unreplaced(folder, manifest):
             return cls(folder, manifest, read_index(folder, manifest), read_state(folder, manifest))

@@ -342,9 +342,44 @@ def write_file(path: Path, content: bytes) -> tuple[int, int]:
 
 @contextmanager
 def new_shared_folder(path: Path, kind: FolderKind, ranks: Ranks) -> Iterator[Path]:
-    """:meth:`Storage.new_folder` for ranks that write into one folder. The first rank creates it."""
+    """:meth:`Storage.new_folder` for ranks that write into one folder. The first rank creates it.
+
+    Raises:
+        CheckpointError: a rank does not see the folder.
+    """
     with ExitStack() as stack:
-        yield ranks.together(lambda: stack.enter_context(storage_for(path).new_folder(path, kind)), only_first=True)
+        folder = ranks.together(lambda: stack.enter_context(storage_for(path).new_folder(path, kind)), only_first=True)
+        ranks.together(lambda: _refuse_unseen(folder))
+        yield folder
+
+
+def _refuse_unseen(folder: Path) -> None:
+    if not isinstance(folder, UrlPath) and not folder.exists():
+        raise CheckpointError(
+            f"{folder.parent} on {socket.gethostname()} is not the folder that the first rank sees; save to a disk "
+            "that all hosts share"
+        )
+
+
+@contextmanager
+def temporary_mark(path: Path) -> Iterator[Path | None]:
+    """An empty folder beside ``path`` in the block, which other hosts see on the same disk.
+
+    ``None`` for a URL, and where none can be made: the disk may be full until older checkpoints are removed. After a
+    crash the next save to ``path`` removes the folder.
+    """
+    mark: Path | None = None
+    if not isinstance(path, UrlPath):
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (made := _temporary_path(path, _SAVING)).mkdir()
+            mark = made
+    try:
+        yield mark
+    finally:
+        if mark is not None:
+            with suppress(OSError):
+                mark.rmdir()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import json
 import math
 import pickle
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -160,6 +160,11 @@ class StoredTensor:
 Index = dict[str, StoredTensor]
 
 
+def without_files(stored: StoredTensor, files: Collection[str]) -> StoredTensor:
+    """The tensor without its chunks in these files."""
+    return replace(stored, chunks=tuple(chunk for chunk in stored.chunks if chunk.file not in files))
+
+
 def merge_indices(indices: Iterable[Index]) -> Index:
     """One index for the tensors in all of ``indices``."""
     merged: Index = {}
@@ -242,26 +247,30 @@ _WRITERS = 4
 """Threads, each with its own files: one computes checksums while another waits for the disk."""
 
 
-def share(sources: Sequence[Source], ranks: Ranks) -> list[Source]:
-    """The ``sources`` that this rank writes. A shard that several ranks have is written by one of them.
+def share(sources: Sequence[Source], ranks: Ranks, disks: Sequence[int] | None = None) -> list[Source]:
+    """The ``sources`` that this rank writes. A shard that several ranks have is written by one of them on each disk.
 
     All ranks write about the same number of bytes. The order stays: consecutive entries of one parameter are built
     once. Called by all ranks.
+
+    Args:
+        disks: each rank's disk, by number; default: one for all.
     """
+    disks = [0] * ranks.size if disks is None else disks
     own = {(source.key, source.shard.offsets): source for source in sources if _has_data(source)}
     if not ranks.is_distributed:
         return list(own.values())
     load = [0] * ranks.size
     sizes = ranks.gather({shard: source.nbytes for shard, source in own.items()})
-    owners: dict[tuple[str, torch.Size], list[int]] = {}
+    owners: dict[tuple[int, tuple[str, torch.Size]], list[int]] = {}
     for rank, shards in enumerate(sizes):
         for shard in shards:
-            owners.setdefault(shard, []).append(rank)
+            owners.setdefault((disks[rank], shard), []).append(rank)
     writer = {}
-    for shard, candidates in owners.items():
-        writer[shard] = rank = min(candidates, key=lambda rank: load[rank])
+    for (disk, shard), candidates in owners.items():
+        writer[disk, shard] = rank = min(candidates, key=lambda rank: load[rank])
         load[rank] += sizes[rank][shard]
-    return [source for shard, source in own.items() if writer[shard] == ranks.rank]
+    return [source for shard, source in own.items() if writer[disks[ranks.rank], shard] == ranks.rank]
 
 
 def write_tensors(
@@ -477,6 +486,10 @@ def read_chunk(folder: Path, key: str, chunk: Chunk) -> bytes:
     return content
 
 
+class IncompleteTensorError(CheckpointError):
+    """A part of a tensor is not in the checkpoint."""
+
+
 @dataclass(frozen=True)
 class _Overlap:
     """The region that a chunk and a target have in common."""
@@ -489,7 +502,8 @@ class _Overlap:
 def _overlaps(target: Target, index: Index) -> list[_Overlap]:
     shard = target.shard
     found = []
-    for chunk in index[target.key].chunks if shard.numel > 0 else ():
+    chunks = {(chunk.offsets, chunk.lengths): chunk for chunk in index[target.key].chunks if shard.numel > 0}
+    for chunk in chunks.values():  # each part of a save on several disks may have the same one
         ends = zip(chunk.offsets, chunk.lengths, shard.offsets, shard.lengths, strict=True)
         common = [(max(a, b), min(a + m, b + n)) for a, m, b, n in ends]
         if all(start < end for start, end in common):
@@ -497,7 +511,7 @@ def _overlaps(target: Target, index: Index) -> list[_Overlap]:
             in_target = tuple(slice(start - b, end - b) for (start, end), b in zip(common, shard.offsets, strict=True))
             found.append(_Overlap(chunk, in_chunk, in_target))
     if sum(math.prod(part.stop - part.start for part in overlap.in_target) for overlap in found) != shard.numel:
-        raise CheckpointError(f"the checkpoint does not hold all of {target.key}")
+        raise IncompleteTensorError(f"the checkpoint does not hold all of {target.key}")
     return found
 
 

@@ -29,6 +29,7 @@ from lightstep.checkpoint.layout import (
     INDEX,
     MANIFEST,
     Manifest,
+    absent_files,
     check_file,
     check_files,
     check_sizes,
@@ -185,7 +186,9 @@ def verify(path: Path) -> Verified:
     try:
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
-        found.files, found.nbytes = len(manifest["files"]) + 1, sum(manifest["files"].values())
+        absent = absent_files(folder, manifest)
+        sizes = [size for name, size in manifest["files"].items() if name not in absent]
+        found.files, found.nbytes = len(sizes) + 1, sum(sizes)
         found.damage = _damage(_checks(folder, manifest))
     except DamagedError as error:
         found.damage.append(str(error))

@@ -104,6 +104,7 @@ def write_lightstep(state: TrainingState, path: Path) -> None:
     with storage_for(path).new_folder(path, CHECKPOINT) as temporary:
         index = write_tensors(temporary, _sources(state))
         finish_checkpoint(temporary, path, index, _small_state(state), _manifest(state), state.world_size or 1)
+        storage_for(path).commit(temporary, path, CHECKPOINT)
 
 
 def _sources(state: TrainingState) -> list[Source]:
