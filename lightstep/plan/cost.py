@@ -125,6 +125,8 @@ def _state_bytes(config: StrategyConfig, optimizer: StateBytes, on_cpu: bool) ->
     entries: float = optimizer.full if moments == "float32" else getattr(optimizer, moments)
     if isinstance(config.sharding, DeepSpeedSharding):
         return entries + MASTER  # DeepSpeed keeps masters even for fp32 weights
+    if precision.parameters != "float32" and precision.master_weights is False:
+        return optimizer.bfloat16  # moments have the parameters' dtype
     if precision.parameters == "float32" or precision.master_weights is not True:
         return entries
     if precision.parameters == "float16" or (backend == "resident" and on_cpu):

@@ -311,6 +311,20 @@ def test_weights_on_the_host_travel_in_each_micro_batch(name: str, ranks: int) -
     assert times[1] - times[0] >= (twice - once) / profile.link.each_way(ranks) / 1e6
 
 
+@pytest.mark.parametrize("masters", [True, False])
+def test_state_without_masters_is_planned_as_it_is_kept(masters: bool) -> None:
+    """Then moments have the dtype of the weights, too."""
+    strategy = Strategy.load("resident", overrides={"precision.master_weights": masters})
+    model = strategy.prepare_model(torch.nn.Linear(64, 64, bias=False))
+    optimizer = strategy.create_optimizer(model)
+    optimizer.backward(model(torch.ones(1, 64, dtype=torch.bfloat16, device=strategy.device)).sum())
+    optimizer.step()
+    tensors = optimizer.state_dict()["state"][0].values()
+    kept = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor) and value.dim())
+    planned = cost(strategy.config, on_cpu=strategy.device.type == "cpu").device_state.count
+    assert planned == pytest.approx(kept / 64**2)
+
+
 def test_units_of_their_own_are_planned() -> None:
     """An embedding and a head that FSDP2 gathers by themselves are not whole from forward to backward."""
     model, work = load_shape("Llama-3.1-8B"), Workload(16_384, checkpointed=True, loss_chunk=1024)
