@@ -453,6 +453,7 @@ class Engine:
         if not self._scaling.stored_norms:
             _warn_no_gradients(self.managed)
         norm, overflow = self._scaling.total_norm(self.loss_scale)
+        self._scaling.reset_norms()  # the next step may be one whose backwards were all loss.backward()
         self.scaled_backward.clear()
         if self._host_weights is not None:
             self._end_step(self._host_weights)

@@ -65,6 +65,18 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the same bits
 
 
+def test_a_step_of_plain_backwards_is_clipped_by_its_own_norms() -> None:
+    """Not by those of the step before, whose layers were updated in backward."""
+    snapshots = []
+    for backward in (lambda run, loss: run.optimizer.backward(loss), lambda run, loss: loss.backward()):
+        run = Training(in_backward(), clipping="unit")
+        run.train(2)
+        backward(run, run.loss(5))
+        run.optimizer.step()
+        snapshots.append(run.snapshot())
+    assert_same(snapshots[1], snapshots[0])
+
+
 @pytest.mark.parametrize("clipping", CLIPPING)
 @pytest.mark.parametrize("parameters", SCALES)
 def test_random_delays_in_every_lane(parameters: str, clipping: str) -> None:
