@@ -366,7 +366,8 @@ class Engine:
         """
         listed = [p for group in self.param_groups for p in group["params"]]
         measured = () if self._measured is None else (item.param for item in self._measured.gradients)
-        used = {*self._used, *measured, *(p for p in listed if p.grad is not None)}
+        stored = () if self.host_gradients is None else self.host_gradients.totals()
+        used = {*self._used, *measured, *stored, *(p for p in listed if p.grad is not None)}
         self._drop_gradients()
         self._used = []
         for parameter in listed:

@@ -70,7 +70,7 @@ class HostGradients:
             self._add(group, later)
 
     def _store(self, group: WeightGroup, arrived: Sequence[tuple[int, Tensor]]) -> None:
-        tensors = {number: _checked(parameter) for number, parameter in arrived}
+        tensors = {number: self._newest(parameter) for number, parameter in arrived}
         self._measure([(parameter, tensors[number]) for number, parameter in arrived])
         by_field: dict[Field, dict[int, Tensor]] = {}
         for number, parameter in arrived:
@@ -107,7 +107,7 @@ class HostGradients:
             total, earlier = sums.on_device[number], self._stored[parameter]
             if total is not earlier:
                 total.copy_(earlier)
-            added.append((parameter, total.add_(_checked(parameter))))
+            added.append((parameter, total.add_(self._newest(parameter))))
             self._keep(parameter, sums, number)
         self._measure(added)
         self._weights.write_back(sums, [sums.bytes_of(n, 0, p.numel()) for n, p in arrived])
@@ -129,6 +129,13 @@ class HostGradients:
         self._fields[parameter] = field, field.on_device[number]
         self._home(parameter).arrivals += 1
         parameter.grad = None
+
+    def _newest(self, parameter: Tensor) -> Tensor:
+        """``p.grad`` on the device; the user may have put it on the host, where the parameter is."""
+        gradient = parameter.grad
+        assert gradient is not None
+        refuse_sparse(gradient)
+        return local_tensor(gradient).detach().contiguous().to(self._weights.device)
 
     def _home(self, parameter: Tensor) -> WeightHome:
         home = self._weights.home_of(parameter)
@@ -157,7 +164,7 @@ class HostGradients:
             with self.holding({parameter: self._stored[parameter]}):
                 earlier = self._stored.pop(parameter)
                 total = earlier.to(torch.float32 if self._float32 else earlier.dtype, copy=True)
-                total.add_(_checked(parameter).to(total.device))
+                total.add_(self._newest(parameter).to(total.device))
             parameter.grad = None
             if parameters is None:
                 self._stored[parameter] = total
@@ -187,10 +194,3 @@ class HostGradients:
         finally:
             for field in fields:
                 self._weights.release(field, update)
-
-
-def _checked(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    refuse_sparse(gradient)
-    return local_tensor(gradient).detach().contiguous()

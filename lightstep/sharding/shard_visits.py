@@ -114,7 +114,7 @@ class ShardVisits:
             own = ShardGroup(self.weights, group, name)
             self._groups.append(own)
             group.hooks.hold, group.hooks.release = partial(weakly(self, ShardVisits.hold), own), own.release
-            group.hooks.reducing = own.taking_gradients
+            group.hooks.reducing = partial(weakly(self, ShardVisits.reducing), own)
             group.hooks.after_reduction = partial(weakly(self, ShardVisits.take), own)
 
     def watch(self, model: nn.Module) -> None:
@@ -146,6 +146,14 @@ class ShardVisits:
             with group.hooks.on_reducing_stream():  # their memory is that stream's
                 for taker in self.takers:
                     taker.release()
+
+    @contextlib.contextmanager
+    def reducing(self, group: ShardGroup) -> Iterator[None]:
+        """In the body FSDP2 sets gradients on the device. What the user has put there, on the host, leaves before."""
+        with group.hooks.on_reducing_stream():
+            self.take(group)
+        with group.taking_gradients():
+            yield
 
     def take(self, group: ShardGroup) -> None:
         with torch.no_grad():

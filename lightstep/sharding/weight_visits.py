@@ -174,6 +174,7 @@ class WeightVisits:
             Variable._execution_engine.queue_callback(weakly(self, WeightVisits._end_backward))
         self._in_backward[visitor] = None
         for group in visitor.groups:
+            self._take_gradients(group)  # what the user has put there, on the host
             group.enter()
             self._bring(self._backward.after(group))
 
@@ -189,6 +190,7 @@ class WeightVisits:
                 self._take_gradients(group)
                 group.leave()
 
+    @torch.no_grad()
     def _take_gradients(self, group: WeightGroup) -> None:
         for taker in self.takers:
             taker.take(group)

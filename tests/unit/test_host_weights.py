@@ -189,6 +189,25 @@ def plain_backwards(run: Training, folder: Path) -> None:
     run.optimizer.step()
 
 
+def zero_gradients(run: Training, folder: Path) -> None:
+    """Zeros count as gradients."""
+    run.optimizer.backward(run.loss(4))
+    run.optimizer.zero_grad(set_to_none=False)
+    run.optimizer.backward(run.loss(5))
+    run.optimizer.step()
+    run.optimizer.backward(run.loss(4))
+    run.optimizer.zero_grad(set_to_none=False)
+    run.optimizer.step()
+
+
+def set_gradients_before(run: Training, folder: Path) -> None:
+    for weight in (run.model.blocks[1].up.weight, run.model.gain):
+        weight.grad = torch.full_like(weight, 0.125)
+    run.optimizer.backward(run.loss(4))
+    run.loss(5).backward()
+    run.optimizer.step()
+
+
 def measure_the_norm(run: Training, folder: Path) -> None:
     run.optimizer.backward(run.loss(4))
     norm = run.optimizer.grad_norm()
@@ -337,6 +356,8 @@ ACTIONS: dict[str, Callable[[Training, Path], None]] = {
         *(load_own_weights, read_state, save_and_load, save_meanwhile, release_memory, drop_gradients),
         *(
             plain_backwards,
+            zero_gradients,
+            set_gradients_before,
             measure_the_norm,
             two_forwards,
             regularise,
