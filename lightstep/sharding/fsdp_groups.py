@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+_NO_BACKWARD = -1  # torch's number of the graph task
+
 
 class ParameterGroup(NamedTuple):
     """Parameters that an FSDP module gathers and reduces together.
@@ -200,6 +202,31 @@ def _sum_alike(parts: Iterable[Any], zeros: bool) -> None:
         part.to_accumulated_grad_if_needed()
 
 
+def forget_interrupted(root: nn.Module) -> None:
+    """A forward of the outermost FSDP module begins: FSDP2 forgets one, or a backward, that has ended with an error.
+
+    It would take that one for still running, reduce no gradients of the outermost module any more, and compute with
+    weights that were gathered then. What such a backward has left unreduced is dropped.
+
+    Raises:
+        RuntimeError: a backward has ended with an error, and this torch cannot forget it.
+    """
+    assert isinstance(root, FSDPModule)
+    context: Any = root._get_fsdp_state()._state_ctx
+    in_backward = context.post_backward_final_callback_queued
+    if torch._C._current_graph_task_id() != _NO_BACKWARD or not (in_backward or context.iter_forward_root is not None):
+        return
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        if in_backward:
+            drop_unreduced(root, root.parameters())
+    elif in_backward:
+        raise RuntimeError(
+            "the last backward ended with an error, and FSDP2 of this torch cannot go on after that: start again from "
+            "the last checkpoint, or use torch 2.13"
+        )
+
+
 def keeps_unreduced(model: nn.Module, parameters: Collection[Tensor]) -> bool:
     """Whether FSDP2 keeps gradients of these sharded parameters until it reduces them."""
     return any(
@@ -208,9 +235,9 @@ def keeps_unreduced(model: nn.Module, parameters: Collection[Tensor]) -> bool:
     )
 
 
-def drop_unreduced(model: nn.Module, parameters: Collection[Tensor]) -> None:
+def drop_unreduced(model: nn.Module, parameters: Iterable[Tensor]) -> None:
     """Drop the gradients of these sharded parameters that FSDP2 keeps until it reduces them."""
-    for part in _parts(model, parameters):
+    for part in _parts(model, frozenset(parameters)):
         part.unsharded_accumulated_grad = None
         if _is_gathered(part):
             part._unsharded_param.grad = None

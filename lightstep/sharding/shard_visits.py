@@ -63,13 +63,27 @@ class ShardGroup(WeightGroup):
         return self.hooks.is_gathered
 
     def hold(self) -> None:
-        """FSDP2 reads the shards next, on the current stream."""
+        """FSDP2 reads the shards next, on the current stream.
+
+        Raises:
+            RuntimeError: the module has other parameters than those that rest on the host.
+        """
+        self._refuse_replaced()
         lane = self.owner.lanes.caller()
         lane.wait(self.weights.used)  # that may have been on another stream
         self.owner.hold(self.weights, self)
         self._is_held = True
         self.weights.is_fresh = False
         self._show_to_fsdp(on_device=True)
+
+    def _refuse_replaced(self) -> None:
+        for reference, parameter in zip(self._parts, self.parameters, strict=True):
+            part = reference()
+            if part is not None and part.sharded_param is not parameter:
+                raise RuntimeError(
+                    f"{part._param_fqn} is another parameter than the one that rests on the host (weights.placement: "
+                    "host): load without assign=True, which replaces parameters, or load before prepare_model"
+                )
 
     def release(self) -> None:
         """FSDP2 has read them, or was interrupted before."""

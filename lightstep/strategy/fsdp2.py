@@ -21,7 +21,8 @@ from lightstep.distributed import Replicas, is_sharded, local_tensor, make_mesh,
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
 from lightstep.sharding.dtypes import DtypePlan, planned_dtypes, tensor_of
-from lightstep.sharding.fsdp_groups import accumulate_whatever_is_used, sharded_modules
+from lightstep.sharding.fsdp_groups import accumulate_whatever_is_used, forget_interrupted, sharded_modules
+from lightstep.sharding.hooks import ModuleHook
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import (
     cast_tensors,
@@ -33,6 +34,7 @@ from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
 from lightstep.sharding.shard_visits import ShardVisits
 from lightstep.sharding.units import fp32_parts, sharding_units
+from lightstep.sharding.weight_visits import weakly
 from lightstep.state.host_weights import HostWeights, require_room
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 
@@ -84,6 +86,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
         if visits is not None:
             visits.watch(inner)
             PreparedModel.of(inner).weight_visits = visits
+        inner.register_forward_pre_hook(ModuleHook(lambda root, _: forget_interrupted(root)), prepend=True)
         sharded_gradients.add_model(inner)  # an optimizer that was created before may be given these parameters
         return model
 
@@ -271,6 +274,11 @@ class FSDP2Strategy(ProcessGroupStrategy):
         """Reshard all units. The root stays unsharded after a forward: its parameters are no DTensors then."""
         for module in sharded_modules(model):
             cast(FSDPModule, module).reshard()
+
+    def _register(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
+        super()._register(model, optimizer)
+        reshard = weakly(model, self._reshard)  # weights that a forward since has gathered: the next one would use them
+        optimizer.register_step_pre_hook(lambda *_: reshard())
 
     def _places(self, model: nn.Module) -> Mapping[Tensor, Place]:
         found = super()._places(model)

@@ -13,7 +13,7 @@ import torch
 
 import lightstep
 from lightstep import ConfigError
-from lightstep.distributed import local_tensor
+from lightstep.distributed import like, local_tensor
 from tests.covering import every_pair
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
@@ -51,7 +51,7 @@ class Run(Training):
 
     def delay(self, seed: int, longest: float = 2e-3) -> None:
         weights = self.optimizer.engine._host_weights
-        for lanes in [self.optimizer._backend.lanes, weights.lanes]:
+        for lanes in [self.optimizer._backend.lanes, *([] if weights is None else [weights.lanes])]:
             if self.device.type == "cpu":
                 random_delays(lanes, seed, longest)
             else:
@@ -244,6 +244,38 @@ def move_the_model(run: Run) -> None:
     run.inner.to(run.device)
 
 
+def zero_gradients(run: Run) -> None:
+    """Zeros count as gradients."""
+    for _ in range(2):
+        run.optimizer.backward(loss_of(run.model, 5, 0, run.rank, run.device))
+        run.optimizer.zero_grad(set_to_none=False)
+    run.optimizer.step()
+
+
+def set_gradients_before(run: Run) -> None:
+    for weight in (run.inner.blocks[1].up.weight, run.inner.gain):
+        weight.grad = like(weight, torch.full_like(local_tensor(weight), 0.125))
+    run.optimizer.backward(loss_of(run.model, 5, 0, run.rank, run.device))
+    loss_of(run.model, 6, 0, run.rank, run.device).backward()
+    run.optimizer.step()
+
+
+def freeze(run: Run) -> None:
+    run.inner.blocks[1].requires_grad_(False)
+    run.step()
+    run.inner.blocks[1].requires_grad_(True)
+
+
+def use_one_block(run: Run) -> None:
+    """A backward that begins in the middle of the model."""
+    found: list[torch.Tensor] = []
+    handle = run.inner.blocks[0].register_forward_hook(lambda *arguments: found.append(arguments[2]))
+    loss_of(run.model, 5, 0, run.rank, run.device)
+    handle.remove()
+    run.optimizer.backward(found[0].float().square().mean())
+    run.optimizer.step()
+
+
 ACTIONS = [
     read_weights,
     write_in_place,
@@ -254,6 +286,10 @@ ACTIONS = [
     backward_by_autograd,
     drop_gradients,
     move_the_model,
+    zero_gradients,
+    set_gradients_before,
+    freeze,
+    use_one_block,
 ]
 
 
@@ -276,10 +312,80 @@ def check_actions(rank: int, world_size: int, time: str, mib: float) -> None:
         assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == [], action.__name__
 
 
-@pytest.mark.parametrize("mib", [0.001, 64.0])
-@pytest.mark.parametrize("time", ["at_step", "next_forward", "overlap"])
+@pytest.mark.parametrize(
+    ("time", "mib"), [("at_step", 0.001), ("next_forward", 0.001), ("overlap", 0.001), ("overlap", 64.0)]
+)
 def test_what_users_do_between_steps(pool: Pool, time: str, mib: float) -> None:
     pool.run(check_actions, 2, time=time, mib=mib)
+
+
+def check_replaced(rank: int, world_size: int) -> None:
+    run = Run(rank, world_size, settings({"kind": "fsdp2"}, "stream", "next_forward", "clipped", "bf16"), 0.02)
+    run.step()
+    run.inner.load_state_dict({name: value.clone() for name, value in run.inner.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match=r"is another parameter than the one that rests.*load without assign=True"):
+        run.evaluate()
+
+
+def test_parameters_that_were_replaced_are_refused(pool: Pool) -> None:
+    pool.run(check_replaced, 2)
+
+
+# ---- errors
+
+
+def check_errors(rank: int, world_size: int, mib: float | None, time: str) -> None:
+    """A forward or backward that is interrupted is as if it had not been."""
+    values = settings({"kind": "fsdp2"}, "stream", time, "clipped", "bf16")
+    expected = Run(rank, world_size, values, mib)
+    losses = [expected.step() for _ in range(6)]
+
+    def raising(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    run = Run(rank, world_size, values, mib)
+    found = [run.step()]
+    run.delay(rank)
+    block = run.inner.blocks[1]
+    for register in (
+        block.register_forward_pre_hook,
+        block.register_forward_hook,
+        block.register_full_backward_pre_hook,
+        block.register_full_backward_hook,
+    ):
+        handle = register(raising)
+        with pytest.raises(KeyboardInterrupt):
+            run.optimizer.backward(loss_of(run.model, 5, 0, run.rank, run.device))
+        handle.remove()
+        run.optimizer.zero_grad()
+        found.append(run.step())
+    found.append(run.step())
+    assert found == losses
+    wanted, snapshot = expected.snapshot(), run.snapshot()
+    assert [key for key in wanted if not torch.equal(wanted[key], snapshot[key])] == []
+
+
+@pytest.mark.parametrize("mib", [None, 0.001])
+@pytest.mark.parametrize("time", ["next_forward", "overlap"])
+def test_a_run_goes_on_after_an_interrupt(pool: Pool, time: str, mib: float | None) -> None:
+    pool.run(check_errors, 2, time=time, mib=mib)
+
+
+def check_forward_before_the_step(rank: int, world_size: int, mib: float | None) -> None:
+    """It leaves weights gathered, which are from before the step."""
+    run = Run(rank, world_size, settings({"kind": "fsdp2"}, "stream", "next_forward", "clipped", "bf16"), mib)
+    run.step()
+    run.optimizer.backward(loss_of(run.model, 5, 0, run.rank, run.device))
+    before = run.evaluate()
+    run.optimizer.step()
+    found = run.evaluate()
+    run.inner.reshard()
+    assert found == run.evaluate() != before
+
+
+@pytest.mark.parametrize("mib", [None, 0.001])
+def test_a_forward_after_the_step_has_its_weights(pool: Pool, mib: float | None) -> None:
+    pool.run(check_forward_before_the_step, 2, mib=mib)
 
 
 def check_freed(rank: int, world_size: int) -> None:
