@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 import lightstep
 from lightstep import ConfigError
@@ -343,26 +344,30 @@ def check_errors(rank: int, world_size: int, mib: float | None, time: str) -> No
     def raising(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    run = Run(rank, world_size, values, mib)
-    found = [run.step()]
-    run.delay(rank)
-    block = run.inner.blocks[1]
-    for register in (
-        block.register_forward_pre_hook,
-        block.register_forward_hook,
-        block.register_full_backward_pre_hook,
-        block.register_full_backward_hook,
-    ):
+    def interrupt(register: Any) -> None:
         handle = register(raising)
         with pytest.raises(KeyboardInterrupt):
             run.optimizer.backward(loss_of(run.model, 5, 0, run.rank, run.device))
         handle.remove()
         run.optimizer.zero_grad()
+
+    run = Run(rank, world_size, values, mib)
+    found = [run.step()]
+    run.delay(rank)
+    block, can_forget = run.inner.blocks[1], hasattr(FSDPModule, "reset_iter_state")
+    in_backward = [block.register_full_backward_pre_hook, block.register_full_backward_hook]
+    for register in [block.register_forward_pre_hook, block.register_forward_hook, *in_backward * can_forget]:
+        interrupt(register)
         found.append(run.step())
-    found.append(run.step())
+    found += [run.step() for _ in losses[len(found) :]]
     assert found == losses
     wanted, snapshot = expected.snapshot(), run.snapshot()
     assert [key for key in wanted if not torch.equal(wanted[key], snapshot[key])] == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "reset_iter_state", raising=False)
+        interrupt(block.register_full_backward_hook)
+        with pytest.raises(RuntimeError, match=r"the last backward ended with an error.*or use torch 2\.13"):
+            run.step()
 
 
 @pytest.mark.parametrize("mib", [None, 0.001])
