@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightstep.distributed import Ranks
+from lightstep.distributed import Ranks, new_group
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +314,7 @@ def thread_group(ranks: Ranks, purpose: str) -> Ranks:
     members = tuple(dist.get_process_group_ranks(world if ranks.group is None else ranks.group))
     known = _groups.get((members, purpose))
     if known is None or known[0] is not world:
-        group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+        group = new_group(members, "gloo")
         known = _groups[members, purpose] = (world, group)
     return Ranks(known[1])
 

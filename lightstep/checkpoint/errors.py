@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from lightstep.distributed import RemoteRankError
+from lightstep.distributed import LostRankError, RemoteRankError
 
 
 class CheckpointError(RuntimeError):
@@ -36,6 +36,8 @@ def checkpoint_errors(what: str) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error
     except TypeError as error:
         raise TypeError(f"{what}: {error}") from error
+    except LostRankError as error:
+        raise CheckpointError(f"{what}: {error}") from error
     except RemoteRankError as error:
         raise _KINDS.get(error.kind, CheckpointError)(f"{what}: {error}") from error
     except Exception as error:

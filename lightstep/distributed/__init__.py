@@ -1,9 +1,9 @@
 """DTensors, device meshes and process groups: the only folder below sharding/ that knows them.
 
-``groups`` has the process groups, ``ranks`` steps that all ranks do or none, ``tensors`` the local parts of DTensors
-and their gathering, ``norms`` the reduction of a norm over meshes, ``replicas`` the collectives of ranks with the same
-part of the model, ``matrices`` those of ranks that share matrices, and ``windows`` the positions of a shard's elements
-in the whole tensor.
+``groups`` has the process groups, ``lost_ranks`` who is gone when a collective fails, ``ranks`` steps that all ranks do
+or none, ``tensors`` the local parts of DTensors and their gathering, ``norms`` the reduction of a norm over meshes,
+``replicas`` the collectives of ranks with the same part of the model, ``matrices`` those of ranks that share matrices,
+and ``windows`` the positions of a shard's elements in the whole tensor.
 """
 
 from torch.distributed.tensor import DTensor
@@ -13,11 +13,13 @@ from lightstep.distributed.groups import (
     initialized,
     let_gloo_finish_at_exit,
     make_mesh,
+    new_group,
     rank,
     ranks_on_this_host,
     role_group,
     world_size,
 )
+from lightstep.distributed.lost_ranks import LostRankError, name_lost_ranks
 from lightstep.distributed.matrices import MatrixExchange, MatrixTransfer, Rows, rows_of
 from lightstep.distributed.norms import NormReduction
 from lightstep.distributed.ranks import Ranks, RemoteRankError
@@ -37,6 +39,7 @@ from lightstep.distributed.windows import Window, window_of
 
 __all__ = [
     "DTensor",
+    "LostRankError",
     "MatrixExchange",
     "MatrixTransfer",
     "NormReduction",
@@ -57,6 +60,8 @@ __all__ = [
     "local_tensor",
     "make_mesh",
     "mesh_ranks",
+    "name_lost_ranks",
+    "new_group",
     "rank",
     "ranks_on_this_host",
     "role_group",

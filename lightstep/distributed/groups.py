@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import functools
 import os
 import time
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 _GLOO_FREES_TENSORS_S = 0.1
 
@@ -71,7 +73,7 @@ def form_role_group(ranks: Sequence[int]) -> None:
     if known is None and len(ranks) < dist.get_world_size():
         world = dist.group.WORLD
         assert world is not None
-        _role = world, dist.new_group(list(ranks), use_local_synchronization=True)
+        _role = world, new_group(ranks)
 
 
 def role_group() -> dist.ProcessGroup | None:
@@ -95,12 +97,36 @@ def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     """
     names, shape = tuple(sizes), tuple(sizes.values())
     if role_group() is None:
-        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        for group in mesh.get_all_groups():
+            _limit_time(group)
+        return mesh
     ranks = torch.tensor(role_ranks()).view(shape)
     place = (ranks == rank()).nonzero()[0].tolist()
     lines = [tuple(ranks.movedim(dim, -1)[tuple(place[:dim] + place[dim + 1 :])].tolist()) for dim in range(len(shape))]
     groups = [get_or_make_group(line, torch.device(device_type)) for line in lines]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """A group that its ranks alone make. Its collectives have the time limit of the default group's."""
+    group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    _limit_time(group)
+    return group
+
+
+def _limit_time(group: dist.ProcessGroup) -> None:
+    """Lower the group's time limit to the default group's: torch gives every group half an hour (NCCL: ten minutes)."""
+    world = dist.group.WORLD
+    assert world is not None
+    limit, current = _time_limit(world), _time_limit(group)
+    if limit is not None and current is not None and limit < current:
+        _set_pg_timeout(limit, group)
+
+
+def _time_limit(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)  # not every backend has one
 
 
 # -- groups that are made on demand, once each -------------------------------------------------------------------------
@@ -128,7 +154,7 @@ def get_or_make_group(ranks: tuple[int, ...], device: torch.device, number: int 
     backend = None if supports(world, device) else "gloo" if device.type == "cpu" else "nccl"
     owner, group = _groups.get((ranks, backend, number), (None, None))
     if owner is not world or group is None:
-        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        group = new_group(ranks, backend)
         _groups[ranks, backend, number] = (world, group)
     return group
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightstep.distributed.groups import role_group
+from lightstep.distributed.lost_ranks import LostRankError, describe_lost_ranks, is_failed_collective
 
 Result = TypeVar("Result")
 
@@ -32,11 +33,21 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """All ranks' values, in rank order, on every rank: one collective."""
+        """All ranks' values, in rank order, on every rank: one collective.
+
+        Raises:
+            LostRankError: ranks no longer answer; it names them.
+        """
         if not self.is_distributed:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            lost = describe_lost_ranks() if is_failed_collective(error) else None
+            if lost is None:
+                raise
+            raise LostRankError(lost) from error
         return values
 
     def together(self, step: Callable[[], Result], only_first: bool = False) -> Result:
@@ -68,9 +79,12 @@ class Ranks:
         """This rank leaves a block with ``error``, which the next :meth:`together` of the others raises on them.
 
         All ranks that leave a block with an error call this. It does nothing if the error is from a rank that has left:
-        that rank waits for nobody.
+        that rank waits for nobody. Nor does it if ranks no longer answer.
         """
-        if not any(isinstance(link, RemoteRankError) and link.has_left for link in _chain(error)):
+        if not any(
+            isinstance(link, LostRankError) or (isinstance(link, RemoteRankError) and link.has_left)
+            for link in _chain(error)
+        ):
             self.gather(_describe(error, has_left=True))
 
 

@@ -24,7 +24,7 @@ from lightstep.config import (
     merge_overrides,
     parse_config,
 )
-from lightstep.distributed import Replicas, initialized, let_gloo_finish_at_exit
+from lightstep.distributed import Replicas, initialized, let_gloo_finish_at_exit, name_lost_ranks
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
@@ -170,6 +170,7 @@ class Strategy(ABC):
             self._owns_process_group = True
         if initialized():
             let_gloo_finish_at_exit()
+            name_lost_ranks()
         if self.roles.asynchronous:
             self._check_world_size()
             self.roles.form_group()

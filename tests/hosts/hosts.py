@@ -156,6 +156,17 @@ class Run:
             time.sleep(0.02)
         return file.read_text(errors="replace")
 
+    def wait_for_line(self, name: str, text: str) -> None:
+        """Wait until a file in :attr:`answers` has this text."""
+        end = time.monotonic() + PATIENCE
+        while text not in self.wait(name):
+            assert time.monotonic() < end, f"no {text!r}\n{self._logs()}"
+            time.sleep(0.1)
+
+    def wait_for_end(self, host: int) -> None:
+        """Wait until torchrun has ended on a host."""
+        self._processes[host].wait(PATIENCE)
+
     def outcome(self, rank: int) -> tuple[bool, Any]:
         """Whether the check succeeded on this rank, and its result or the text of its error."""
         self.wait(f"rank{rank}.done")

@@ -13,6 +13,7 @@ import pickle
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +28,17 @@ def main(name: str, arguments: str, answers: str, timeout: str) -> None:
     try:
         run = getattr(importlib.import_module(module), check)
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(timeout)))
-        answer = True, run(rank, world_size, **json.loads(arguments))
+        value = run(rank, world_size, **json.loads(arguments))
+        _answer(Path(answers, f"rank{rank}"), True, value)
     except BaseException:
-        answer = False, traceback.format_exc()
-    Path(answers, f"rank{rank}").write_bytes(pickle.dumps(answer))
-    Path(answers, f"rank{rank}.done").touch()
-    if not answer[0]:
-        os._exit(1)  # a group whose link is down cannot be ended
+        _answer(Path(answers, f"rank{rank}"), False, traceback.format_exc())
+        raise
     dist.destroy_process_group()
+
+
+def _answer(file: Path, ok: bool, value: Any) -> None:
+    file.write_bytes(pickle.dumps((ok, value)))
+    file.with_suffix(".done").touch()
 
 
 if __name__ == "__main__":
