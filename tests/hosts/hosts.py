@@ -190,9 +190,10 @@ class Run:
 
 def _hold(name: str, disk: Path, shared_path: Path) -> subprocess.Popen[bytes]:
     """A process in new namespaces, which last as long as it. Its path ``shared_path`` is ``disk``."""
-    script = 'hostname "$1" && mount --bind "$2" "$3" && echo ready && exec sleep infinity'
+    script = 'hostname "$1" && mount --bind "$2" "$3" && echo ready && exec cat'
     holder = subprocess.Popen(
         ["unshare", "--net", "--uts", "--mount", "sh", "-c", script, "sh", name, str(disk), str(shared_path)],
+        stdin=subprocess.PIPE,  # cat ends with this process, which closes it
         stdout=subprocess.PIPE,
     )
     assert holder.stdout is not None
