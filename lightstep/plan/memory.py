@@ -39,7 +39,7 @@ class Memory:
         gathered: unsharded weights and gradients of FSDP2.
         host: page-locked, with ``spare`` and what blocks keep there between forward and backward.
         spare: second copies on the host, of the state that ``overlap`` updates in backward.
-        link: bytes each way in a step.
+        link: bytes in the busier direction in a step.
         link_again: those of each of its micro-batches but the last.
     """
 
@@ -165,7 +165,8 @@ class _MemoryPlan:
         # an update and a gradient.
         all_gradients = self.gradient_width * total / self.shards
         rest = all_weights + all_gradients + self._all_sums() if self.on_host else 0
-        passing = 2 * all_weights + (0 if travelling else all_gradients) if self.on_host else 0
+        to_device = 2 * all_weights + (0 if travelling else all_gradients) if self.on_host else 0
+        to_host = all_weights + all_gradients if self.on_host else 0
         inputs = activations.on_host if activations else 0
         again = inputs + (int(2 * all_weights + max(all_gradients, self._all_sums())) if self.on_host else 0)
         return Memory(
@@ -180,7 +181,7 @@ class _MemoryPlan:
             peak=int(peak),
             host=int((all_state if state.backend != "resident" else 0) + spare + rest) + inputs,
             spare=int(spare),
-            link=int(streamed + travelling + passing) + inputs + (self.micro_batches - 1) * again,
+            link=int(streamed + max(to_device, to_host + travelling)) + inputs + (self.micro_batches - 1) * again,
             link_again=again,
         )
 

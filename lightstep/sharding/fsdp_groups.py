@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-_NO_BACKWARD = -1  # torch's number of the graph task
+from lightstep.sharding.hooks import NO_BACKWARD
 
 
 class ParameterGroup(NamedTuple):
@@ -214,7 +214,7 @@ def forget_interrupted(root: nn.Module) -> None:
     assert isinstance(root, FSDPModule)
     context: Any = root._get_fsdp_state()._state_ctx
     in_backward = context.post_backward_final_callback_queued
-    if torch._C._current_graph_task_id() != _NO_BACKWARD or not (in_backward or context.iter_forward_root is not None):
+    if torch._C._current_graph_task_id() != NO_BACKWARD or not (in_backward or context.iter_forward_root is not None):
         return
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()

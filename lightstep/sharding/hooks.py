@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["ModuleHook"]
+__all__ = ["NO_BACKWARD", "ModuleHook", "weakly"]
+
+NO_BACKWARD = -1
+"""torch's number of the graph task, where none runs."""
+
+
+def weakly(owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` of ``owner``, which is not kept alive; does nothing once that is gone."""
+    reference = weakref.ref(owner)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        return None if found is None else method(found, *arguments)
+
+    return call
 
 
 class ModuleHook:

@@ -24,9 +24,9 @@ from torch.autograd import Variable
 from lightstep.distributed import like, local_tensor
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.sharding.fsdp_groups import ParameterGroup, parameter_groups
-from lightstep.sharding.hooks import ModuleHook
+from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, weakly
 from lightstep.sharding.parameter_reads import await_host
-from lightstep.sharding.weight_visits import AHEAD, NO_BACKWARD, VisitOrder, weakly
+from lightstep.sharding.weight_visits import AHEAD, VisitOrder
 from lightstep.state.host_weights import HostWeights, WeightGroup
 
 __all__ = ["ShardVisits"]

@@ -24,14 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import refuse_shared_memory
-from lightstep.sharding.hooks import ModuleHook
+from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, weakly
 from lightstep.sharding.parameter_reads import await_host
 from lightstep.sharding.preparation import transformer_blocks
 from lightstep.state.host_weights import HostWeights, WeightGroup, require_room
 
-__all__ = ["AHEAD", "NO_BACKWARD", "VisitOrder", "WeightVisits", "host_weights_of", "weakly"]
-
-NO_BACKWARD = -1  # torch's number of the graph task
+__all__ = ["AHEAD", "VisitOrder", "WeightVisits", "host_weights_of", "refuse_other_tensors"]
 
 AHEAD = 2
 """Modules whose weights are brought before they are needed."""
@@ -45,12 +43,7 @@ def host_weights_of(model: nn.Module, device: torch.device, device_bytes: int) -
         ValueError: parameters share memory, or are no plain tensors. Nothing has been moved.
     """
     refuse_shared_memory(model.named_parameters())
-    for name, parameter in model.named_parameters():
-        if type(parameter.data) is not Tensor:
-            raise ValueError(
-                f"{name} is a {type(parameter.data).__name__}, and weights that rest on the host are plain tensors: "
-                "set weights.placement: device"
-            )
+    refuse_other_tensors(model)
     listed = list(model.parameters())
     moved = sum(p.nbytes for p in listed if p.device.type != "cpu")  # others give their memory back, one by one
     largest = max((p.nbytes for p in listed), default=0)
@@ -65,6 +58,16 @@ def host_weights_of(model: nn.Module, device: torch.device, device_bytes: int) -
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     return weights
+
+
+def refuse_other_tensors(model: nn.Module) -> None:
+    """Raise ``ValueError`` for a parameter of a tensor class of its own (quantised weights)."""
+    for name, parameter in model.named_parameters():
+        if type(parameter.data) is not Tensor:
+            raise ValueError(
+                f"{name} is a {type(parameter.data).__name__}, and weights that rest on the host are plain tensors: "
+                "set weights.placement: device"
+            )
 
 
 def _visiting_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -299,13 +302,3 @@ def _is_called(model: nn.Module | None) -> bool:
 
 def _to(device: torch.device) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.to(device, non_blocking=True)
-
-
-def weakly(owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    reference = weakref.ref(owner)
-
-    def call(*arguments: Any) -> Any:
-        found = reference()
-        return None if found is None else method(found, *arguments)
-
-    return call

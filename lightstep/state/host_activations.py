@@ -223,11 +223,8 @@ class _Parcel:
             )
         if not self.stays:
             self._owner.lanes.caller().wait(self._buffer.read if self._version is None else self._buffer.filled)
-            self._tensor, self._version, self.is_taken = (
-                None,
-                None,
-                True,
-            )  # from here on the caller keeps it, as long as it is needed
+            self._tensor = self._version = None  # from here on the caller keeps it, as long as it is needed
+            self.is_taken = True
         return tensor
 
     def _note_change(self) -> None:

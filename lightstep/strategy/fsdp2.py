@@ -22,7 +22,7 @@ from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
 from lightstep.sharding.dtypes import DtypePlan, planned_dtypes, tensor_of
 from lightstep.sharding.fsdp_groups import accumulate_whatever_is_used, forget_interrupted, sharded_modules
-from lightstep.sharding.hooks import ModuleHook
+from lightstep.sharding.hooks import ModuleHook, weakly
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import (
     cast_tensors,
@@ -34,7 +34,7 @@ from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
 from lightstep.sharding.shard_visits import ShardVisits
 from lightstep.sharding.units import fp32_parts, sharding_units
-from lightstep.sharding.weight_visits import weakly
+from lightstep.sharding.weight_visits import refuse_other_tensors
 from lightstep.state.host_weights import HostWeights, require_room
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 
@@ -95,9 +95,11 @@ class FSDP2Strategy(ProcessGroupStrategy):
 
         Raises:
             HostMemoryError: the host has too little memory for them.
+            ValueError: a parameter is no plain tensor.
         """
         if self.config.weights.placement == "device":
             return None
+        refuse_other_tensors(model)
         shards = self._mesh_sizes()[1]
         gradients = sum(p.numel() * self.parameter_dtype.itemsize for p in model.parameters() if p.requires_grad)
         weights = sum(p.numel() * self.parameter_dtype.itemsize for p in model.parameters())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lightstep
 from lightstep import ConfigError
@@ -406,6 +407,18 @@ def check_freed(rank: int, world_size: int) -> None:
 
 def test_a_model_that_is_given_up_leaves_no_memory(pool: Pool) -> None:
     pool.run(check_freed, 2)
+
+
+def check_other_tensors(rank: int, world_size: int) -> None:
+    model = TinyTransformer()
+    model.head.weight = torch.nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+    values = {"sharding": {"kind": "fsdp2"}, "precision": PRECISIONS["fp32"], "weights": {"placement": "host"}}
+    with pytest.raises(ValueError, match=r"head\.weight is a TwoTensor, and weights that rest on the host are plain"):
+        lightstep.Strategy.load(values).prepare_model(model)
+
+
+def test_other_tensors_are_refused(pool: Pool) -> None:
+    pool.run(check_other_tensors, 2)
 
 
 def test_replicas_are_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightstep import Strategy
 from lightstep.sharding.weight_average import WeightAverage
@@ -408,6 +409,14 @@ def test_parameters_that_share_memory_are_refused_and_not_untied() -> None:
     model = TinyTransformer()
     model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
     with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight and blocks\.1\.up\.weight share memory"):
+        Strategy.load("offload", overrides={"precision.parameters": "float32"}).prepare_model(model)
+
+
+def test_other_tensors_are_refused() -> None:
+    """A quantised weight would become what it stands for."""
+    model = TinyTransformer()
+    model.head.weight = nn.Parameter(TwoTensor(torch.randn(3, 4), torch.randn(3, 4)))
+    with pytest.raises(ValueError, match=r"head\.weight is a TwoTensor, and weights that rest on the host are plain"):
         Strategy.load("offload", overrides={"precision.parameters": "float32"}).prepare_model(model)
 
 

@@ -325,6 +325,16 @@ def test_state_without_masters_is_planned_as_it_is_kept(masters: bool) -> None:
     assert planned == pytest.approx(kept / 64**2)
 
 
+def test_the_busier_direction_is_planned() -> None:
+    """Updates in backward take gradient, new and previous weight and record to the host, and less to the device."""
+    for reduce, to_host in (("float32", 4 + 2 + 2 + 10), ("parameters", 2 + 2 + 2 + 10)):
+        config = Strategy.load("fsdp2-offload", overrides={"precision.reduce": reduce}).config
+        made = Planner(load_shape("Llama-3.1-8B"), Workload(4096), ranks=2).plan("fsdp2-offload", config)
+        parameters = made.parameters / 2
+        root = 2 * (128_256 * 4096) / 2  # it is updated in the forward, and leaves no previous weight
+        assert made.memory.link == pytest.approx(to_host * parameters - 2 * root, rel=0.001)
+
+
 def test_units_of_their_own_are_planned() -> None:
     """An embedding and a head that FSDP2 gathers by themselves are not whole from forward to backward."""
     model, work = load_shape("Llama-3.1-8B"), Workload(16_384, checkpointed=True, loss_chunk=1024)
