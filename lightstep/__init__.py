@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from lightstep.optimizer.rules import Rule
     from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
     from lightstep.rollout.engine import RolloutEngine, TransformersEngine
-    from lightstep.rollout.server_files import SglangFolder
-    from lightstep.rollout.servers import SglangServer, VllmNcclServer, VllmServer
+    from lightstep.rollout.servers import SglangFolder, SglangServer, VllmNcclServer, VllmServer
     from lightstep.rollout.transport import (
         TrainingEnded,
         WeightInfo,
@@ -69,8 +68,7 @@ _MODULES = {
     "optimizer.rules": ["Rule"],
     "precision.loss_scale": ["ConstantLossScale", "DynamicLossScale", "LossScale"],
     "rollout.engine": ["RolloutEngine", "TransformersEngine"],
-    "rollout.server_files": ["SglangFolder"],
-    "rollout.servers": ["SglangServer", "VllmNcclServer", "VllmServer"],
+    "rollout.servers": ["SglangFolder", "SglangServer", "VllmNcclServer", "VllmServer"],
     "rollout.transport": ["TrainingEnded", "WeightInfo", "WeightTransferError", "WeightTransport"],
     "sharding.weight_average": ["WeightAverage"],
     "state.torch_offload": ["load_fsdp_optimizer", "offload_fsdp_optimizer"],

@@ -23,11 +23,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightstep.rollout.deltas import HeldWeights, receive_bucket
 from lightstep.rollout.link import WeightLink
 from lightstep.rollout.server_protocols import refuse_other_names
 from lightstep.rollout.servers import VllmNcclServer
-from lightstep.rollout.transport import WeightInfo
+from lightstep.rollout.transport import HeldWeights, WeightInfo, receive_bucket
 
 CPU = torch.device("cpu")
 

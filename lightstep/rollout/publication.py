@@ -1,22 +1,163 @@
-"""One set of weights: the tensors that it consists of, and how they are gathered and handed to a transport."""
+"""One set of weights: the tensors of a model that is published, and how they are gathered and handed to a transport."""
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightstep.distributed import Ranks, gather_tensor
-from lightstep.rollout.file_names import infos_in_files, tensors_in_files
-from lightstep.rollout.published_model import PublishedModel
-from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo, WeightTransferError, WeightTransport
+from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.huggingface import find_senders
+from lightstep.checkpoint.tensors import shard_of
+from lightstep.distributed import Ranks, gather_tensor, layout_of, local_tensor
+from lightstep.optimizer.param_groups import layer_of
+from lightstep.rollout.transport import (
+    Bucket,
+    BucketDelta,
+    WeightInfo,
+    WeightTransferError,
+    WeightTransport,
+    buckets_of,
+)
+from lightstep.sharding.dtypes import planned_by_tensor
+from lightstep.sharding.model_names import NamedTensor, named_tensors
 
-__all__ = ["GatheredWeights", "Publication", "PublishedWeights", "WeightSource"]
+__all__ = [
+    "GatheredWeights",
+    "Part",
+    "Publication",
+    "PublishedModel",
+    "PublishedWeights",
+    "SendingPlan",
+    "WeightSource",
+]
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Part:
+    """One trainer's shard of a tensor.
+
+    Attributes:
+        info: the whole tensor.
+        region: where the shard is in it.
+        shard: the shard as a tensor of its own.
+    """
+
+    info: WeightInfo
+    region: tuple[slice, ...]
+    shard: WeightInfo
+
+
+@dataclass(frozen=True)
+class SendingPlan:
+    """What follows from names, dtypes and shards of a model's tensors. It refers to none of them.
+
+    Attributes:
+        described: these names, dtypes and shards.
+        senders: a rank that has a tensor of which the first trainer has no part, by name.
+        buckets: the tensors as they are sent.
+        parts: by bucket and trainer: its shards. Each is the first trainer's that has it.
+    """
+
+    described: Hashable
+    senders: Mapping[str, int]
+    infos: Sequence[WeightInfo]
+    buckets: Sequence[Sequence[WeightInfo]]
+    parts: Sequence[Sequence[Sequence[Part]]]
+
+
+class PublishedModel:
+    """The tensors of a model, in the dtypes and buckets in which they are sent. Created by all trainers.
+
+    Args:
+        model: without wrappers, and without pending updates.
+        dtype: weights are sent in it, except those that a rollout model keeps in another one.
+        bucket_mib: size of a bucket in MiB.
+        ranks: the trainers.
+        plans: of earlier sets. A model whose tensors look as before is not planned again.
+
+    Raises:
+        WeightTransferError: ranks have different tensors of one name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        bucket_mib: float,
+        ranks: Ranks,
+        plans: MutableMapping[nn.Module, SendingPlan],
+    ) -> None:
+        self.model = model
+        tensors = named_tensors(model)
+        described = (dtype, bucket_mib, tuple(map(_description, tensors)))
+        plan = plans.get(model)
+        if plan is None or not all(ranks.gather(plan.described == described)):
+            plan = plans[model] = _planned(model, tensors, described, ranks)
+        self.plan = plan
+        self.named: Mapping[WeightInfo, NamedTensor] = dict(zip(plan.infos, tensors, strict=True))
+        self.device = next((local_tensor(named.tensor).device for named in tensors), torch.device("cpu"))
+
+
+def _description(named: NamedTensor) -> Hashable:
+    """What the plan depends on."""
+    tensor = named.tensor
+    return named.names, type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad, layout_of(tensor)
+
+
+def _planned(
+    model: nn.Module,
+    tensors: Sequence[NamedTensor],
+    described: tuple[torch.dtype, float, Hashable],
+    ranks: Ranks,
+) -> SendingPlan:
+    dtype, bucket_mib, _ = described
+    try:
+        senders = find_senders(tensors, ranks)
+    except CheckpointError as error:  # all ranks raise it
+        raise WeightTransferError(f"{error}; engines know one tensor of a name") from error
+    planned = planned_by_tensor(model, dtype)
+    infos = [WeightInfo.of(named, planned.get(named.tensor)) for named in tensors]
+    buckets = buckets_of(infos, [layer_of(info.name) for info in infos], bucket_mib * _MIB)
+    return SendingPlan(described, senders, infos, buckets, _parts(tensors, infos, buckets, ranks))
+
+
+def _parts(
+    tensors: Sequence[NamedTensor],
+    infos: Sequence[WeightInfo],
+    buckets: Sequence[Sequence[WeightInfo]],
+    ranks: Ranks,
+) -> list[list[list[Part]]]:
+    shards = [shard_of(named.tensor) for named in tensors]
+    own = {
+        (number, tuple(shard.offsets)): tuple(shard.lengths)
+        for number, shard in enumerate(shards)
+        if shard is not None and shard.numel
+    }
+    bucket_of = {info: number for number, bucket in enumerate(buckets) for info in bucket}
+    parts: list[list[list[Part]]] = [[[] for _ in range(ranks.size)] for _ in buckets]
+    known: set[tuple[int, tuple[int, ...]]] = set()
+    for trainer, listed in enumerate(ranks.gather(own)):
+        for (number, offsets), lengths in listed.items():
+            if (number, offsets) in known:
+                continue
+            known.add((number, offsets))
+            info = infos[number]
+            region = tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+            parts[bucket_of[info]][trainer].append(Part(info, region, WeightInfo(info.names, lengths, info.dtype)))
+    return parts
+
+
+# -- sending -----------------------------------------------------------------------------------------------------------
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """A dtype of each size, in which elements are moved as they are."""
@@ -202,3 +343,39 @@ class Publication:
         for trainer, failure in enumerate(failures):
             if failure is not None:
                 raise WeightTransferError(f"trainer {trainer}: {failure[0]}", failure[1])
+
+
+# -- names in a model's files: transformers joins some tensors in memory, such as those of experts --------------------
+
+
+def tensors_in_files(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Some of a model's tensors as its files have them: cut, and under other names, where transformers joins them."""
+    conversions: Any = sys.modules.get("transformers.core_model_loading")
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    if conversions is None or models is None or not isinstance(model, models.PreTrainedModel):
+        return dict(tensors)
+    found: dict[str, Tensor] = conversions.revert_weight_conversion(model, dict(tensors))
+    return found
+
+
+def infos_in_files(model: nn.Module, buckets: Sequence[Sequence[WeightInfo]]) -> list[list[WeightInfo]]:
+    """Each bucket's tensors as its files have them.
+
+    Raises:
+        WeightTransferError: some in a file are made of tensors in several buckets.
+    """
+    listed = [_converted(model, infos) for infos in buckets]
+    together = _converted(model, [info for infos in buckets for info in infos])
+    if {info.name: info.shape for infos in listed for info in infos} != {info.name: info.shape for info in together}:
+        raise WeightTransferError(
+            f"tensors of {type(model).__name__} are joined in its files that are in several buckets here; set a larger "
+            "roles.rollout.bucket_mib"
+        )
+    return listed
+
+
+def _converted(model: nn.Module, infos: Sequence[WeightInfo]) -> list[WeightInfo]:
+    tied = {info.name: info.names for info in infos}
+    described = {info.name: torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos}
+    found = tensors_in_files(model, described)
+    return [WeightInfo(tied.get(name, (name,)), tuple(t.shape), t.dtype) for name, t in found.items()]

@@ -1,5 +1,10 @@
 """Publishing while training goes on: the loop copies the weights, and a thread sends them.
 
+Each trainer copies its own shards, cast to the dtype in which they are sent, behind what its training stream has
+queued. A shard that several trainers have is copied by the first of them. On an accelerator that is a copy on the
+device, which takes milliseconds, and is made before anything that training queues next; another stream brings it to the
+host, and the thread queues that. It gathers one bucket at a time on the first trainer, in a process group of its own.
+
 One set is on its way at a time. Another one waits for it, or with ``replace`` is copied beside it, and is replaced by
 a third one that comes before it has been begun. All trainers decide alike: the first one's threads tell whether the
 set that waits has been begun.
@@ -8,20 +13,218 @@ set that waits has been begun.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from lightstep.checkpoint.background import Pending, start_thread, thread_group
-from lightstep.distributed import Ranks, RemoteRankError
-from lightstep.rollout.publication import Publication, PublishedWeights
-from lightstep.rollout.published_model import PublishedModel
-from lightstep.rollout.staged_weights import StagedWeights, staging_memory
-from lightstep.rollout.transport import WeightTransferError, WeightTransport
+from lightstep.distributed import Ranks, RemoteRankError, local_tensor
+from lightstep.rollout.publication import Part, Publication, PublishedModel, PublishedWeights, WeightSource
+from lightstep.rollout.transport import (
+    Bucket,
+    BucketDelta,
+    WeightInfo,
+    WeightTransferError,
+    WeightTransport,
+    changed_words,
+    has_words,
+    joined,
+    shard_in_bucket,
+)
 from lightstep.state.host_copy_pool import HostCopyPool
 
-__all__ = ["Publisher"]
+__all__ = ["Publisher", "StagedWeights"]
+
+_LARGEST = 2**31
+"""Bytes of a bucket from which on it is sent whole."""
+
+
+def staging_memory() -> HostCopyPool:
+    """Host memory for one set at a time."""
+    return HostCopyPool("copying weights that are published while training goes on", "wait=True needs no copy")
+
+
+class StagedWeights(WeightSource):
+    """Copies of this trainer's shards. Created by all trainers, without waiting for a device.
+
+    Args:
+        published: the model.
+        pool: where the copies are. What it held before is overwritten.
+        ranks: the trainers, in a group that nothing else uses now.
+        gathering: the trainers, in the group of the thread that sends.
+
+    Raises:
+        HostMemoryError: there is not enough memory for the copies.
+        RemoteRankError: another trainer has not enough.
+
+    Attributes:
+        pool: as given.
+        origin: the device of the model.
+        set_id: identifies the set on the first trainer.
+        base: an earlier set, to which :meth:`delta` gives deltas.
+    """
+
+    def __init__(self, published: PublishedModel, pool: HostCopyPool, ranks: Ranks, gathering: Ranks) -> None:
+        super().__init__(published.model, published.plan.buckets, torch.device("cpu"))
+        self.pool, self.origin, self._ranks = pool, published.device, gathering
+        self._parts = published.plan.parts
+        self.set_id = uuid.uuid4().hex
+        self.base: StagedWeights | None = None
+        self._own: list[Bucket] = []
+        self._on_device: deque[tuple[int, Tensor]] = deque()  # copies there, by bucket
+        self._brought: dict[int, Any] = {}  # events
+        self._bringing = threading.Lock()
+        self._changed: list[list[int]] = []
+        self._incoming = torch.empty(0, dtype=torch.uint8, device="cpu")
+        own = [[part.shard for part in parts[ranks.rank]] for parts in self._parts]
+        sizes = [Bucket.nbytes_of(shards) for shards in own]
+        ranks.together(lambda: _reserve(pool, sum(sizes)))
+        ranks.together(lambda: self._copy(published, own, sizes))
+
+    @torch.no_grad()
+    def _copy(self, published: PublishedModel, own: Sequence[Sequence[WeightInfo]], sizes: Sequence[int]) -> None:
+        tensors = {info.name: local_tensor(named.tensor).detach() for info, named in published.named.items()}
+        has_room = published.device.type != "cpu"
+        for number, (shards, size) in enumerate(zip(own, sizes, strict=True)):
+            bucket = Bucket(shards, self.pool.allocate_bytes(size, published.device))
+            memory = _device_memory(size, published.device) if has_room and size else None
+            if memory is not None:
+                _fill(Bucket(shards, memory), tensors)
+                self._on_device.append((number, memory))
+            elif size:
+                has_room = False
+                self.pool.wait_for_background()  # it may still write what another set left there
+                _fill(bucket, tensors)
+            self._own.append(bucket)
+        self._filled = self.pool.seal()
+
+    def bring(self) -> None:
+        """Queue the copies from the device to the host, if they are not. Any thread may call this."""
+        with self._bringing:
+            while self._on_device:
+                number, memory = self._on_device[0]
+                self._brought[number] = self.pool.bring(self._own[number].buffer, memory, self._filled)
+                self._on_device.popleft()
+
+    def _wait_for(self, number: int) -> None:
+        """Until a bucket is on the host."""
+        self.bring()
+        if number in self._brought:
+            self._brought[number].synchronize()
+        else:
+            self.pool.wait_for(self._own[number].buffer)
+
+    def bucket(self, number: int, buffer: Tensor | None) -> Bucket | None:
+        own = self._own[number]
+        self._wait_for(number)
+        if buffer is None:
+            if own.infos:
+                dist.send(own.buffer, group=self._ranks.group, group_dst=0)
+            return None
+        parts = self._parts[number]
+        if [part.shard for part in parts[0]] == list(self.buckets[number]):
+            return own
+        bucket = Bucket(self.buckets[number], buffer)
+        tensors = dict(bucket)
+        for trainer, listed in enumerate(parts):
+            if listed:
+                received = own if trainer == 0 else self._receive(trainer, [part.shard for part in listed])
+                for part, (_, shard) in zip(listed, received, strict=True):
+                    tensors[part.info][part.region].copy_(shard)
+        return bucket
+
+    def _receive(self, trainer: int, shards: Sequence[WeightInfo]) -> Bucket:
+        return Bucket(shards, self._received(trainer, Bucket.nbytes_of(shards)))
+
+    def _received(self, trainer: int, nbytes: int) -> Tensor:
+        if len(self._incoming) < nbytes:
+            self._incoming = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        dist.recv(self._incoming[:nbytes], group=self._ranks.group, group_src=trainer)
+        return self._incoming[:nbytes]
+
+    # -- deltas
+
+    def can_follow(self, base: StagedWeights) -> bool:
+        """Whether this trainer has the same parts of the same tensors as in ``base``."""
+        return self._parts == base._parts
+
+    def prepare_deltas(self) -> Sequence[bool]:
+        for number in range(len(self.buckets)):
+            self._wait_for(number)
+        own = [self._count(number) for number in range(len(self.buckets))]
+        self._changed = self._ranks.gather(own)
+        sums = [sum(counts) for counts in zip(*self._changed, strict=True)]
+        return [
+            has_words(infos) and BucketDelta.nbytes_of(changed) <= Bucket.nbytes_of(infos) < _LARGEST
+            for infos, changed in zip(self.buckets, sums, strict=True)
+        ]
+
+    def _count(self, number: int) -> int:
+        return sum(len(words) for *_, words in self._changes(number))
+
+    def _changes(self, number: int) -> Iterator[tuple[Part, Tensor, Tensor]]:
+        """Own parts of a bucket, with positions of changed words in them, and these words. A GPU compares them."""
+        assert self.base is not None
+        if not has_words(self.buckets[number]):
+            return
+        own = self._parts[number][self._ranks.rank]
+        for part, (_, now), (_, before) in zip(own, self._own[number], self.base._own[number], strict=True):
+            for positions, words in changed_words(now, before, self.origin):
+                yield part, positions, words
+
+    def delta(self, number: int, is_sender: bool) -> BucketDelta | None:
+        infos, starts = self.buckets[number], dict(Bucket(self.buckets[number], self._incoming).starts())
+        found = [
+            BucketDelta.of_words(
+                infos,
+                shard_in_bucket(positions, starts[part.info], part.info, part.region, part.shard.shape),
+                words,
+            )
+            for part, positions, words in self._changes(number)
+        ]
+        own = BucketDelta(infos, joined(infos, found).buffer.cpu() if found else self._incoming[:0])
+        if not is_sender:
+            if own.changed:
+                dist.send(own.buffer, group=self._ranks.group, group_dst=0)
+            return None
+        deltas = [own]
+        for trainer, counts in enumerate(self._changed):
+            if trainer and counts[number]:
+                nbytes = BucketDelta.nbytes_of(counts[number])
+                deltas.append(BucketDelta(infos, self._received(trainer, nbytes).clone()))
+        return joined(infos, deltas)
+
+
+def _device_memory(nbytes: int, device: torch.device) -> Tensor | None:
+    """``None`` if there is no room: the copies are then made to the host at once, and training waits for the link."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _fill(bucket: Bucket, tensors: Mapping[str, Tensor]) -> None:
+    pairs = [(target, tensors[shard.name]) for shard, target in bucket]
+    if not pairs:
+        return
+    targets, sources = zip(*pairs, strict=True)
+    if bucket.buffer.device != sources[0].device:  # cast there, and copy what is smaller
+        sources = tuple(source.to(target.dtype) for target, source in pairs)
+    torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _reserve(pool: HostCopyPool, nbytes: int) -> None:
+    pool.reset()
+    pool.reserve(nbytes)
+
+
+# -- sets --------------------------------------------------------------------------------------------------------------
 
 
 class _Set:

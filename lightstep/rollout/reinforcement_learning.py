@@ -13,8 +13,7 @@ from lightstep.config import ConfigError, Rollout, RolloutServers
 from lightstep.distributed import Ranks, initialized, rank
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.group_transport import GroupReceiver, GroupTransport, MessageBoard
-from lightstep.rollout.publication import GatheredWeights, Publication, PublishedWeights
-from lightstep.rollout.published_model import PublishedModel, SendingPlan
+from lightstep.rollout.publication import GatheredWeights, Publication, PublishedModel, PublishedWeights, SendingPlan
 from lightstep.rollout.publisher import Publisher
 from lightstep.rollout.roles import Roles
 from lightstep.rollout.servers import ServerTransport, SglangServer, VllmNcclServer, VllmServer

@@ -58,6 +58,7 @@ class Server(ABC):
         if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
             raise ValueError(f"the server's URL is {url!r}; one such as http://host:8000 is needed")
         self._timeout, self._quick = timeout_s, min(_QUICK, timeout_s)
+        self._names: frozenset[str] | None = None
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -76,8 +77,8 @@ class Server(ABC):
         """Of the server's software."""
 
     @abstractmethod
-    def weights_version(self) -> str | None:
-        """The version of the weights, as the server knows it; ``None`` if it does not say."""
+    def weights_version(self) -> str:
+        """The version of the weights, as the server knows it."""
 
     @abstractmethod
     def workers(self) -> int:
@@ -91,9 +92,15 @@ class Server(ABC):
     def leave(self, group: str) -> None:
         """Close the process group."""
 
-    @abstractmethod
     def check(self, infos: Sequence[WeightInfo]) -> None:
         """Compare a set with the server's model. Nothing is paused or written."""
+        if self._names is None:
+            self._names = frozenset(self.names())
+        refuse_other_names(infos, self._names, self.url)
+
+    def names(self) -> Iterable[str]:
+        """Of the tensors of the server's model: an update with an unknown one would leave half a set there."""
+        raise NotImplementedError  # the plugin compares by itself
 
     @abstractmethod
     def pause(self, how: Pause) -> None:
@@ -128,8 +135,11 @@ class Server(ABC):
         """Generate again."""
 
     def packed(self, bucket: Bucket) -> Tensor:
-        """The bytes (uint8) that are broadcast for a bucket."""
-        return bucket.buffer
+        """The bytes (uint8) that are broadcast for a bucket; without padding for other receivers than the plugin."""
+        if self.has_plugin:
+            return bucket.buffer
+        tensors = [tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket]
+        return bucket.buffer if sum(map(len, tensors)) == len(bucket.buffer) else torch.cat(tensors)
 
     @staticmethod
     def store_prefix(group: str, device: str) -> str:
@@ -164,6 +174,16 @@ class Server(ABC):
     def _hint(self, error: urllib.error.HTTPError) -> str:
         return ""
 
+    def _try(self, path: str) -> bool:
+        """Whether the server takes the call."""
+        try:
+            self.post(path)
+        except NoAnswer:
+            raise
+        except WeightTransferError:
+            return False
+        return True
+
 
 class Vllm(Server):
     """A server of vLLM in development mode, whose weight-transfer engine is
@@ -177,7 +197,7 @@ class Vllm(Server):
     def version(self) -> str:
         return str(self.get("/version", self._quick)["version"])
 
-    def weights_version(self) -> str | None:
+    def weights_version(self) -> str:
         return str(self.get("/weight_info", self._quick)["weight_version"])
 
     def workers(self) -> int:
@@ -241,16 +261,6 @@ class Vllm(Server):
             self._try("/finish_weight_update")
         self.post("/start_weight_update")
 
-    def _try(self, path: str) -> bool:
-        """Whether the server takes the call."""
-        try:
-            self.post(path)
-        except NoAnswer:
-            raise
-        except WeightTransferError:
-            return False
-        return True
-
     def resume(self) -> None:
         self.post("/resume")
 
@@ -262,34 +272,20 @@ class Vllm(Server):
 
 
 class VllmNccl(Vllm):
-    """A server of vLLM in development mode, whose weight-transfer engine is vLLM's own ``nccl``.
-
-    Its checksums say which tensors it has: an update with an unknown one would leave half a set there.
-    """
+    """A server of vLLM in development mode, whose weight-transfer engine is vLLM's own ``nccl``."""
 
     first, engine, has_plugin = "0.32", "nccl", False
+    check = Server.check
 
-    def __init__(self, url: str, timeout_s: float, api_key: str | None) -> None:
-        super().__init__(url, timeout_s, api_key)
-        self._names: frozenset[str] | None = None
+    def names(self) -> Iterable[str]:
+        return frozenset(self.post("/weight_checker", action="checksum")["checksums"])
 
     def join(self, place: Mapping[str, Any], group: str, backend: str) -> None:
         one_broadcast = {"packed": True, "packed_buffer_size_bytes": 1 << 40, "packed_num_buffers": 1}
         self.post("/init_weight_transfer_engine", init_info={**place, **one_broadcast})
 
-    def check(self, infos: Sequence[WeightInfo]) -> None:
-        if self._names is None:
-            self._names = frozenset(self.post("/weight_checker", action="checksum")["checksums"])
-        refuse_other_names(infos, self._names, self.url)
-
     def update(self, infos: Sequence[WeightInfo], group: str, keeping: Mapping[str, Any]) -> None:
         self.post("/update_weights", update_info=_described(infos))
-
-    def holds(self, set_id: str, infos: Sequence[WeightInfo]) -> bool:
-        return False
-
-    def packed(self, bucket: Bucket) -> Tensor:
-        return _without_padding(bucket)
 
 
 class Sglang(Server):
@@ -298,14 +294,10 @@ class Sglang(Server):
     kind, first, stop = "SGLang", "0.5.21", "0.6"
     pauses: ClassVar[Mapping[Pause, str]] = {"keep": "retract", "abort": "abort"}
 
-    def __init__(self, url: str, timeout_s: float, api_key: str | None) -> None:
-        super().__init__(url, timeout_s, api_key)
-        self._names: frozenset[str] | None = None
-
     def version(self) -> str:
         return str(self.get("/server_info", self._quick)["version"])
 
-    def weights_version(self) -> str | None:
+    def weights_version(self) -> str:
         return str(self.get("/model_info", self._quick)["weight_version"])
 
     def workers(self) -> int:
@@ -320,11 +312,9 @@ class Sglang(Server):
     def leave(self, group: str) -> None:
         self._call(self._posting("/destroy_weights_update_group", {"group_name": group}), self._quick)
 
-    def check(self, infos: Sequence[WeightInfo]) -> None:
-        if self._names is None:
-            ranks = self.post("/weights_checker", action="checksum")["ranks"]
-            self._names = frozenset(name for rank in ranks for name in rank["checksums"])
-        refuse_other_names(infos, self._names, self.url)
+    def names(self) -> Iterable[str]:
+        ranks = self.post("/weights_checker", action="checksum")["ranks"]
+        return frozenset(name for rank in ranks for name in rank["checksums"])
 
     def pause(self, how: Pause) -> None:
         self.post("/pause_generation", mode=self.pauses[how])
@@ -346,28 +336,15 @@ class Sglang(Server):
         self.post("/update_weight_version", new_version=str(version), abort_all_requests=False)
 
     def settle(self) -> None:
-        try:
-            self.post("/end_weight_update")
-        except NoAnswer:
-            raise
-        except WeightTransferError:
-            pass  # nothing is open
+        self._try("/end_weight_update")  # which it refuses if nothing is open
 
     def resume(self) -> None:
         self.post("/continue_generation")
-
-    def packed(self, bucket: Bucket) -> Tensor:
-        return _without_padding(bucket)
 
     @staticmethod
     def store_prefix(group: str, device: str) -> str:
         """Torch nests three stores in a group that is made by hand: by its name, its name again, and the device."""
         return f"{group}/{group}//{device}/"
-
-
-def _without_padding(bucket: Bucket) -> Tensor:
-    tensors = [tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket]
-    return bucket.buffer if sum(map(len, tensors)) == len(bucket.buffer) else torch.cat(tensors)
 
 
 def _described(infos: Sequence[WeightInfo]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sending weights to servers of vLLM and SGLang: calls over HTTP, beside broadcasts over a process group.
+"""Sending weights to servers of vLLM and SGLang: calls over HTTP, beside broadcasts over a process group, or files.
 
 A set is compared with the server's model before the first byte. It is received while the server is paused, and requests
 and version see it when all of it has arrived. After a failure the server stays paused until a complete set arrives.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import shutil
 import socket
 import threading
 import time
@@ -16,17 +17,19 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lightstep.rollout.link import WeightLink
 from lightstep.rollout.server_protocols import Pause, Server, Sglang, Vllm, VllmNccl
 from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo, WeightTransferError, WeightTransport
 
-__all__ = ["ServerTransport", "SglangServer", "VllmNcclServer", "VllmServer"]
+__all__ = ["ServerTransport", "SglangFolder", "SglangServer", "VllmNcclServer", "VllmServer"]
 
 _FIRST_ID = "0"
 """Under which torch's group puts NCCL's identifier of its first communicator."""
@@ -35,7 +38,36 @@ _GRACE = 2.0
 """Seconds in which a server's own error may arrive, after the broadcast has failed."""
 
 
-class ServerTransport(WeightTransport):
+class _Servers(WeightTransport):
+    """Servers of one kind.
+
+    Raises:
+        ValueError: there is no URL, or one is not ``http(s)://...``; an unknown ``pause``.
+    """
+
+    protocol: ClassVar[type[Server]]
+    uses_file_names = True
+
+    def __init__(self, urls: str | Sequence[str], pause: Pause | None, timeout_s: float, api_key: str | None) -> None:
+        allowed = list(self.protocol.pauses)
+        if pause is not None and pause not in allowed:
+            raise ValueError(f"pause is {pause!r}; {self.protocol.kind} has {', '.join(map(repr, allowed))}")
+        self._pause, self._timeout, self._api_key = pause or allowed[0], timeout_s, api_key
+        self._servers = [self._server(url) for url in ([urls] if isinstance(urls, str) else urls)]
+        if not self._servers:
+            raise ValueError(f"{type(self).__name__} without a URL; give one such as http://host:8000")
+
+    def _server(self, url: str) -> Server:
+        return self.protocol(url, self._timeout, self._api_key)
+
+    def _on_all(self, call: Callable[[Any], Any]) -> list[Any]:
+        """Call for all servers at the same time; raises the first error."""
+        calls = [_in_thread(call, server) for server in self._servers]
+        wait(calls)
+        return [one.result() for one in calls]
+
+
+class ServerTransport(_Servers):
     """Servers of one kind that get the same weights, each with any number of tensor-parallel workers.
 
     Pass it as ``publish_weights(model, to=...)``. A server that was replaced or restarted is found before the next set.
@@ -57,9 +89,6 @@ class ServerTransport(WeightTransport):
             servers load whole tensors only.
     """
 
-    protocol: ClassVar[type[Server]]
-    uses_file_names = True
-
     def __init__(
         self,
         urls: str | Sequence[str],
@@ -74,24 +103,16 @@ class ServerTransport(WeightTransport):
     ) -> None:
         if deltas and not self.protocol.has_plugin:
             raise ValueError(f"{type(self).__name__} loads whole tensors only; leave deltas out, or use VllmServer")
+        super().__init__(urls, pause, timeout_s, api_key)
+        self._next_servers = self._servers  # and the servers of the last set
         self.deltas = deltas
         self._set_id, self._base, self._buckets_left = "", "", 0
-        allowed = list(self.protocol.pauses)
-        if pause is not None and pause not in allowed:
-            raise ValueError(f"pause is {pause!r}; {self.protocol.kind} has {', '.join(map(repr, allowed))}")
-        self._pause, self._backend, self._timeout = pause or allowed[0], backend, timeout_s
-        self._address, self._api_key, self._checks = address, api_key, check
-        self._servers: list[Server] = []  # of the last set
-        self._next_servers: list[Server] = []
+        self._backend, self._address, self._checks = backend, address, check
         self._link: WeightLink | None = None
         self._number, self._version = 0, 0  # of the link, and of the set
         self._joined = False  # servers have joined the group of this number
         self._half_sent = False  # some server may have half of a set
         self._name = f"lightstep-{uuid.uuid4().hex[:8]}"  # servers may remember the groups of an earlier trainer
-        for url in [urls] if isinstance(urls, str) else urls:
-            self.add(url)
-        if not self._next_servers:
-            raise ValueError(f"{type(self).__name__} without a URL; give one such as http://host:8000")
 
     @property
     def urls(self) -> list[str]:
@@ -100,7 +121,7 @@ class ServerTransport(WeightTransport):
 
     def add(self, url: str) -> None:
         """Send to this server, too, from the next set on."""
-        self._next_servers = [*self._next_servers, self.protocol(url, self._timeout, self._api_key)]
+        self._next_servers = [*self._next_servers, self._server(url)]
 
     def drop(self, url: str) -> None:
         """Do not send to this server any more, from the next set on. It may be gone.
@@ -123,9 +144,7 @@ class ServerTransport(WeightTransport):
         self._set_id, self._base = set_id, base or ""
 
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
-        infos = [info for bucket in buckets for info in bucket]
-        if not infos:
-            raise WeightTransferError("there are no weights to send")
+        infos = _infos_of(buckets)
         if self._servers != self._next_servers:
             self._servers = [server for server in self._servers if server in self._next_servers]
             self._disconnect()
@@ -150,7 +169,7 @@ class ServerTransport(WeightTransport):
     def _all_know_the_last_version(self) -> bool:
         """Whether every server still has what it got last. One that was restarted has not."""
         found = self._on_all(lambda server: server.weights_version())
-        return self._half_sent or all(version in (None, str(self._version)) for version in found)
+        return self._half_sent or all(version == str(self._version) for version in found)
 
     def send(self, bucket: Bucket) -> None:
         self._transfer(bucket.infos, self._servers[0].packed(bucket), None)
@@ -182,15 +201,21 @@ class ServerTransport(WeightTransport):
     def _wait_for(self, calls: Sequence[Future[Any]], broadcast: Future[None] | None) -> None:
         """Wait for all, or raise the first error: a server's own, if there is one, says most."""
         work = [*calls, *([] if broadcast is None else [broadcast])]
-        _, left = wait(work, self._timeout, FIRST_EXCEPTION)
+        wait(work, self._timeout, FIRST_EXCEPTION)
         if broadcast is not None and broadcast.done() and broadcast.exception() is not None:
             wait(calls, _GRACE, FIRST_EXCEPTION)
-        failed = next((one.exception() for one in work if one.done() and one.exception() is not None), None)
-        if failed is not None or left:
-            what = f"no answer within {self._timeout:g} s" if failed is None else str(failed)
+        what, cause = self._failure(work)
+        if what:
             raise WeightTransferError(
                 f"{what}. Training can go on; {', '.join(self.urls)} will stay paused until a complete set arrives"
-            ) from failed
+            ) from cause
+
+    def _failure(self, work: Sequence[Future[Any]]) -> tuple[str, BaseException | None]:
+        """The first error of what was waited for, or that it took too long; ``""`` if all is done."""
+        failed = next((one.exception() for one in work if one.done() and one.exception() is not None), None)
+        if failed is not None:
+            return str(failed) or type(failed).__name__, failed
+        return ("" if all(one.done() for one in work) else f"no answer within {self._timeout:g} s"), None
 
     def finish(self) -> None:
         self._on_all(lambda server: server.end(self._version))
@@ -200,12 +225,6 @@ class ServerTransport(WeightTransport):
     def abort(self, reason: str) -> None:
         """Paused servers stay paused: they may have half of this set, or of one whose trainer has died."""
         self._disconnect()
-
-    def _on_all(self, call: Callable[[Server], Any]) -> list[Any]:
-        """Call for all servers at the same time; raises the first error."""
-        calls = [_in_thread(call, server) for server in self._servers]
-        wait(calls)
-        return [one.result() for one in calls]
 
     # -- the process group
 
@@ -246,15 +265,13 @@ class ServerTransport(WeightTransport):
         return _in_thread(WeightLink, self._number, store, 0, size, device, self._timeout, own_kind)
 
     def _wait_for_members(self, calls: Sequence[Future[Any]], link: Future[WeightLink], address: str) -> None:
-        work = [*calls, link]
-        _, left = wait(work, self._timeout, FIRST_EXCEPTION)
-        failed = next((one.exception() for one in work if one.done() and one.exception() is not None), None)
-        if failed is not None or left:
-            what = f"no answer within {self._timeout:g} s" if failed is None else str(failed)
+        wait(work := [*calls, link], self._timeout, FIRST_EXCEPTION)
+        what, cause = self._failure(work)
+        if what:
             raise WeightTransferError(
                 f"no process group with {', '.join(self.urls)}: {what}. They have to reach this host as {address} "
                 "(address=...). Nothing was sent"
-            ) from failed
+            ) from cause
 
     def _device(self) -> torch.device:
         if self._backend == "gloo" or not torch.cuda.is_available():
@@ -331,6 +348,78 @@ class SglangServer(ServerTransport):
     """Servers of SGLang from 0.5.21 on (tried: 0.5.23), which need nothing of lightstep's."""
 
     protocol = Sglang
+
+
+class SglangFolder(_Servers):
+    """Servers of SGLang that load each set from a folder, which they and the first trainer see under one path.
+
+    Pass it as ``publish_weights(model, to=...)``. Unlike :class:`SglangServer` it needs no process group, and takes
+    servers with any ``dp_size``. The folder holds one set, and two while the next one is written.
+
+    Args:
+        urls: of the servers, such as ``http://host:8000``.
+        folder: for nothing else.
+        pause: what happens to running requests: ``keep`` (default) or ``abort``.
+        timeout_s: seconds for one call.
+        api_key: sent as a bearer token.
+
+    Raises:
+        ValueError: there is no URL, or one is not ``http(s)://...``; an unknown ``pause``.
+    """
+
+    protocol = Sglang
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        folder: str | Path,
+        *,
+        pause: Pause = "keep",
+        timeout_s: float = 300.0,
+        api_key: str | None = None,
+    ) -> None:
+        super().__init__(urls, pause, timeout_s, api_key)
+        self._folder = Path(folder).absolute()
+        self._version = self._files = 0
+        self._loaded: Path | None = None
+
+    @property
+    def _set(self) -> Path:
+        return self._folder / f"set-{self._version}"
+
+    def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
+        infos = _infos_of(buckets)
+        self._on_all(lambda server: server.refuse_other_versions())
+        self._on_all(lambda server: server.check(infos))
+        self._version, self._files = version, 0
+        shutil.rmtree(self._set, ignore_errors=True)
+        self._set.mkdir(parents=True)
+
+    def send(self, bucket: Bucket) -> None:
+        self._files += 1
+        tensors = {info.name: tensor.cpu() for info, tensor in bucket}
+        save_file(tensors, self._set / f"model-{self._files:05}.safetensors", {"format": "pt"})
+
+    def finish(self) -> None:
+        self._on_all(lambda server: server.pause(self._pause))
+        self._on_all(lambda server: server.load(self._set, self._version))  # after an error they stay paused
+        self._on_all(lambda server: server.resume())
+        self._loaded = self._set
+        for other in self._folder.glob("set-*"):  # also those of an earlier trainer
+            if other != self._loaded:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def abort(self, reason: str) -> None:
+        if self._set != self._loaded:
+            shutil.rmtree(self._set, ignore_errors=True)
+
+
+def _infos_of(buckets: Sequence[Sequence[WeightInfo]]) -> list[WeightInfo]:
+    """All of a set; there has to be something."""
+    infos = [info for bucket in buckets for info in bucket]
+    if not infos:
+        raise WeightTransferError("there are no weights to send")
+    return infos
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:

@@ -22,10 +22,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from lightstep.rollout.deltas import HeldWeights, receive_bucket
 from lightstep.rollout.link import WeightLink
 from lightstep.rollout.server_protocols import refuse_other_names
-from lightstep.rollout.transport import Bucket, WeightInfo
+from lightstep.rollout.transport import Bucket, HeldWeights, WeightInfo, receive_bucket
 
 __all__ = ["ProcessGroupEngine", "register"]
 

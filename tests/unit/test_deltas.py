@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightstep import ConfigError, SglangServer, Strategy, VllmServer, WeightTransferError
-from lightstep.rollout.deltas import HeldWeights, changed_words, shard_in_bucket
-from lightstep.rollout.transport import Bucket, BucketDelta, WeightInfo
+from lightstep.rollout.transport import Bucket, BucketDelta, HeldWeights, WeightInfo, changed_words, shard_in_bucket
 from tests.rollout_servers import FakeServer, FakeVllm, Refusal
 from tests.unit.test_rollout_servers import Breaking, Training
 
@@ -125,7 +124,7 @@ def test_experts_have_the_names_that_files_have(kept: torch.dtype) -> None:
     (server,) = run.fakes
 
     def served() -> dict[str, Tensor]:
-        from lightstep.rollout.file_names import tensors_in_files
+        from lightstep.rollout.publication import tensors_in_files
 
         tensors = {name: p.detach().to(kept) for name, p in run.model.named_parameters()}
         return tensors_in_files(run.model, tensors)
@@ -298,7 +297,7 @@ def test_a_receiver_applies_deltas_to_nothing_else_than_their_base() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_positions_of_a_shard_in_its_bucket(dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightstep.rollout.deltas._PIECE", 37)
+    monkeypatch.setattr("lightstep.rollout.transport._PIECE", 37)
 
     def changes(tensor: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
         positions, words = zip(*changed_words(tensor, base, torch.device("cpu")), strict=True)
