@@ -22,7 +22,7 @@ from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.entries import equals_rounded, was_rounded_from
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_weights import HostWeights
-from lightstep.state.schema import Managed
+from lightstep.state.schema import Managed, versions_of
 from lightstep.state.store import PinnedState, Store
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,10 @@ class ManagedParameters:
 
     def record(self, items: Iterable[Managed]) -> None:
         """Record that the optimizer has written the parameters (to ``item.local``, even if they have moved since)."""
-        self._watch.record([(item, item.version, item.resting.data_ptr()) for item in items])
+        listed = list(items)
+        resting = [item.local if item.home is None else item.home.on_host for item in listed]
+        addresses = [tensor.data_ptr() for tensor in resting]
+        self._watch.record(zip(listed, versions_of(listed), addresses, strict=True))
 
     def covers(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether all parameters that the groups train are managed, and each is in the group that it was in."""
@@ -329,7 +332,7 @@ class ManagedParameters:
         """
         local = local_tensor(item.param)
         seen_by_version = local.device.type != "cpu" or item.home is not None
-        if seen_by_version and not self._watch.touched([(item, local, item.version)]):
+        if seen_by_version and not self._watch.touched(_with_versions([(item, local)])):
             return False
         if self._backend.compares_weights and local.data_ptr() == item.resting.data_ptr():
             return False  # the backend has compared them itself
@@ -454,7 +457,9 @@ def _with_locals(items: Iterable[Managed]) -> list[tuple[Managed, Tensor]]:
 
 
 def _with_versions(locals_now: Iterable[tuple[Managed, Tensor]]) -> list[tuple[Managed, Tensor, int]]:
-    return [(item, p, p._version if p is item.param else item.version) for item, p in locals_now]
+    listed = list(locals_now)
+    versions = versions_of([item for item, _ in listed])
+    return [(item, local, version) for (item, local), version in zip(listed, versions, strict=True)]
 
 
 def _trained(group: Mapping[str, Any]) -> list[Tensor]:

@@ -52,7 +52,7 @@ from lightstep.optimizer.queue import (
 from lightstep.optimizer.speculation import Checksums, Commit, Speculation
 from lightstep.optimizer.unit_updater import Gradients, Update
 from lightstep.optimizer.verdict import Verdict
-from lightstep.state.schema import Managed, Unit
+from lightstep.state.schema import Managed, Unit, versions_of
 
 __all__ = ["OVERLAP", "SpeculativeUpdates"]
 
@@ -273,8 +273,7 @@ class SpeculativeUpdates(EarlyUpdates):
         self._queue.wait_for_caller()
         self._link_share.record_ready()
         for unit in units:
-            versions = {owner: owner.version for owner in unit.owners}
-            compute.run(partial(speculation.run, self._updater, unit, update, versions))
+            compute.run(partial(speculation.run, self._updater, unit, update, versions_of(unit.owners)))
             speculation.submitted.append(unit)
         compute.record(speculation.done)
         self._link_share.record_done()

@@ -544,12 +544,10 @@ def refuse_older_graphs(items: Iterable[Managed]) -> None:
     So autograd refuses a backward through a graph that has saved them, as it does after ``torch.optim``'s own step.
     Otherwise it would read them while they are updated.
     """
-    by_group: dict[WeightGroup | None, list[Tensor]] = {}
-    for item in items:
-        group = None if item.home is None else item.home.group
-        by_group.setdefault(group, []).append(item.local if group is None else item.param)
+    listed = list(items)
+    torch.autograd.graph.increment_version([item.local for item in listed if item.home is None])
+    by_group: dict[WeightGroup, list[Tensor]] = {}
+    for home, parameter in [(item.home, item.param) for item in listed if item.home is not None]:
+        by_group.setdefault(home.group, []).append(parameter)
     for group, written in by_group.items():
-        if group is None:
-            torch.autograd.graph.increment_version(written)
-        else:
-            group.note_own_write(written)
+        group.note_own_write(written)

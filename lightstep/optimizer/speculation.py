@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.adam_batch import Scaling
 from lightstep.precision.split import Splitter
 from lightstep.state.checksummed_weights import ChecksummedWeights
-from lightstep.state.schema import Managed, Unit
+from lightstep.state.schema import Managed, Unit, versions_of
 from lightstep.state.staging import MasterSplitter
 
 __all__ = ["Checksums", "Commit", "Speculation", "UsedGradients"]
@@ -157,7 +157,7 @@ class Speculation:
     def __contains__(self, unit: Unit) -> bool:
         return unit in self.local or unit in self.shared
 
-    def run(self, updater: UnitUpdater, unit: Unit, update: Update, versions: Mapping[Managed, int]) -> None:
+    def run(self, updater: UnitUpdater, unit: Unit, update: Update, versions: Sequence[int]) -> None:
         """Update one unit, in the compute lane.
 
         A unit whose weights have been changed is skipped. A shared unit is updated nevertheless, since other ranks wait
@@ -167,11 +167,12 @@ class Speculation:
             versions: those of the unit's weights when it was submitted. An earlier unit with another part of
                 the same weight raises the version, too.
         """
-        known = {**versions, **{owner: self._own_versions[owner] for owner in versions if owner in self._own_versions}}
-        self.weights_changed |= {owner: owner.version for owner in versions} != known
+        own, owners = self._own_versions, unit.owners
+        known = [own.get(owner, version) for owner, version in zip(owners, versions, strict=True)]
+        self.weights_changed |= versions_of(owners) != known
         if not self.weights_changed or unit in self.shared:
             updater.speculate(unit, update)
-        self._own_versions.update({owner: owner.version for owner in versions})
+        own.update(zip(owners, versions_of(owners), strict=True))
 
     def note_own_writes(self, update: Update) -> None:
         """The weights have these versions from the speculative updates; after :attr:`done`."""

@@ -17,7 +17,7 @@ from lightstep.optimizer.one_pass import OnePass
 from lightstep.optimizer.shared_updates import SharedUpdates
 from lightstep.precision.adam_batch import Scaling
 from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
-from lightstep.state.schema import Managed, Unit
+from lightstep.state.schema import Managed, Unit, versions_of
 from lightstep.state.segment import Segment
 from lightstep.state.store import Store
 
@@ -65,22 +65,23 @@ class Update:
 
     def note_versions(self) -> None:
         """From now on :meth:`refuse_written` finds gradients and weights that somebody else writes to."""
-        self.versions = {item: (gradient._version, item.version) for item, gradient in self.gradients.items()}
+        weights = versions_of(self.gradients)
+        pairs = zip(self.gradients.items(), weights, strict=True)
+        self.versions = {item: (gradient._version, weight) for (item, gradient), weight in pairs}
 
     def note_own_writes(self, items: Iterable[Managed]) -> None:
         """These weights have their present versions from their own update."""
-        for item in items:
-            if item in self.versions:
-                self.versions[item] = self.versions[item][0], item.version
+        known = [item for item in items if item in self.versions]
+        for item, weight in zip(known, versions_of(known), strict=True):
+            self.versions[item] = self.versions[item][0], weight
 
     def refuse_written(self, items: Iterable[Managed]) -> None:
         """Raise ``RuntimeError`` if somebody has written to these gradients or weights after ``step()``."""
-        for item in items:
-            if item not in self.versions or item not in self.gradients:
-                continue
+        known = [item for item in items if item in self.versions and item in self.gradients]
+        for item, now in zip(known, versions_of(known), strict=True):
             gradient, weight = self.versions[item]
             is_gradient = self.gradients[item]._version != gradient
-            if is_gradient or item.version != weight:
+            if is_gradient or now != weight:
                 raise RuntimeError(
                     f"{f'the gradient of {item.name}' if is_gradient else item.name} was written to after step(), "
                     "before its deferred update (optimizer_state.update) had run: call optimizer.synchronize() before "

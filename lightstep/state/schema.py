@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightstep.distributed import Window, writes
 
@@ -26,6 +26,7 @@ __all__ = [
     "adopt_entry",
     "aligned",
     "entry_dtype",
+    "versions_of",
 ]
 
 
@@ -159,11 +160,6 @@ class Managed:
         """Whether the base optimizer sees fp32 numbers: a master, an fp32 weight, or a weight that is widened."""
         return not self.own_master or self.rounding is not None or self.local.dtype == torch.float32
 
-    @property
-    def version(self) -> int:
-        """The count of in-place writes to the parameter."""
-        return writes(self.param)
-
     def __repr__(self) -> str:
         """Without elements and groups: errors of dictionaries print their keys."""
         return f"<{self.name} of shape {tuple(self.local.shape)} and {self.local.dtype}>"
@@ -172,6 +168,11 @@ class Managed:
     def planned_elements(self) -> int:
         """Elements to plan with: the same number on all ranks that update it together."""
         return self.local.numel() if self.rows is None else self.rows.most
+
+
+def versions_of(items: Iterable[Managed]) -> list[int]:
+    """The count of in-place writes to each parameter. Several are read in each step: plain ones without a call."""
+    return [p._version if type(p) is nn.Parameter else writes(p) for p in [item.param for item in items]]
 
 
 ALIGNMENT = 16  # elements; keeps vectorised kernels on their fast path, and bitmaps of parts on whole bytes

@@ -27,7 +27,7 @@ from lightstep.state import versions
 from lightstep.state.lanes import DEVICE_TO_HOST
 from lightstep.state.record import Record
 from lightstep.state.ring import Ring
-from lightstep.state.schema import aligned
+from lightstep.state.schema import aligned, versions_of
 from lightstep.state.versions import Version
 from tests.distributed.models import TinyTransformer
 from tests.reference.pair import TWO_GROUPS, Pair, scale_for
@@ -1092,7 +1092,8 @@ def test_own_updates_are_not_taken_for_writes_of_others(update: str, clipping: d
         training.step()
         training.optimizer.synchronize()
         managed = training.optimizer.engine.managed
-        assert managed._watch.touched((item, item.local, item.version) for item in managed) == []
+        locals_now = [item.local for item in managed]
+        assert managed._watch.touched(zip(managed, locals_now, versions_of(managed), strict=True)) == []
 
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16"])
