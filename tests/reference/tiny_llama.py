@@ -47,8 +47,18 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": labels}
 
 
-def training_arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
-    """Two micro-batches of two rows a step, every step logged."""
+class QuietArguments(TrainingArguments):
+    """No process reports: what a step will take is not planned, which takes as long as to train such a model."""
+
+    should_log = False
+
+
+def training_arguments(folder: Path | str, reports: bool = False, **changes: Any) -> TrainingArguments:
+    """Two micro-batches of two rows a step, every step logged.
+
+    Args:
+        reports: plan and measure what a step takes, and print that.
+    """
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -63,4 +73,4 @@ def training_arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
         "use_cpu": True,
         **changes,
     }
-    return TrainingArguments(**values)
+    return (TrainingArguments if reports else QuietArguments)(**values)

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 from lightstep import ConfigError, Strategy
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.sharding.prepared_model import PreparedModel
+from tests.covering import every_value
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
 from tests.unit import test_accelerate as in_accelerate
 from tests.unit.test_stream import random_delays
@@ -71,8 +72,7 @@ def same(tested: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 # ---- accelerate
 
 
-@pytest.mark.parametrize("fp16", [False, True], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("time", TIMES)
+@every_value(time=TIMES, fp16=[False, True])
 def test_accelerate(time: str, fp16: bool, tmp_path: Path) -> None:
     """Micro-batches, skipped steps, norms for the logs; saved, and resumed under either placement."""
     more = {"precision": in_accelerate.FP16["precision"]} if fp16 else {}
@@ -173,8 +173,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("time", TIMES)
-@pytest.mark.parametrize("arguments", ARGUMENTS)
+@every_value(arguments=ARGUMENTS, time=TIMES)
 def test_the_trainer(arguments: str, time: str, tmp_path: Path) -> None:
     runs = []
     for placement in ("device", "host"):
@@ -189,8 +188,7 @@ def test_the_trainer(arguments: str, time: str, tmp_path: Path) -> None:
     assert rests is not None and all(not group.is_entered for group in rests.weights.groups)
 
 
-@pytest.mark.parametrize("placements", [("host", "host"), ("host", "device"), ("device", "host")])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@every_value(placements=[("host", "host"), ("host", "device"), ("device", "host")], asynchronous=[False, True])
 def test_the_trainer_resumes(placements: tuple[str, str], asynchronous: bool, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2}
     more = {"asynchronous_saves": asynchronous}

@@ -419,7 +419,7 @@ def test_a_crash_while_the_optimizer_s_files_are_replaced(tmp_path: Path, crash:
 
 
 def test_what_a_step_takes_is_said_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ran = Ran(tmp_path, BF16)
+    ran = Ran(tmp_path, BF16, arguments={"reports": True})
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("planned:", "measured:", "no"))]
     assert [line.split(":")[0] for line in lines] == ["planned", "measured"]
     assert re.search(r"MB of memory for weights, gradients, optimizer state and activations; no time", lines[0])
