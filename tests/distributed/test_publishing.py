@@ -27,6 +27,7 @@ DDP: dict[str, Any] = {"kind": "ddp", "find_unused_parameters": True}
 DEFERRED: dict[str, Any] = {"backend": "stream", "update": "next_forward", "ring_mib": 0.01}
 OVERLAP: dict[str, Any] = {"backend": "stream", "update": "overlap", "ring_mib": 0.01}
 RESIDENT: dict[str, Any] = {"backend": "resident"}
+ON_HOST: dict[str, Any] = {**OVERLAP, "weights": {"placement": "host", "device_mib": 0.005}}
 
 
 class Training:
@@ -38,9 +39,16 @@ class Training:
         sent = {"parameters": "bfloat16", "bucket_mib": 0.001, "timeout_s": 60, **(rollout or {})}
         if "mode" not in sent:
             del sent["timeout_s"]
-        precision = {"parameters": "float32"} if state is RESIDENT else {}
+        precision = {"parameters": "float32"} if state == RESIDENT else {}
+        weights, state = state.get("weights", {}), {key: value for key, value in state.items() if key != "weights"}
         self.strategy = Strategy.load(
-            {"sharding": sharding, "optimizer_state": state, "precision": precision, "roles": {"rollout": sent}}
+            {
+                "sharding": sharding,
+                "weights": weights,
+                "optimizer_state": state,
+                "precision": precision,
+                "roles": {"rollout": sent},
+            }
         )
         torch.manual_seed(0)
         self.model: Any = self.strategy.prepare_model(lambda: TinyTransformer(tied=True), role=self.strategy.role)
@@ -94,8 +102,8 @@ def check_sets(rank: int, world_size: int, sharding: dict[str, Any], state: dict
 
 @pytest.mark.parametrize(
     ("world_size", "sharding", "state"),
-    [(3, FSDP2, RESIDENT), (2, FSDP2, OVERLAP), (4, HSDP, DEFERRED), (2, DDP, OVERLAP)],
-    ids=["fsdp2", "fsdp2-overlap", "hsdp-deferred", "ddp-overlap"],
+    [(3, FSDP2, RESIDENT), (2, FSDP2, OVERLAP), (4, HSDP, DEFERRED), (2, DDP, OVERLAP), (2, FSDP2, ON_HOST)],
+    ids=["fsdp2", "fsdp2-overlap", "hsdp-deferred", "ddp-overlap", "fsdp2-offload"],
 )
 def test_every_set_is_one_steps(
     pool: Pool, world_size: int, sharding: dict[str, Any], state: dict[str, Any], tmp_path: Path

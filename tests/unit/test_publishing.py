@@ -18,9 +18,12 @@ from torch import Tensor
 
 from lightstep import Strategy, TransformersEngine, WeightInfo, WeightTransferError, WeightTransport
 from lightstep.rollout.transport import Bucket
+from lightstep.sharding.prepared_model import PreparedModel
+from tests.covering import every_pair
 from tests.reference.tiny_model import TinyModel, loss_of
 from tests.rollout_servers import FakeServer
 from tests.unit.test_rollout_servers import KINDS, Training, both
+from tests.unit.test_stream import random_delays
 
 STATES: dict[str, dict[str, Any]] = {
     "resident": {"backend": "resident"},
@@ -29,6 +32,8 @@ STATES: dict[str, dict[str, Any]] = {
     "overlap": {"backend": "stream", "update": "overlap"},
     "in_backward": {"backend": "stream", "update": "in_backward"},
 }
+ON_HOST = {"placement": "host", "device_mib": 0.005}
+"""Weights and gradients rest on the host, beside these states."""
 
 
 class Slow(WeightTransport):
@@ -67,8 +72,14 @@ class Slow(WeightTransport):
 class Run:
     """A model in training, and a transport."""
 
-    def __init__(self, state: dict[str, Any] | None = None, transport: Slow | None = None) -> None:
+    def __init__(
+        self,
+        state: dict[str, Any] | None = None,
+        transport: Slow | None = None,
+        weights: dict[str, Any] | None = None,
+    ) -> None:
         settings: dict[str, Any] = {"optimizer_state": state or STATES["resident"], "roles.rollout.bucket_mib": 0.0005}
+        settings["weights"] = weights or {}
         if (state or {}).get("update") == "in_backward":
             settings["clipping"] = {"max_norm": None}
         self.strategy = Strategy.load("resident", overrides=settings)
@@ -119,12 +130,14 @@ def nothing(run: Run, folder: Path) -> None:
 # -- what arrives ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("meanwhile", [nothing, edit, load, save])
-@pytest.mark.parametrize("state", STATES)
+@every_pair(state=STATES, meanwhile=[nothing, edit, load, save], weights=[{}, ON_HOST])
 def test_what_arrives_is_one_steps_whatever_training_does(
-    state: str, meanwhile: Callable[[Run, Path], None], tmp_path: Path
+    state: str, meanwhile: Callable[[Run, Path], None], weights: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = Run(STATES[state], Slow(seconds=0.004))
+    run = Run(STATES[state], Slow(seconds=0.004), weights)
+    visits = PreparedModel.of(run.model).weight_visits
+    if visits is not None:
+        random_delays(visits.weights.lanes, 0)
     run.step()
     run.strategy.save_checkpoint(tmp_path / "first", run.model, run.optimizer)
     expected = {}
@@ -137,7 +150,7 @@ def test_what_arrives_is_one_steps_whatever_training_does(
         for _ in range(3):
             run.step()
     assert run.wait().version == 3
-    assert all(run.received(version, weights) for version, weights in expected.items())
+    assert all(run.received(version, tensors) for version, tensors in expected.items())
     run.strategy.close()
 
 
