@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def host_weights_of(model: nn.Module, device: torch.device, device_bytes: int) -
         ValueError: parameters share memory, or are no plain tensors. Nothing has been moved.
     """
     refuse_shared_memory(model.named_parameters())
-    refuse_other_tensors(model)
+    refuse_other_tensors(model.named_parameters())
     listed = list(model.parameters())
     moved = sum(p.nbytes for p in listed if p.device.type != "cpu")  # others give their memory back, one by one
     largest = max((p.nbytes for p in listed), default=0)
@@ -60,12 +60,12 @@ def host_weights_of(model: nn.Module, device: torch.device, device_bytes: int) -
     return weights
 
 
-def refuse_other_tensors(model: nn.Module) -> None:
+def refuse_other_tensors(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ``ValueError`` for a parameter of a tensor class of its own (quantised weights)."""
-    for name, parameter in model.named_parameters():
-        if type(parameter.data) is not Tensor:
+    for name, tensor in named:
+        if type(tensor.data) is not Tensor:
             raise ValueError(
-                f"{name} is a {type(parameter.data).__name__}, and weights that rest on the host are plain tensors: "
+                f"{name} is a {type(tensor.data).__name__}, and weights that rest on the host are plain tensors: "
                 "set weights.placement: device"
             )
 

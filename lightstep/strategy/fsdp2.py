@@ -69,6 +69,8 @@ class FSDP2Strategy(ProcessGroupStrategy):
         visits = self._shard_visits(inner)
         if not loaded or not same_dtypes:
             cast_tensors(inner, plan)
+        if visits is not None and loaded:
+            _move_to_host(visits, inner, sharded_modules(inner))  # experts on a mesh of their own
         for unit in units:
             unrounded = self._broadcast_weights(unit, plan) if loaded else {}
             for part in parts[unit]:
@@ -99,11 +101,14 @@ class FSDP2Strategy(ProcessGroupStrategy):
         """
         if self.config.weights.placement == "device":
             return None
-        refuse_other_tensors(model)
+        refuse_other_tensors((name, local_tensor(parameter)) for name, parameter in model.named_parameters())
         shards = self._mesh_sizes()[1]
-        gradients = sum(p.numel() * self.parameter_dtype.itemsize for p in model.parameters() if p.requires_grad)
-        weights = sum(p.numel() * self.parameter_dtype.itemsize for p in model.parameters())
-        require_room(weights // shards, gradients // shards)
+
+        def size(parameters: Iterable[Tensor]) -> int:
+            own = sum(local_tensor(p).numel() if is_sharded(p) else p.numel() / shards for p in parameters)
+            return int(own * self.parameter_dtype.itemsize)
+
+        require_room(size(model.parameters()), size(p for p in model.parameters() if p.requires_grad))
         return ShardVisits(HostWeights(self.device, int(self.config.weights.device_mib * 2**20)))
 
     def _fp32_parts(

@@ -1,0 +1,168 @@
+"""Experts on a mesh of their own: the bits of the textbook loop, wherever the state is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightstep
+from lightstep.distributed import local_tensor
+from tests.covering import every_pair
+from tests.distributed.expert_reference import (
+    EXPERTS,
+    ExpertLoop,
+    MoETransformer,
+    gather_ahead,
+    keep_own_experts,
+    shard_experts,
+    shard_rest,
+)
+from tests.distributed.models import loss_of
+from tests.distributed.ranks import Pool, device_of
+from tests.unit.test_homes_and_times import HOMES, LIMITS
+from tests.unit.test_stream import random_delays
+
+GROUPS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def tokens_for(model: MoETransformer, step: int) -> None:
+    """Step by step: all experts may get tokens, half of them do, a rank's get none, a block is left out."""
+    forbidden = [(), (0, 2, 4), tuple(range(EXPERTS // 2)), (), (1,)][step % 5]
+    for block in model.blocks:
+        block.moe.forbidden = forbidden
+    model.left_out = (1,) if step % 5 == 3 else ()
+
+
+class Run:
+    """One model, sharded by hand or by the strategy."""
+
+    def __init__(self, rank: int, world_size: int, values: dict[str, Any], by_strategy: bool) -> None:
+        self.rank, self.device = rank, device_of(rank, world_size)
+        self.strategy = lightstep.Strategy.load({**values, "sharding": {"kind": "fsdp2" if by_strategy else "single"}})
+        torch.manual_seed(0)
+        model = MoETransformer().to(self.device, torch.bfloat16)
+        self.replica = copy.deepcopy(model)
+        keep_own_experts(self.replica)
+        shard_experts(model, self.device.type)
+        if by_strategy:
+            model = self.strategy.prepare_model(model)
+        else:
+            shard_rest(model, self.device.type)
+        gather_ahead(model)
+        self.model = model
+        self.optimizer: Any = self.strategy.create_optimizer(model, torch.optim.AdamW, **GROUPS)
+        self.steps = 0
+
+    def reference(self, max_norm: float) -> ExpertLoop:
+        parts = [[*block.moe.experts.parameters()] for block in self.replica.blocks]
+        experts = {parameter for part in parts for parameter in part}
+        blocks = [[p for p in block.parameters() if p not in experts] for block in self.replica.blocks]
+        inside = experts.union(*blocks)
+        rest = [parameter for parameter in self.replica.parameters() if parameter not in inside]
+        return ExpertLoop(
+            self.replica,
+            [{"params": list(self.replica.parameters())}],
+            torch.optim.AdamW,
+            units=[*parts, *blocks, rest],
+            max_norm=max_norm,
+            **GROUPS,
+        )
+
+    def loss(self, model: nn.Module, micro: int) -> Tensor:
+        tokens_for(model, self.steps)
+        return loss_of(model, self.steps, micro, self.rank, self.device) / 2
+
+    def step(self, micros: int = 2, loop: ExpertLoop | None = None) -> list[float]:
+        losses = []
+        for micro in range(micros):
+            with self.strategy.accumulate(self.model, last=micro == micros - 1):
+                loss = self.loss(self.model, micro)
+                self.optimizer.backward(loss)
+                losses.append(loss.item())
+            if loop is not None:
+                expected = self.loss(self.replica, micro)
+                assert expected.item() == losses[-1]
+                loop.backward(expected)
+        result = self.optimizer.step()
+        if loop is not None:
+            assert loop.step(result.grad_norm) is bool(result)
+        self.steps += 1
+        return losses
+
+    def snapshot(self) -> dict[str, Tensor]:
+        self.optimizer.synchronize()
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            found[name] = local_tensor(parameter).detach().cpu().clone()
+            state = self.optimizer.state[parameter].items() if parameter in self.optimizer.state else ()
+            found |= {f"{name}/{key}": local_tensor(torch.as_tensor(value)).cpu().clone() for key, value in state}
+        return found
+
+    def delay(self, seed: int) -> None:
+        weights = self.optimizer.engine._host_weights
+        for lanes in [self.optimizer._backend.lanes, *([] if weights is None else [weights.lanes])]:
+            random_delays(lanes, seed, 2e-3)
+
+
+def check_textbook(rank: int, world_size: int, limit: str, by_strategy: bool) -> None:
+    values = {"clipping": {"max_norm": LIMITS[limit]}, "optimizer_state": {"backend": "resident"}}
+    run = Run(rank, world_size, values, by_strategy)
+    loop = run.reference(LIMITS[limit])
+    for _ in range(10):
+        run.step(micros=2, loop=loop)
+        run.optimizer.synchronize()
+        for (name, parameter), expected in zip(run.model.named_parameters(), run.replica.parameters(), strict=True):
+            assert torch.equal(local_tensor(parameter), loop.part(expected)), (run.steps, name)
+            state = run.optimizer.state.get(parameter, {})
+            for key, value in loop.state(expected).items():
+                assert torch.equal(local_tensor(state[key]), value), (run.steps, name, key)
+
+
+@pytest.mark.parametrize("by_strategy", [False, True])
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equal_to_the_textbook_loop(pool: Pool, ranks: int, limit: str, by_strategy: bool) -> None:
+    pool.run(check_textbook, ranks, limit=limit, by_strategy=by_strategy)
+
+
+def settings(home: str, time: str, limit: str, mib: float | None) -> dict[str, Any]:
+    clipping = {"max_norm": LIMITS[limit], **({"scope": "unit"} if time == "in_backward" else {})}
+    weights = {} if mib is None else {"weights": {"placement": "host", "device_mib": mib}}
+    return {"clipping": clipping, "optimizer_state": {**HOMES[home], "update": time}, **weights}
+
+
+def check_same_bits(
+    rank: int, world_size: int, home: str, time: str, limit: str, by_strategy: bool, mib: float | None
+) -> None:
+    plain = settings("resident", time if time == "in_backward" else "at_step", limit, None)
+    expected = Run(rank, world_size, plain, by_strategy)
+    micros = 1 if time == "in_backward" or mib is not None else 2
+    losses = [expected.step(micros) for _ in range(7)]
+    wanted = expected.snapshot()
+    for seed in (0, 1):
+        tested = Run(rank, world_size, settings(home, time, limit, mib), by_strategy)
+        found = [tested.step(micros)]
+        tested.delay(seed * world_size + rank)
+        found += [tested.step(micros) for _ in range(6)]
+        assert found == losses, f"seed {seed}"
+        snapshot = tested.snapshot()
+        assert snapshot.keys() == wanted.keys()
+        assert [key for key, value in wanted.items() if not torch.equal(snapshot[key], value)] == [], f"seed {seed}"
+        tested.optimizer.close()
+
+
+TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
+
+
+@every_pair(home=HOMES, time=TIMES, limit=LIMITS, by_strategy=[False, True], ranks=[2, 4])
+def test_the_same_bits(pool: Pool, home: str, time: str, limit: str, by_strategy: bool, ranks: int) -> None:
+    pool.run(check_same_bits, ranks, home=home, time=time, limit=limit, by_strategy=by_strategy, mib=None)
+
+
+@every_pair(home=HOMES, time=TIMES, limit=LIMITS, mib=[0.001, 64.0], ranks=[2, 4])
+def test_weights_that_rest_on_the_host(pool: Pool, home: str, time: str, limit: str, mib: float, ranks: int) -> None:
+    pool.run(check_same_bits, ranks, home=home, time=time, limit=limit, by_strategy=True, mib=mib)
