@@ -333,6 +333,7 @@ class Engine:
         gradient = self.gradients.take(item.param)
         if gradient is not None:
             self._used.append(item.param)
+            gradient = gradient.to(item.local.device)  # that of a weight on the host may be there
         if gradient is not None and self._scaling is not None:
             self._scaling.add_norms({item: gradient}, self.loss_scale)
         return gradient

@@ -157,19 +157,21 @@ class HostGradients:
     def complete(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Add up what is on the host and in ``p.grad``: while these parameters' gradients arrive, in ``p.grad``; with
         ``None``, in :meth:`totals`."""
-        listed = list(self._stored) if parameters is None else [p for p in parameters if p in self._stored]
-        for parameter in listed:
-            if parameter.grad is None:
+        for parameter in list(self._stored) if parameters is None else [p for p in parameters if p in self._stored]:
+            if parameter.grad is None and parameters is None:
                 continue
             with self.holding({parameter: self._stored[parameter]}):
                 earlier = self._stored.pop(parameter)
-                total = earlier.to(torch.float32 if self._float32 else earlier.dtype, copy=True)
-                total.add_(self._newest(parameter).to(total.device))
+                if parameter.grad is None:  # the last micro-batch does not use it
+                    total = earlier.clone()
+                else:
+                    total = earlier.to(torch.float32 if self._float32 else earlier.dtype, copy=True)
+                    total.add_(self._newest(parameter).to(total.device))
             parameter.grad = None
             if parameters is None:
                 self._stored[parameter] = total
-            else:
-                set_grad(parameter, like(parameter, total))
+            else:  # a parameter that no module has entered is on the host
+                set_grad(parameter, like(parameter, total.to(parameter.device)))
 
     def clear(self) -> None:
         """The gradients have been consumed or dropped."""

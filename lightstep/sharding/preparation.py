@@ -148,6 +148,14 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return max(lists, key=_size, default=[])
 
 
+def experts_of(block: nn.Module) -> list[nn.Module]:
+    """Modules of which one forward of the block may call some only: its largest list of equal modules, if that has more
+    than half of its parameters. Experts that are stacked in one tensor are no modules."""
+    lists = [list(part.children()) for part in block.modules() if isinstance(part, nn.ModuleList | nn.ModuleDict)]
+    largest = max(filter(_same_type, lists), key=_size, default=[])
+    return largest if 2 * _size(largest) > _size([block]) else []
+
+
 def scripted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost scripted and traced modules with trained parameters, by name. Reads of their weights cannot wait:
     they are not Python's."""

@@ -154,8 +154,7 @@ class ShardVisits:
             self._backward.start()
             Variable._execution_engine.queue_callback(weakly(self, ShardVisits._end_backward))
         order = self._forward if task == NO_BACKWARD else self._backward
-        for upcoming in order.after(group):
-            self.weights.prefetch(upcoming)
+        order.prefetch_after(group, self.weights)
         if task == NO_BACKWARD and self._forward.visited == AHEAD:
             with group.hooks.on_reducing_stream():  # their memory is that stream's
                 for taker in self.takers:

@@ -2,9 +2,12 @@
 
 A transformer block *enters* its weights before its forward and leaves them after it, and does so again for its
 backward: from the moment when the gradient of its output arrives until that of its input is complete. Recomputed
-forwards lie within that. Every other module with parameters of its own (an embedding, the head) does the same. The
-weights of the modules that will run next are brought meanwhile. A model whose forward reads a weight by itself (a fused
-loss takes the head's) has it until the end of that forward, and for all of its backward.
+forwards lie within that. Every other module with parameters of its own (an embedding, the head) does the same, and so
+does each expert of a block, if experts are modules: one that gets no tokens is not called, and its weights stay on the
+host. The weights of the modules that will run next are brought meanwhile.
+
+A model whose forward reads a weight by itself (a fused loss takes the head's) has it until the end of that forward, and
+for all of its backward. A block that reads the weights of its experts by itself has them whenever it has its own.
 
 When a module leaves its backward, its gradients leave the device (:attr:`WeightVisits.takers`).
 """
@@ -26,7 +29,7 @@ from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import refuse_shared_memory
 from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, weakly
 from lightstep.sharding.parameter_reads import await_host
-from lightstep.sharding.preparation import transformer_blocks
+from lightstep.sharding.preparation import experts_of, transformer_blocks
 from lightstep.state.host_weights import HostWeights, WeightGroup, require_room
 
 __all__ = ["AHEAD", "VisitOrder", "WeightVisits", "host_weights_of", "refuse_other_tensors"]
@@ -50,8 +53,8 @@ def host_weights_of(model: nn.Module, device: torch.device, device_bytes: int) -
     require_room(max(moved, largest), sum(p.nbytes for p in listed if p.requires_grad))
     weights = HostWeights(device, device_bytes)
     seen: set[nn.Parameter] = set()
-    for name, module in _visiting_modules(model):
-        own = [parameter for parameter in dict.fromkeys(_read_by(model, module)) if parameter not in seen]
+    for name, _, parameters in _visiting_modules(model):
+        own = [parameter for parameter in dict.fromkeys(parameters) if parameter not in seen]
         seen.update(own)
         if own:
             WeightGroup(weights, own, name or type(model).__name__)
@@ -70,19 +73,27 @@ def refuse_other_tensors(named: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-def _visiting_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks, and the modules outside of them that have parameters of their own."""
+def _visiting_modules(model: nn.Module) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """The blocks, their experts, and the modules outside of blocks that have parameters, each with what it reads."""
     blocks = set(transformer_blocks(model))
-    inside = {part for block in blocks for part in block.modules()} - blocks
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if module in blocks or (module not in inside and next(module.parameters(recurse=False), None) is not None)
-    ]
+    experts = {expert for block in blocks for expert in experts_of(block)}
+    visiting = blocks | experts
+    inside = {part for block in blocks for part in block.modules()}
+    found = []
+    for name, module in model.named_modules():
+        if module in visiting:
+            found.append((name, module, list(_read_by(module, experts))))
+        elif module not in inside and (own := list(module.parameters(recurse=False))):
+            found.append((name, module, own))
+    return found
 
 
-def _read_by(model: nn.Module, module: nn.Module) -> Iterator[nn.Parameter]:
-    return module.parameters(recurse=module in set(transformer_blocks(model)))
+def _read_by(module: nn.Module, experts: set[nn.Module]) -> Iterator[nn.Parameter]:
+    """The parameters of the module and of those below it, without those of experts below it."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if child not in experts:
+            yield from _read_by(child, experts)
 
 
 class WeightVisits:
@@ -98,13 +109,19 @@ class WeightVisits:
         self._in_backward: dict[_Visitor, None] = {}
         self._is_final_queued = False
         group_of = {parameter: group for group in weights.groups for parameter in group.parameters}
-        visitors = []
-        for _, module in _visiting_modules(model):
-            groups = list(dict.fromkeys(group_of[parameter] for parameter in _read_by(model, module)))
-            visitors.append(_Visitor(self, groups))
-            visitors[-1].watch(module)
+        visitors: dict[nn.Module, _Visitor] = {}
+        for _, module, parameters in _visiting_modules(model):
+            groups = list(dict.fromkeys(group_of[parameter] for parameter in parameters))
+            visitors[module] = _Visitor(self, groups)
+            visitors[module].watch(module)
+        self._blocks = {
+            group: visitors[block]
+            for block in transformer_blocks(model)
+            for expert in experts_of(block)
+            for group in visitors[expert].groups
+        }  # by the group of an expert
         await_host(model.modules(), weights)
-        order = [group for visitor in visitors for group in visitor.groups]
+        order = [group for visitor in visitors.values() for group in visitor.groups]
         self._forward, self._backward = VisitOrder(order), VisitOrder(order[::-1])
         self._is_running, self._read = False, list[WeightGroup]()
         self._thread: int | None = None  # the one that runs the model
@@ -131,9 +148,13 @@ class WeightVisits:
         return not is_own and torch._C._current_graph_task_id() == NO_BACKWARD
 
     def _enter_for_read(self, group: WeightGroup) -> bool:
-        """A weight is read in a forward of the whole model, outside of its module's: it is there until the end."""
+        """A weight is read in a forward of the whole model, outside of its module's: it is there until the end, or, if
+        an expert's is read by its block, as long as the block's own."""
         self.end_if_interrupted()
-        if self._is_running and not group.is_entered:
+        block = self._blocks.get(group)
+        if not group.is_entered and block is not None and block.is_visiting:
+            block.adopt(group)
+        elif self._is_running and not group.is_entered:
             group.enter()
             self._read.append(group)
         return group.is_entered
@@ -159,14 +180,10 @@ class WeightVisits:
     def entered_forward(self, groups: Sequence[WeightGroup]) -> None:
         """These groups are visited now: bring those that came next last time."""
         for group in groups:
-            self._bring(self._forward.after(group))
+            self._forward.prefetch_after(group, self.weights)
         if self._forward.visited == AHEAD:
             for taker in self.takers:
                 taker.release()
-
-    def _bring(self, upcoming: Sequence[WeightGroup]) -> None:
-        for group in upcoming:
-            self.weights.prefetch(group)
 
     def begin_backward(self, visitor: _Visitor) -> None:
         if visitor in self._in_backward:
@@ -179,7 +196,7 @@ class WeightVisits:
         for group in visitor.groups:
             self._take_gradients(group)  # what the user has put there, on the host
             group.enter()
-            self._bring(self._backward.after(group))
+            self._backward.prefetch_after(group, self.weights)
 
     def is_in_backward(self, visitor: _Visitor) -> bool:
         return visitor in self._in_backward
@@ -232,15 +249,18 @@ class VisitOrder:
         """How many groups this pass has visited."""
         return len(self._now)
 
-    def after(self, group: WeightGroup) -> Sequence[WeightGroup]:
-        """The groups that are expected next, now that ``group`` is visited."""
+    def prefetch_after(self, group: WeightGroup, weights: HostWeights) -> None:
+        """``group`` is visited now: bring those that are expected next. Those before it are not expected any more."""
         if not self._now or self._now[-1] is not group:
             self._now.append(group)
         place = next((i for i in range(self._place, len(self._last)) if self._last[i] is group), None)
         if place is None:
-            return ()
+            return
+        for passed in self._last[self._place : place]:
+            weights.expect_no_more(passed)
         self._place = place
-        return self._last[place + 1 : place + 1 + AHEAD]
+        for upcoming in self._last[place + 1 : place + 1 + AHEAD]:
+            weights.prefetch(upcoming)
 
 
 class _Visitor:
@@ -250,9 +270,20 @@ class _Visitor:
         groups: what its parameters belong to.
     """
 
-    def __init__(self, visits: WeightVisits, groups: Sequence[WeightGroup]) -> None:
-        self.groups = groups
+    def __init__(self, visits: WeightVisits, groups: Iterable[WeightGroup]) -> None:
+        self.groups = list(groups)
         self._visits = visits
+
+    @property
+    def is_visiting(self) -> bool:
+        """Whether the module is in a forward or backward."""
+        return any(group.is_entered for group in self.groups)
+
+    def adopt(self, group: WeightGroup) -> None:
+        """The module reads this group by itself: from now on, it comes with the module's own."""
+        for _ in range(max(own.visits for own in self.groups)):  # each of which will leave it
+            group.enter()
+        self.groups.append(group)
 
     def watch(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(ModuleHook(self._before), prepend=True, with_kwargs=True)
@@ -264,7 +295,8 @@ class _Visitor:
             group.enter()
         if self._visits.is_in_backward(self):  # it is recomputed
             return
-        self._visits.entered_forward(self.groups)
+        if torch._C._current_graph_task_id() == NO_BACKWARD:  # an expert is recomputed with its block
+            self._visits.entered_forward(self.groups)
         if torch.is_grad_enabled():
             self._leave_with([t for t in tree_leaves((arguments, named)) if isinstance(t, Tensor) and t.requires_grad])
 

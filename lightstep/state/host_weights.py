@@ -177,6 +177,7 @@ class WeightGroup:
         weights: the field in which they rest. The parameters are its tensors on the host, and from :meth:`enter` on
             those on the device, until :meth:`rest`.
         name: for messages.
+        visits: of modules that have entered it, and not left.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class WeightGroup:
         locals_ = [local_tensor(parameter).detach() for parameter in parameters]
         self.weights = Field(locals_, None, owner.lanes, f"the weights of {name}", room=room)
         self._others: dict[torch.dtype | None, Field] = {}
-        self._visits = 0
+        self.visits = 0
         self._is_at_rest = True
         self._versions: list[int] | None = None  # of the weights on the device
         if room is not None:
@@ -218,7 +219,7 @@ class WeightGroup:
         """The parameters are on the device from here on, for work on the current stream."""
         self.owner.hold(self.weights, self)
         self.weights.is_fresh = False
-        self._visits += 1
+        self.visits += 1
         if self._is_at_rest:
             self._place(self.weights.on_device)
 
@@ -228,23 +229,23 @@ class WeightGroup:
         While autograd records, :meth:`rest` does that later: a parameter that changes its device gets another node in
         the graph, and gradients of several uses would not be added up in one.
         """
-        self._visits -= 1
+        self.visits -= 1
         if not torch.is_grad_enabled():
             self.rest()
         self.owner.release(self.weights)
 
     @property
     def is_entered(self) -> bool:
-        return self._visits > 0
+        return self.visits > 0
 
     def rest(self) -> None:
         """The parameters are on the host, unless a module has entered them, or another thread trains."""
-        if not self._visits and not self._is_at_rest and not self.owner.is_foreign():
+        if not self.visits and not self._is_at_rest and not self.owner.is_foreign():
             self._place(self.weights.on_host)
 
     def leave_all(self) -> None:
         """End all that :meth:`enter` has begun."""
-        while self._visits:
+        while self.visits:
             self.leave()
         self.rest()
 
@@ -398,6 +399,11 @@ class HostWeights:
             if not field.holds and (field.is_present or self._has_room(field.nbytes)):
                 self._bring(field, group)
                 field.is_expected = True
+
+    def expect_no_more(self, group: WeightGroup) -> None:
+        """A group that was brought ahead is not needed after all: its memory may be used as any other's."""
+        with self.lock:
+            group.weights.is_expected = False
 
     def release(self, field: Field, update: bool = False) -> None:
         """The caller's work so far was the last that the holder does with it.

@@ -1,0 +1,230 @@
+"""Mixtures of experts whose weights rest on the host: an expert without tokens stays there, and the bits stay."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightstep.state import units as units_module
+from lightstep.state.host_weights import Field
+from lightstep.state.ring_plan import RingPlan
+from tests.covering import every_pair
+from tests.distributed.models import CLASSES, VOCABULARY
+from tests.reference.tiny_models import CONVERTED
+from tests.unit.test_homes_and_times import HOMES, LIMITS
+from tests.unit.test_host_weights import TIMES, clean, make
+from tests.unit.test_next_forward import Training, assert_same
+
+EXPERTS, BLOCKS = 4, 3
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
+    monkeypatch.setattr(units_module, "SMALL_UNIT", 1 << 10)
+    monkeypatch.setattr(RingPlan, "BULK_UNIT", 1 << 12)
+    monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1 << 7)
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(rows)))
+
+
+class MoEBlock(nn.Module):
+    """Only experts with tokens are called.
+
+    Attributes:
+        allowed: experts that may get tokens.
+        by_weights: the block computes with the weights of its experts, and does not call them.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert(width) for _ in range(EXPERTS))
+        self.allowed, self.by_weights = tuple(range(EXPERTS)), False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows = hidden.flatten(0, -2)
+        scores = self.router(rows).float()[:, list(self.allowed)].softmax(-1)
+        weight, chosen = scores.max(-1)
+        made = torch.zeros_like(rows)
+        for place, number in enumerate(self.allowed):
+            (own,) = torch.where(chosen == place)
+            if len(own):
+                expert = self.experts[number]
+                made = made.index_add(0, own, self.compute(expert, rows[own]) * weight[own, None].to(rows.dtype))
+        return hidden + made.view_as(hidden)
+
+    def compute(self, expert: Expert, rows: Tensor) -> Tensor:
+        if not self.by_weights:
+            return expert(rows)
+        up = nn.functional.linear(rows, expert.up.weight, expert.up.bias)
+        return nn.functional.linear(torch.tanh(up), expert.down.weight)
+
+
+class MoE(nn.Module):
+    """Tokens -> logits."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(MoEBlock(width) for _ in range(BLOCKS))
+        self.head = nn.Linear(width, CLASSES, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+    def split(self) -> list[dict[str, Any]]:
+        return [{"params": list(self.parameters()), "weight_decay": 0.1}]
+
+
+class ByWeights(MoE):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.by_weights = True
+
+
+class Routed(Training):
+    """Every micro-batch may use other experts than the one before: some get tokens in a step's first alone."""
+
+    def loss(self, micro: int = 0) -> Tensor:
+        for number, block in enumerate(self.model.blocks):
+            inner = getattr(block, "_checkpoint_wrapped_module", block)
+            inner.allowed = [(0, 1, 2, 3), (1, 3), (0,)][(self.steps + number + micro) % 3]
+        return super().loss(micro)
+
+
+def routed(*arguments: Any, model: type[MoE] = MoE, **more: Any) -> Training:
+    return make(*arguments, kind=Routed, make=model, **more)
+
+
+@every_pair(
+    home=HOMES,
+    time=TIMES,
+    limit=LIMITS,
+    mib=[0.001, 0.01, 64.0],
+    recompute=[False, True],
+    model=[MoE, ByWeights],
+)
+def test_the_same_bits(home: str, time: str, limit: str, mib: float, recompute: bool, model: type[MoE]) -> None:
+    expected = routed("resident", time if time == "in_backward" else "at_step", limit, "bfloat16", model=model)
+    losses, wanted = expected.train(6), expected.snapshot()
+    for seed in range(2):
+        weights = {"placement": "host", "device_mib": mib}
+        tested = routed(home, time, limit, "bfloat16", weights, recompute=recompute, model=model)
+        found = tested.train(2)
+        tested.delays(seed)
+        assert found + tested.train(4) == losses, seed
+        assert_same(clean(tested.snapshot()), wanted)
+        tested.optimizer.close()
+
+
+@pytest.fixture
+def brought(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each field has been brought to the device."""
+    found: Counter[str] = Counter()
+    bring = Field.bring
+
+    def counted(field: Field) -> None:
+        found[field._what] += 1
+        bring(field)
+
+    monkeypatch.setattr(Field, "bring", counted)
+    return found
+
+
+def experts_in(names: Iterable[str]) -> set[tuple[int, int]]:
+    """Block and number of the experts that are named."""
+    found = (re.search(r"blocks\.(\d+)\..*experts\.(\d+)", name) for name in names)
+    return {(int(match[1]), int(match[2])) for match in found if match}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_expert_without_tokens_stays_on_the_host(recompute: bool, brought: Counter[str]) -> None:
+    """Its weights come neither for forward nor for backward."""
+    weights = {"placement": "host", "device_mib": 0.001}
+    run = routed("resident", "at_step", "clipped", "bfloat16", weights, recompute=recompute)
+    called: set[str] = set()
+    for name, module in run.model.named_modules():
+        if isinstance(module, Expert):
+            module.register_forward_pre_hook(lambda *_, name=name: called.add(name))  # type: ignore[misc]
+    run.train(1)
+    for _ in range(3):
+        called.clear()
+        brought.clear()
+        run.train(1)
+        assert experts_in(brought) == experts_in(called)
+        assert 0 < len(called) < EXPERTS * BLOCKS
+
+
+def test_experts_that_are_brought_ahead_make_room_when_they_are_passed_over(brought: Counter[str]) -> None:
+    """Which experts come ahead follows the last pass, and what was not needed does not keep others from coming."""
+    run = routed("resident", "at_step", "clipped", "bfloat16", {"placement": "host", "device_mib": 0.003})
+    run.train(6)
+    weights = run.optimizer.engine._host_weights
+    expected = [group.name for group in weights.groups if group.weights.is_expected and group.weights.is_present]
+    assert len(expected) <= 2, expected
+
+
+def test_a_block_that_computes_with_the_weights_of_its_experts_has_them_no_longer_than_its_own() -> None:
+    run = routed("resident", "at_step", "clipped", "bfloat16", {"placement": "host"}, model=ByWeights)
+    weights = run.optimizer.engine._host_weights
+    held: list[set[str]] = []
+
+    def note(*_: Any) -> None:
+        held.append(
+            {group.name.split(".")[1] for group in weights.groups if group.is_entered and ".experts." in group.name}
+        )
+
+    for block in run.model.blocks:
+        block.register_forward_hook(note)
+        block.register_full_backward_hook(note)
+    run.train(2)
+    assert held and all(len(blocks) <= 1 for blocks in held)
+    assert not any(group.is_entered for group in weights.groups)
+
+
+# -- stacked experts, as transformers has them
+
+
+class Qwen3MoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = CONVERTED["qwen3_moe"]()
+        self._no_split_modules = self.model._no_split_modules
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens, use_cache=False).logits[..., :CLASSES]
+
+    def split(self) -> list[dict[str, Any]]:
+        return [{"params": list(self.parameters()), "weight_decay": 0.1}]
+
+
+@every_pair(home=HOMES, time=TIMES, limit=LIMITS, mib=[0.001, 64.0], recompute=[False, True])
+def test_stacked_experts(home: str, time: str, limit: str, mib: float, recompute: bool) -> None:
+    """Experts without tokens have gradients of zero, with which the class updates them: they are moved like others."""
+    expected = make("resident", time if time == "in_backward" else "at_step", limit, "bfloat16", make=Qwen3MoE)
+    losses, wanted = expected.train(5), expected.snapshot()
+    weights = {"placement": "host", "device_mib": mib}
+    tested = make(home, time, limit, "bfloat16", weights, recompute=recompute, make=Qwen3MoE)
+    found = tested.train(2)
+    tested.delays(1)
+    assert found + tested.train(3) == losses
+    assert_same(clean(tested.snapshot()), wanted)
+    tested.optimizer.close()
