@@ -169,7 +169,17 @@ def plan(
     strategy: Annotated[
         str | None, typer.Option(help="Names or files, separated by commas. Default: all that fit the number of GPUs.")
     ] = None,
-    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="Number of GPUs, all in one host.")] = 1,
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="Number of GPUs.")] = 1,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="GPUs of each node. Default: all are on one.")
+    ] = None,
+    network: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            help="GB/s between nodes: each way, of each GPU's network interface. 50 is 400 Gb/s per GPU.",
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens per micro-batch on each GPU.")] = 16_384,
     sequence: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens per sequence.")] = 4096,
     micro_batches: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches per optimizer step.")] = 1,
@@ -194,7 +204,7 @@ def plan(
         ),
     ] = None,
     host_memory: Annotated[
-        float | None, typer.Option(metavar="GB", help="Memory of the host in GB. Default: no limit.")
+        float | None, typer.Option(metavar="GB", help="Memory of the host (of each node) in GB. Default: no limit.")
     ] = None,
     profile: Annotated[
         str | None,

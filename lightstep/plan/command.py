@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightstep.config import ConfigError, StrategyConfig, parse_config
+from lightstep.config import ConfigError, FSDP2Sharding, StrategyConfig, parse_config
 from lightstep.extras import needs
 from lightstep.optimizer.rules import Rule
 from lightstep.optimizer_class import optimizer_class
@@ -21,6 +21,7 @@ from lightstep.plan.against import as_markdown, compare
 from lightstep.plan.measure import cached_profile, measure_profile
 from lightstep.plan.memory import state_by_rules
 from lightstep.plan.model import LOSS_CHUNK, SHAPES, load_shape
+from lightstep.plan.network import Network
 from lightstep.plan.planning import Plan, Planner, Workload, first_that_fits, is_plannable, not_planned, plans
 from lightstep.plan.relief import reliefs
 from lightstep.plan.report import draw, report
@@ -38,6 +39,8 @@ class PlanOptions:
     model: str | None
     strategy: str | None
     gpus: int
+    gpus_per_node: int | None
+    network: float | None
     tokens: int
     sequence: int
     micro_batches: int
@@ -81,7 +84,8 @@ def _plan(options: PlanOptions) -> str:
 
     def planner(changed: PlanOptions) -> Planner:
         of_device, of_host = (None if gb is None else gb * 1e9 for gb in (options.gpu_memory, options.host_memory))
-        return Planner(model, _workload(changed), profile, changed.gpus, of_device, of_host, optimizer)
+        nodes = _network(changed)
+        return Planner(model, _workload(changed), profile, changed.gpus, of_device, of_host, optimizer, network=nodes)
 
     chosen = planner(options)
     made = plans(chosen, configs, both=True)
@@ -97,6 +101,29 @@ def _plan(options: PlanOptions) -> str:
         return json.dumps(values, indent=2) + "\n"
     remedies = [] if any(plan.fits for plan in made) else _remedies(options, configs, planner)
     return report(title, made, _workload(options), profile, remedies, relief)
+
+
+def _network(options: PlanOptions) -> Network | None:
+    """``None`` if all GPUs are on one node.
+
+    Raises:
+        ConfigError: the number of nodes is not whole, or their network is not given.
+    """
+    gpus, per_node, rate = options.gpus, options.gpus_per_node or options.gpus, options.network
+    if rate is not None and not 0 < rate < math.inf:
+        raise ConfigError(f"--network is {rate:g}; a positive number of GB/s is needed")
+    if gpus <= per_node:
+        if rate is not None:
+            raise ConfigError(f"--network is between nodes, and all --gpus {gpus} are on one; give --gpus-per-node")
+        return None
+    if gpus % per_node:
+        raise ConfigError(f"--gpus is {gpus}, no multiple of --gpus-per-node {per_node}; whole nodes are planned")
+    if rate is None:
+        raise ConfigError(
+            f"--network is missing, for collectives between {gpus // per_node} nodes: GB/s each way of each GPU's "
+            "network interface (50 is 400 Gb/s)"
+        )
+    return Network(per_node, rate)
 
 
 def _workload(options: PlanOptions) -> Workload:
@@ -160,6 +187,7 @@ def _check_sizes(options: PlanOptions) -> None:
     for name, given in (("--gpu-memory", options.gpu_memory), ("--host-memory", options.host_memory)):
         if given is not None and not 0 < given < math.inf:
             raise ConfigError(f"{name} is {given:g}; a positive number of GB is needed")
+    _network(options)
     if options.tokens > options.sequence and options.tokens % options.sequence:
         raise ConfigError(
             f"--tokens is {options.tokens}, which is no multiple of --sequence {options.sequence}; a micro-batch "
@@ -185,7 +213,9 @@ def _rules(name: str) -> list[Rule]:
 def _strategies(options: PlanOptions) -> Mapping[str, StrategyConfig]:
     if options.strategy is None:
         every = {name: parse_config(read_source(name)[1], name) for name in available_strategies()}
-        return {name: config for name, config in every.items() if is_plannable(config, options.gpus)}
+        chosen = {name: config for name, config in every.items() if is_plannable(config, options.gpus)}
+        network = _network(options)
+        return dict(_on_nodes(name, config, network, options.gpus) for name, config in chosen.items())
     names = [name.strip() for name in options.strategy.split(",") if name.strip()]
     chosen = {name: parse_config(read_source(name)[1], name) for name in names}
     for name, config in chosen.items():
@@ -199,6 +229,17 @@ def _strategies(options: PlanOptions) -> Mapping[str, StrategyConfig]:
     if not chosen:
         raise ConfigError("--strategy is empty; give names separated by commas, or leave it out")
     return chosen
+
+
+def _on_nodes(name: str, config: StrategyConfig, network: Network | None, gpus: int) -> tuple[str, StrategyConfig]:
+    """A preset with replicas has one on each node, as its file advises."""
+    sharding = config.sharding
+    if network is None or not isinstance(sharding, FSDP2Sharding) or sharding.mesh.replicate == 1:
+        return name, config
+    nodes = gpus // network.gpus_per_node
+    mesh = sharding.mesh.model_copy(update={"replicate": nodes, "shard": "auto"})
+    changed = config.model_copy(update={"sharding": sharding.model_copy(update={"mesh": mesh})})
+    return f"{name}, replicate: {nodes}", changed
 
 
 def _profile(options: PlanOptions) -> Profile:

@@ -15,6 +15,7 @@ from lightstep.config import ConfigError, FSDP2Sharding, StrategyConfig
 from lightstep.plan.cost import ADAMW, StateBytes, sorted_for_choice
 from lightstep.plan.memory import Memory, memory, shard_count
 from lightstep.plan.model import Activations, fp32_share, model_sizes, run_on_meta, units_outside_blocks
+from lightstep.plan.network import Crossing, Network
 from lightstep.plan.timing import Profile, Time, find_profile, iteration_time, profile_here
 
 MARGIN = 0.05
@@ -51,6 +52,8 @@ class Plan:
         other_activations: their peak without activation checkpointing, or with it if ``workload`` is without;
             ``None`` if not asked for.
         clips_by_layer: clips each unit by its own norm, so its training differs from that of other strategies.
+        crossing: what leaves a node, if there are several.
+        host_of_node: page-locked bytes of all ranks of a node.
         limit: usable bytes of device memory.
         reason: why it does not fit; ``None`` if it fits.
     """
@@ -64,6 +67,8 @@ class Plan:
     clipped_time: Time | None
     other_activations: int | None
     clips_by_layer: bool
+    crossing: Crossing | None
+    host_of_node: int
     limit: int | None
     reason: str | None
 
@@ -78,7 +83,8 @@ class Plan:
             "iteration_ms": self.time and self.time.iteration,
             "clipped_iteration_ms": self.clipped_time and self.clipped_time.iteration,
         }
-        return asdict(self) | {"memory": memory, "fits": self.fits} | iteration
+        sent = self.crossing and {key: getattr(self.crossing, key) for key in ("gathered", "reduced", "sent")}
+        return asdict(self) | {"memory": memory, "fits": self.fits, "crossing": sent} | iteration
 
     def on_cpu(self) -> str:
         """One line for a run on a CPU, whose memory is the host's, and whose rates are unknown."""
@@ -118,10 +124,12 @@ class Planner:
         host_memory: float | None = None,
         optimizer: StateBytes = ADAMW,
         on_cpu: bool = False,
+        network: Network | None = None,
     ) -> None:
-        """``model`` may be on any device and is not changed. Memory in bytes: of one device, and of the whole host."""
+        """``model`` may be on any device and is not changed. Memory in bytes: of one device, and of a whole host.
+        ``network``: the ranks are on several nodes; ``None``: all on one."""
         self._model, self._workload, self._profile, self._ranks = model, workload, profile, ranks
-        self._optimizer, self._on_cpu = optimizer, on_cpu
+        self._optimizer, self._on_cpu, self._network = optimizer, on_cpu, network
         self._sizes = model_sizes(model)
         of_profile = profile.memory_gb * 1e9 if profile is not None and profile.memory_gb else None
         limit = gpu_memory if gpu_memory is not None else of_profile
@@ -158,7 +166,21 @@ class Planner:
         reason = self._reason(config, held, ranks)
         other = self._activations(not checkpointed, compute).peak if both else None
         by_layer = config.clipping.scope == "unit"
-        return Plan(name, self._sizes.total, ranks, workload, held, time, clipped, other, by_layer, self._limit, reason)
+        return Plan(
+            name,
+            self._sizes.total,
+            ranks,
+            workload,
+            held,
+            time,
+            clipped,
+            other,
+            by_layer,
+            self._crossing(config),
+            held.host * self._ranks_of_node(ranks),
+            self._limit,
+            reason,
+        )
 
     def with_micro_batches(self, count: int) -> Planner:
         """The same with another number of micro-batches in a step."""
@@ -178,7 +200,17 @@ class Planner:
     def _time(self, config: StrategyConfig, seen: Activations, held: Memory) -> Time:
         assert self._profile is not None
         ranks, micro_batches = self.rank_count(config), self._workload.micro_batches
-        return iteration_time(config, self._sizes, seen, held, self._profile, ranks, micro_batches)
+        crossing, devices = self._crossing(config), self._ranks_of_node(ranks)
+        return iteration_time(config, self._sizes, seen, held, self._profile, ranks, micro_batches, crossing, devices)
+
+    def _crossing(self, config: StrategyConfig) -> Crossing | None:
+        if self._network is None:
+            return None
+        ranks, micro_batches = self.rank_count(config), self._workload.micro_batches
+        return Crossing(config, self._sizes, ranks, self._network, micro_batches)
+
+    def _ranks_of_node(self, ranks: int) -> int:
+        return ranks if self._network is None else min(ranks, self._network.gpus_per_node)
 
     def rank_count(self, config: StrategyConfig) -> int:
         return 1 if config.sharding.kind == "single" else self._ranks
@@ -195,8 +227,13 @@ class Planner:
     def _reason(self, config: StrategyConfig, held: Memory, ranks: int) -> str | None:
         if isinstance(config.sharding, FSDP2Sharding) and ranks % shard_count(config, ranks):
             return f"its mesh does not divide the number of devices ({ranks})"
-        if self._host_limit is not None and held.host * ranks > self._host_limit:
-            return f"the host needs {held.host * ranks / 1e9:.0f} GB and has {self._host_limit / 1e9:.0f}"
+        shards = shard_count(config, ranks)
+        devices = self._ranks_of_node(ranks)
+        if max(shards, devices) % min(shards, devices):
+            return f"its {shards} shards do not fill nodes of {devices} GPUs"
+        if self._host_limit is not None and held.host * devices > self._host_limit:
+            host = "the host" if self._network is None else "a node"
+            return f"{host} needs {held.host * devices / 1e9:.0f} GB and has {self._host_limit / 1e9:.0f}"
         if self._limit is None or held.peak <= self._limit:
             return None
         over = f"{_size(held.peak - self._limit)} too much"

@@ -73,6 +73,8 @@ def report(
         lines += ["", *_time_table(made)]
     elif profile is not None:
         lines += ["", *_wrapped(_NO_TIMES, "")]
+    if any(plan.crossing is not None for plan in made):
+        lines += ["", *_network_table(made)]
     if refused := [plan for plan in made if not plan.fits]:
         lines += ["", "Does not fit:"]
         for plan in refused:
@@ -121,6 +123,8 @@ def _heading(model: str, plan: Plan, workload: Workload, profile: Profile | None
         batch = f"{workload.micro_batches} × {batch}"
     where = "device" if profile is None else profile.name
     devices = f"{plan.ranks} × {where}" if plan.ranks > 1 else where
+    if plan.crossing is not None:
+        devices += f" on {plan.crossing.nodes} nodes"
     count = plan.parameters
     size = f"{count / 1e9:.2f}·10⁹ parameters" if count >= 1e8 else f"{count / 1e6:.2f}·10⁶ parameters"
     each = " on each" if plan.ranks > 1 else ""
@@ -172,6 +176,22 @@ def _time_table(made: Iterable[Plan]) -> list[str]:
     if any(plan.time is None for plan in made):
         lines.append("–: not planned; the rate of its dtype is unknown.")
     return lines
+
+
+def _network_table(made: Sequence[Plan]) -> list[str]:
+    lines = [_row("between nodes", ("gather", "reduce", "send", "ms", "unhidden", "host"), 9)]
+    for plan in made:
+        if (crossing := plan.crossing) is None:
+            continue
+        sizes = [f"{size / 1e9:.1f}" for size in (crossing.gathered, crossing.reduced, crossing.sent)]
+        time = plan.time
+        times = [f"{value:,.0f}" for value in (time.network, time.unhidden)] if time is not None else ["–"] * 2
+        lines.append(_row(plan.strategy, [*sizes, *times, f"{plan.host_of_node / 1e9:.0f}"], 9))
+    note = (
+        "gather, reduce, send: GB each way through each GPU's interface in a step. ms: their time. unhidden: the part "
+        "of it that is in step. host: page-locked GB of a node."
+    )
+    return [*lines, *_wrapped(note, "")]
 
 
 def _row(name: str, figures: Iterable[str], width: int) -> str:

@@ -11,6 +11,7 @@ from lightstep.config import ConfigError, StrategyConfig
 from lightstep.config_errors import suggest
 from lightstep.plan.memory import Memory, shard_count, updates_in_backward
 from lightstep.plan.model import Activations, Sizes
+from lightstep.plan.network import Crossing
 
 _TOTALS = {2: 4 * 37.188, 4: 8 * 23.082}
 """GB/s of a host's links together, both ways, by the number of GPUs: h200-x2-8b-16k.json, h200-x4-8b-16k.json."""
@@ -28,12 +29,14 @@ class Link:
         alone: GB/s one way.
         both: GB/s each way when both are busy.
         host: GB/s of all links of a host together, both ways, for so many devices and more; ``None``: each has its own.
+        carries_network: the device's network traffic goes through its PCIe port, too.
     """
 
     alone: float
     both: float
     host: Mapping[int, float] | None
     source: str
+    carries_network: bool = True
 
     def each_way(self, devices: int) -> float:
         """GB/s each way when ``devices`` devices of one host stream at once."""
@@ -73,7 +76,13 @@ class Profile:
 LINKS = {
     "pcie4": Link(27.3, 25.0, None, "half of pcie5, as the standards' rates are; an estimate"),
     "pcie5": Link(55.4, 50.65, _TOTALS, "measured: h200-3b-tokens.json, h200-x2-8b-16k.json, h200-x4-8b-16k.json"),
-    "nvlink-c2c": Link(394, 360, None, "80 % of the data sheet's 450 GB/s each way, as pcie5 reaches; an estimate"),
+    "nvlink-c2c": Link(
+        394,
+        360,
+        None,
+        "80 % of the data sheet's 450 GB/s each way, as pcie5 reaches; an estimate",
+        carries_network=False,
+    ),
 }
 
 PROFILES = {
@@ -88,11 +97,12 @@ PROFILES = {
     "H200": Profile("H200", 442, 7.2, 150.7, LINKS["pcie5"], "measured: h200-3b-tokens.json, h200-1b.json"),
     "A100": Profile(
         "A100",
-        129,
+        188,
         16.9,
         85.0,
         LINKS["pcie4"],
-        "H100's, by the data sheets' 312 of 989 TFLOP/s and 2.04 of 3.35 TB/s; an estimate",
+        "torchtitan's docs/performance.md, Llama 3 70B on 64 GPUs; AdamW is H100's, by the data sheets' 2.04 of 3.35 "
+        "TB/s; estimates",
     ),
     "B200": Profile(
         "B200",
@@ -160,16 +170,20 @@ class Time:
         link: the copies, both directions at once.
         exposed: the part of the step that forward and backward do not hide.
         update: the arithmetic of the step, which nothing hides.
+        network: collectives between nodes, if nothing else went on.
+        unhidden: the part of them that forward and backward do not hide.
     """
 
     compute: float
     link: float
     exposed: float
     update: float = 0
+    network: float = 0
+    unhidden: float = 0
 
     @property
     def iteration(self) -> float:
-        return self.compute + self.exposed
+        return self.compute + self.exposed + self.unhidden
 
     @property
     def is_limited_by_link(self) -> bool:
@@ -185,23 +199,35 @@ def iteration_time(
     profile: Profile,
     ranks: int = 1,
     micro_batches: int = 1,
+    crossing: Crossing | None = None,
+    devices: int | None = None,
 ) -> Time:
     """The time of one optimizer step with all its micro-batches.
 
-    Assumes that collectives are hidden, and that ``overlap`` repeats no updates, as it does for a clipped step.
+    Assumes that collectives within a node are hidden, and that ``overlap`` repeats no updates, as it does for a clipped
+    step.
+
+    Args:
+        crossing: what leaves a node.
+        devices: of a node; default: all ranks are on one.
     """
     one = _Compute(activations, profile)
     compute = micro_batches * (one.forward + one.backward)
     state = config.optimizer_state
     update = sizes.total / shard_count(config, ranks) / 1e9 * profile.update_ms
-    rate = profile.link.each_way(ranks) * 1e6  # bytes per ms
+    network = unhidden = 0.0
+    if crossing is not None:
+        network, unhidden = crossing.milliseconds, crossing.unhidden(one)
+    rate = profile.link.each_way(devices or ranks) * 1e6  # bytes per ms
     # What blocks keep on the host goes there in forward and comes back in backward; a pass waits for slower copies.
     inputs = activations.on_host / rate
     waiting = micro_batches * (max(inputs - one.forward, 0) + max(inputs - one.backward, 0))
     all_copies = memory.link / rate
     if memory.link == micro_batches * activations.on_host:
-        return Time(compute, all_copies, update + waiting, update)
+        return Time(compute, all_copies, update + waiting, update, network, unhidden)
     link = all_copies - (micro_batches - 1) * inputs  # beside one micro-batch
+    if crossing is not None and profile.link.carries_network:
+        link += _beside(state.update, crossing) / rate
     if state.update == "at_step":
         copies = link - inputs
     elif state.update == "in_backward":
@@ -209,7 +235,13 @@ def iteration_time(
     else:
         copies = _Units(sizes, one, link).end_of_forward(updates_in_backward(config)) - one.forward
     # Copies are hidden beside the computation, arithmetic is not.
-    return Time(compute, all_copies, max(update, copies) + waiting, update)
+    return Time(compute, all_copies, max(update, copies) + waiting, update, network, unhidden)
+
+
+def _beside(update: str, crossing: Crossing) -> float:
+    """Bytes between nodes, each way, that take the device's port while its state is copied."""
+    forward = crossing.in_forward if update in ("next_forward", "overlap") else 0
+    return forward + (crossing.in_backward if update in ("in_backward", "overlap") else 0)
 
 
 class _Compute:

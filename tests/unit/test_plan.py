@@ -23,11 +23,13 @@ from lightstep.plan import against, command
 from lightstep.plan.cost import cost
 from lightstep.plan.memory import largest_unit, memory, shard_count, state_by_rules, state_of
 from lightstep.plan.model import SHAPES, load_shape, model_sizes, run_on_meta
+from lightstep.plan.network import Crossing, Network
 from lightstep.plan.planning import Planner, Workload, first_that_fits, plan_one, plans
 from lightstep.plan.relief import reliefs
 from lightstep.plan.report import report
-from lightstep.plan.timing import LINKS, PROFILES, find_profile, profile_here, profile_of_device
+from lightstep.plan.timing import LINKS, PROFILES, Profile, find_profile, profile_here, profile_of_device
 from lightstep.presets import read_source
+from tests import published_runs
 from tests.one_pass_on_cpu import one_pass_fixture
 
 __all__ = ["one_pass_fixture"]
@@ -632,3 +634,119 @@ def test_a_wrong_value_in_a_config_is_one_sentence(tmp_path: Path, wrong: dict[s
     code, said = _run(tmp_path)
     assert code == 2 and said.count("\n") == 1
     assert said.startswith("lightstep: model_type 'llama': ")
+
+
+# -- several nodes
+
+
+def _sharded(name: str = "fsdp2", **changes: Any) -> Any:
+    values = {key.replace("__", "."): value for key, value in changes.items()}
+    return parse_config(merge_overrides(read_source(name)[1], values), name)
+
+
+def _crossing(config: Any, ranks: int = 8, per_node: int = 4, micro_batches: int = 1) -> Crossing:
+    return Crossing(config, model_sizes(_tiny()), ranks, Network(per_node, 1e-6), micro_batches)
+
+
+def test_what_leaves_a_node() -> None:
+    sizes = model_sizes(_tiny())
+    blocks, root, total = sum(sizes.blocks), sizes.root, sizes.total
+    ring = 7 / 8 / 4  # over eight ranks, of a node's four interfaces
+    found = _crossing(_sharded())
+    assert found.gathered == int((2 * blocks + root) * 2 * ring), "the root stays gathered for backward"
+    assert (found.reduced, found.sent, found.nodes) == (int(4 * total * ring), 0, 2), "gradients in fp32"
+    assert _crossing(_sharded(precision__reduce="parameters")).reduced == int(2 * total * ring)
+    assert _crossing(_sharded(sharding__reshard_after_forward=False)).gathered == int(2 * total * ring)
+    assert _crossing(_sharded(sharding__reshard_after_forward=4)).gathered == int(2 * total * ring), "within a node"
+    several = _crossing(_sharded(), micro_batches=3)
+    assert (several.gathered, several.reduced) == (int(3 * (2 * blocks + root) * 2 * ring), found.reduced)
+    on_host = _crossing(_sharded("fsdp2-offload"), micro_batches=3)
+    assert on_host.reduced == pytest.approx(3 * found.reduced, abs=2), "every micro-batch is reduced"
+
+
+def test_what_leaves_a_node_of_replicas() -> None:
+    """One replica on each node: its shards' gradients cross twice in an all-reduce, and the weights not at all."""
+    total = model_sizes(_tiny()).total
+    found = _crossing(_sharded("hsdp"))
+    assert (found.gathered, found.reduced, found.sent) == (0, int(2 * 4 * total / 4 / 2), 0)
+    streamed = _sharded("hsdp", optimizer_state__backend="stream")
+    assert _crossing(streamed).sent == int(2 * total / 4 / 2), "each replica updates its share"
+    ddp = _crossing(_sharded("ddp"))
+    assert (ddp.gathered, ddp.reduced) == (0, int(2 * 4 * total * 7 / 8 / 4)), "once through a node's interfaces"
+    four = _sharded("hsdp", sharding__mesh={"replicate": 2, "shard": "auto"})
+    assert _crossing(four, ranks=16).gathered == int(2 * (2 * total - model_sizes(_tiny()).root) * ring_of(8, 4))
+
+
+def ring_of(ranks: int, per_node: int) -> float:
+    return (ranks - 1) / ranks / per_node
+
+
+def _planned(config: Any, network: Network | None, profile: Profile = PROFILES["H100"]) -> Any:
+    model, work = load_shape("Llama-3.1-8B"), Workload(4096, 4096)
+    return Planner(model, work, profile, 16, network=network).plan("planned", config)
+
+
+def test_a_slow_network_makes_a_step_longer() -> None:
+    alone = _planned(_sharded(), None).time
+    times = [_planned(_sharded(), Network(8, rate)).time for rate in (1000.0, 50.0, 5.0, 0.5)]
+    assert [time.compute for time in times] == [alone.compute] * 4
+    assert [time.iteration for time in times] == sorted(time.iteration for time in times)
+    assert times[0].iteration == pytest.approx(alone.iteration, rel=0.01)
+    assert times[-1].unhidden == pytest.approx(times[-1].network - alone.compute, rel=0.1), "computation hides as much"
+    replicas = _planned(_sharded("hsdp"), Network(8, 5.0)).time
+    assert replicas.iteration < times[2].iteration, "forward waits for nothing"
+
+
+def test_copies_and_network_share_the_port_of_a_device() -> None:
+    config = _sharded("fsdp2-stream-overlap", optimizer_state__update="next_forward", optimizer_state__resident_gib=0)
+    h100 = PROFILES["H100"]
+    apart = replace(h100, link=replace(h100.link, carries_network=False))
+    shared, own = (_planned(config, Network(8, 25.0), profile).time for profile in (h100, apart))
+    gathered = _planned(config, Network(8, 25.0)).crossing.in_forward
+    assert shared.exposed - own.exposed == pytest.approx(gathered / h100.link.each_way(8) / 1e6, rel=0.01)
+    assert not PROFILES["GH200"].link.carries_network
+
+
+def test_a_node_has_the_memory_of_its_ranks() -> None:
+    model, work = load_shape("Llama-3.1-8B"), Workload(4096, 4096)
+    planner = Planner(model, work, PROFILES["H100"], 16, None, 50e9, network=Network(8, 50.0))
+    plan = planner.plan("planned", _sharded("fsdp2-offload"))
+    assert plan.host_of_node == 8 * plan.memory.host
+    assert plan.reason == f"a node needs {plan.host_of_node / 1e9:.0f} GB and has 50"
+    uneven = Planner(model, work, PROFILES["H100"], 24, network=Network(8, 50.0))
+    reason = uneven.plan("planned", _sharded("hsdp")).reason
+    assert reason == "its 12 shards do not fill nodes of 8 GPUs"
+
+
+def test_the_command_plans_nodes() -> None:
+    given = "Llama-3.1-8B", "--gpus", 512, "--gpus-per-node", 8
+    code, said = _run(*given, "--network", 50, "--fused-loss")
+    assert code == 0 and "512 × H100 on 64 nodes" in " ".join(said.split())
+    assert "hsdp, replicate: 64" in said and "between nodes" in said
+    assert max(map(len, said.splitlines())) <= 80
+    plans = json.loads(_run(*given, "--network", 50, "--json", "--strategy", "fsdp2")[1])["plans"]
+    assert plans[0]["crossing"].keys() == {"gathered", "reduced", "sent"} and plans[0]["time"]["unhidden"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--gpus", 16, "--gpus-per-node", 8), r"--network is missing, for collectives between 2 nodes: GB/s each way"),
+        (("--gpus", 12, "--gpus-per-node", 8, "--network", 50), "--gpus is 12, no multiple of --gpus-per-node 8"),
+        (("--gpus", 8, "--network", 50), "all --gpus 8 are on one; give --gpus-per-node"),
+        (("--gpus", 16, "--gpus-per-node", 8, "--network", 0), "--network is 0; a positive number of GB/s is needed"),
+    ],
+)
+def test_nodes_that_cannot_be_planned(options: tuple[object, ...], said: str) -> None:
+    code, message = _run("Llama-3.1-8B", *options)
+    assert code == 2 and said in message and message.count("\n") == 1
+
+
+def test_plans_beside_runs_that_others_have_published() -> None:
+    page = (DOCS / "plan.md").read_text()
+    assert published_runs.as_markdown() in page, "make the table again: python -m tests.published_runs"
+    errors = {run: run.planned_rate() / run.rate - 1 for run in published_runs.RUNS}
+    assert all(abs(error) < 0.07 for run, error in errors.items() if run.gpu == "A100" or not run.checkpointed)
+    assert all(-0.25 < error < 0 for run, error in errors.items() if run.gpu != "A100" and run.checkpointed)
+    own = next(run for run in published_runs.RUNS if run.model == "Llama-3-70B")
+    assert errors[own] == pytest.approx(0, abs=0.005), "the A100's rate is from this one"
