@@ -166,3 +166,34 @@ def test_the_same_bits(pool: Pool, home: str, time: str, limit: str, by_strategy
 @every_pair(home=HOMES, time=TIMES, limit=LIMITS, mib=[0.001, 64.0], ranks=[2, 4])
 def test_weights_that_rest_on_the_host(pool: Pool, home: str, time: str, limit: str, mib: float, ranks: int) -> None:
     pool.run(check_same_bits, ranks, home=home, time=time, limit=limit, by_strategy=True, mib=mib)
+
+
+def check_earlier_micro_batches(rank: int, world_size: int, home: str, mib: float) -> None:
+    """The last micro-batch leaves out a block, whose gradients are those of the first."""
+
+    def step(run: Run, in_backward: bool) -> None:
+        for micro in range(2):
+            run.model.left_out = (1,) if micro else ()
+            loss = loss_of(run.model, run.steps, micro, rank, run.device) / 2
+            if in_backward:
+                with run.strategy.accumulate(run.model, last=micro == 1):
+                    run.optimizer.backward(loss)
+            else:
+                run.optimizer.backward(loss)  # each is reduced, as on the host
+        run.optimizer.step()
+        run.steps += 1
+
+    found = []
+    for values in ({"optimizer_state": {"backend": "resident"}}, settings(home, "in_backward", "clipped", mib)):
+        run = Run(rank, world_size, {**values, "clipping": {"max_norm": None}}, by_strategy=True)
+        for _ in range(4):
+            step(run, in_backward="weights" in values)
+        found.append(run.snapshot())
+        run.optimizer.close()
+    assert [key for key, value in found[0].items() if not torch.equal(value, found[1][key])] == []
+
+
+@pytest.mark.parametrize("mib", [0.001, 64.0])
+@pytest.mark.parametrize("home", ["resident", "stream"])
+def test_gradients_of_earlier_micro_batches_count(pool: Pool, home: str, mib: float) -> None:
+    pool.run(check_earlier_micro_batches, 2, home=home, mib=mib)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightstep.sharding.weight_visits import VisitOrder
 from lightstep.state import units as units_module
-from lightstep.state.host_weights import Field
+from lightstep.state.host_weights import Field, HostWeights, WeightGroup
 from lightstep.state.ring_plan import RingPlan
 from tests.covering import every_pair
 from tests.distributed.models import CLASSES, VOCABULARY
@@ -173,13 +174,20 @@ def test_an_expert_without_tokens_stays_on_the_host(recompute: bool, brought: Co
         assert 0 < len(called) < EXPERTS * BLOCKS
 
 
-def test_experts_that_are_brought_ahead_make_room_when_they_are_passed_over(brought: Counter[str]) -> None:
-    """Which experts come ahead follows the last pass, and what was not needed does not keep others from coming."""
-    run = routed("resident", "at_step", "clipped", "bfloat16", {"placement": "host", "device_mib": 0.003})
-    run.train(6)
-    weights = run.optimizer.engine._host_weights
-    expected = [group.name for group in weights.groups if group.weights.is_expected and group.weights.is_present]
-    assert len(expected) <= 2, expected
+def test_what_is_passed_over_makes_room() -> None:
+    """Experts come ahead as in the last pass; those that get no tokens in this one keep no others from coming."""
+    weights = HostWeights(torch.device("cpu"), 2 * 512)
+    groups = [WeightGroup(weights, [nn.Parameter(torch.zeros(4))], f"expert {number}") for number in range(5)]
+    order = VisitOrder(groups)
+    order.start()
+
+    def present() -> list[int]:
+        return [number for number, group in enumerate(groups) if group.weights.is_present]
+
+    order.prefetch_after(groups[0], weights)
+    assert present() == [1, 2], "there is room for two"
+    order.prefetch_after(groups[3], weights)
+    assert 4 in present()
 
 
 def test_a_block_that_computes_with_the_weights_of_its_experts_has_them_no_longer_than_its_own() -> None:
