@@ -24,7 +24,7 @@ from tests.distributed.expert_reference import (
 from tests.distributed.models import loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.unit.test_homes_and_times import HOMES, LIMITS
-from tests.unit.test_stream import random_delays
+from tests.unit.test_stream import random_delays, random_sleeps
 
 GROUPS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -105,7 +105,10 @@ class Run:
     def delay(self, seed: int) -> None:
         weights = self.optimizer.engine._host_weights
         for lanes in [self.optimizer._backend.lanes, *([] if weights is None else [weights.lanes])]:
-            random_delays(lanes, seed, 2e-3)
+            if self.device.type == "cpu":
+                random_delays(lanes, seed, 2e-3)
+            else:
+                random_sleeps(lanes, seed, int(4e6))
 
 
 def check_textbook(rank: int, world_size: int, limit: str, by_strategy: bool) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightstep.sharding.weight_visits import VisitOrder
 from lightstep.state import units as units_module
+from lightstep.state.host_activations import HostActivations
 from lightstep.state.host_weights import Field, HostWeights, WeightGroup
 from lightstep.state.ring_plan import RingPlan
 from tests.covering import every_pair
@@ -31,6 +32,11 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units_module, "SMALL_UNIT", 1 << 10)
     monkeypatch.setattr(RingPlan, "BULK_UNIT", 1 << 12)
     monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1 << 7)
+
+
+@pytest.fixture
+def inputs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostActivations, "SMALLEST", 1)
 
 
 class Expert(nn.Module):
@@ -120,10 +126,12 @@ def routed(*arguments: Any, model: type[MoE] = MoE, **more: Any) -> Training:
     time=TIMES,
     limit=LIMITS,
     mib=[0.001, 0.01, 64.0],
-    recompute=[False, True],
+    recompute=[False, True, "host"],
     model=[MoE, ByWeights],
 )
-def test_the_same_bits(home: str, time: str, limit: str, mib: float, recompute: bool, model: type[MoE]) -> None:
+def test_the_same_bits(
+    home: str, time: str, limit: str, mib: float, recompute: bool | str, model: type[MoE], inputs_leave: None
+) -> None:
     expected = routed("resident", time if time == "in_backward" else "at_step", limit, "bfloat16", model=model)
     losses, wanted = expected.train(6), expected.snapshot()
     for seed in range(2):
@@ -172,6 +180,43 @@ def test_an_expert_without_tokens_stays_on_the_host(recompute: bool, brought: Co
         run.train(1)
         assert experts_in(brought) == experts_in(called)
         assert 0 < len(called) < EXPERTS * BLOCKS
+
+
+class Wide(MoE):
+    """Large experts for the units of these tests."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+
+
+class Routable(Training):
+    allowed = tuple(range(EXPERTS))
+
+    def loss(self, micro: int = 0) -> Tensor:
+        for block in self.model.blocks:
+            block.allowed = self.allowed
+        return super().loss(micro)
+
+
+def test_the_record_of_an_expert_without_tokens_stays_on_the_host() -> None:
+    state = {"backend": "stream", "ring_mib": 0.3, "resident_gib": 0}
+    weights = {"placement": "host", "device_mib": 0.001}
+    run = Routable(state, make=Wide, weights=weights, clipping={"max_norm": 1e3})
+    run.train(2)
+    lane, moved = run.optimizer._backend.lanes.host_to_device, [0]
+    copy = lane.copy
+
+    def counted(target: Tensor, source: Tensor, *label: str) -> None:
+        moved[0] += target.nbytes
+        copy(target, source, *label)
+
+    lane.copy = counted
+    sizes = []
+    for run.allowed in (tuple(range(EXPERTS)), (2,)):
+        moved[0] = 0
+        run.train(1)
+        sizes.append(moved[0])
+    assert 0 < sizes[1] < 0.6 * sizes[0], "a unit may begin in another expert, which then comes, too"
 
 
 def test_what_is_passed_over_makes_room() -> None:
