@@ -276,9 +276,7 @@ _Names = Annotated[
 def convert(
     source: _Source,
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder; for torch a file, such as run.pt.")],
-    to: Annotated[
-        str, typer.Option(metavar="FORMAT", help="The format of DST: lightstep, torch or deepspeed-universal.")
-    ],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="The format of DST: lightstep or torch.")],
     model: _Model = None,
     names: _Names = None,
     strategy: Annotated[str | None, typer.Option(help="The strategy of the run, for its dynamic loss scale.")] = None,

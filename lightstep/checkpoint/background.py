@@ -242,10 +242,15 @@ class PendingSave(Pending[Path]):
     A save cannot be cancelled: ``cancel()`` returns ``False``.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._background = Background()
+        self._hook: Any = None
+        """Handle of the step hook that raises the save's error."""
+
     def hurry(self) -> None:
-        """Somebody waits for the pending save, or for what follows it."""
-        if _background is not None:
-            _background.hurry()
+        """Somebody waits for the save, or for what follows it."""
+        self._background.hurry()
 
 
 def completed_save(path: Path) -> PendingSave:
@@ -256,10 +261,6 @@ def completed_save(path: Path) -> PendingSave:
 
 
 _pending: PendingSave | None = None
-_background: Background | None = None
-"""The priority of the pending save."""
-_hook: Any = None
-"""Handle of the step hook that raises the pending save's error."""
 
 
 def start_save(
@@ -272,12 +273,12 @@ def start_save(
         until_written: closed when ``write`` has returned or raised.
         optimizer: its next step raises the thread's error.
     """
-    global _pending, _background, _hook
-    background, pending = Background(), PendingSave()
-    start_thread(pending, lambda: write(background), until_written, "checkpoint-save")
-    _pending, _background = pending, background
+    global _pending
+    pending = PendingSave()
+    start_thread(pending, lambda: write(pending._background), until_written, "checkpoint-save")
+    _pending = pending
     if optimizer is not None:
-        _hook = optimizer.register_step_pre_hook(lambda *_: pending.raise_if_failed())
+        pending._hook = optimizer.register_step_pre_hook(lambda *_: pending.raise_if_failed())
     return pending
 
 
@@ -289,13 +290,14 @@ def wait_for_pending() -> None:
 
 def finish_pending() -> None:
     """Wait for the pending save, if there is one, and raise its error."""
-    global _pending, _background, _hook
+    global _pending
     wait_for_pending()
-    pending, hook, _pending, _background, _hook = _pending, _hook, None, None, None
-    if hook is not None:
-        hook.remove()
-    if pending is not None:
-        pending.raise_if_failed()
+    pending, _pending = _pending, None
+    if pending is None:
+        return
+    if pending._hook is not None:
+        pending._hook.remove()
+    pending.raise_if_failed()
 
 
 _groups: dict[tuple[tuple[int, ...], str], tuple[Any, Any]] = {}

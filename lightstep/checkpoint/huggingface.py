@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,14 +26,14 @@ from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list
 from lightstep.checkpoint.model_state import loading, refuse_partly_loaded
 from lightstep.checkpoint.storage import FolderKind, LocalStorage, local_folder, sync_files, was_replaced
 from lightstep.checkpoint.tensors import shard_of
-from lightstep.distributed import Ranks, gather_tensor, local_tensor, mesh_ranks, rank
+from lightstep.distributed import Ranks, fill_local, gather_tensor, mesh_ranks, rank, whole_shape
 from lightstep.sharding.engine_model import tell_deepspeed_where_it_is
 from lightstep.sharding.model_names import NamedTensor, holders, named_tensors, several_holders, unwrap_model
 from lightstep.sharding.prepared_model import PreparedModel
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 ONLY_LOCAL = "save_pretrained writes to local folders; export to one, and copy it"
 _MODEL_FILES, _ADAPTER_FILES = "model*.safetensors*", ("adapter_model*.safetensors*", "adapter_config.json")
 
@@ -166,7 +166,6 @@ def _write_model(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
     save_file({name: weights[name] for name in once.values()}, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes in files whose values are the weights. Those of quantised weights need scales."""
 _ROWS = 4096
@@ -180,7 +179,8 @@ class TiedWeightsDifferError(ValueError):
 def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     """Fill the model's tensors from ``model.safetensors`` or from the files in ``model.safetensors.index.json``.
 
-    There is no communication, and a rank reads only its own shards. Values are cast to the model's dtypes. Names in the
+    A rank reads only its own shards, and there is no communication: of weights that DeepSpeed has divided (stage 3) it
+    reads the whole, and gathers them one at a time. Values are cast to the model's dtypes. Names in the
     files may be with or without the model's ``base_model_prefix``. For tied weights one of the names is enough. Names
     that the model does not have are logged.
 
@@ -201,13 +201,8 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
         _read(folder, files, wanted)
 
 
-def find_tensors(
-    model: nn.Module, folder: Path, shape_of: Callable[[Tensor], torch.Size] = lambda tensor: tensor.shape
-) -> tuple[dict[str, str], dict[str, Tensor]]:
+def find_tensors(model: nn.Module, folder: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Tensor name -> file for all tensors in the folder, and tensor name -> model's tensor for those to load.
-
-    Args:
-        shape_of: called with a model's tensor, returns the shape that it must have in the files.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`load_pretrained`.
@@ -228,7 +223,7 @@ def find_tensors(
             f"({len(missing)} of the model's parameters; {len(files)} tensors are there); where transformers converts "
             "names, call from_pretrained on rank 0 and build the model on the meta device on the others"
         )
-    _check_tensors(folder, files, wanted, shape_of)
+    _check_tensors(folder, files, wanted)
     for one, other in tied:
         _refuse_different(folder, files, one, other)
     return files, wanted
@@ -250,15 +245,23 @@ def warn_of_unused(model: nn.Module, folder: Path, files: Mapping[str, str]) -> 
         )
 
 
+def weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the folder's index; empty without one."""
+    if not (folder / WEIGHTS_INDEX).is_file():
+        return {}
+    return dict(json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"])
+
+
 def _files(folder: Path) -> dict[str, str]:
     """Tensor name -> file name."""
-    if (folder / _INDEX).is_file():
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        return dict(index["weight_map"])
-    if (folder / _SINGLE).is_file():
-        with safe_open(folder / _SINGLE, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), _SINGLE)
-    raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}: it is not a folder of safetensors weights")
+    if found := weight_map(folder):
+        return found
+    if (folder / WEIGHTS).is_file():
+        with safe_open(folder / WEIGHTS, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), WEIGHTS)
+    raise FileNotFoundError(
+        f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}: it is not a folder of safetensors weights"
+    )
 
 
 def _names_in_files(named: NamedTensor, model: nn.Module, files: Mapping[str, str]) -> list[str]:
@@ -275,15 +278,13 @@ def _possible_names(name: str, model: nn.Module) -> Iterable[str]:
         yield name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
 
 
-def _check_tensors(
-    folder: Path, files: Mapping[str, str], wanted: Mapping[str, Tensor], shape_of: Callable[[Tensor], torch.Size]
-) -> None:
+def _check_tensors(folder: Path, files: Mapping[str, str], wanted: Mapping[str, Tensor]) -> None:
     """Raise ``ValueError`` if tensors have other shapes in the files, or are quantised."""
     for file, keys in _by_file(files, wanted).items():
         with safe_open(folder / file, framework="pt") as opened:
             for key in keys:
                 stored, tensor = opened.get_slice(key), wanted[key]
-                found, expected, dtype = list(stored.get_shape()), list(shape_of(tensor)), stored.get_dtype()
+                found, expected, dtype = list(stored.get_shape()), list(whole_shape(tensor)), stored.get_dtype()
                 if found != expected:
                     raise ValueError(f"{folder / file}: {key} has shape {found}, the model's has {expected}")
                 if tensor.is_floating_point() and dtype not in _FLOATS:
@@ -321,15 +322,20 @@ def shards_with_other_dtypes(model: nn.Module, folder: str | Path) -> Iterator[t
     except (FileNotFoundError, ValueError):
         return
     for tensor, opened, key in _open_files(folder, files, wanted):
-        sample = opened.get_slice(key)[:0] if tensor.dim() else opened.get_tensor(key)
-        if sample.dtype != tensor.dtype:
+        if dtype_in_file(opened, key) != tensor.dtype:
             yield tensor, _read_shard(tensor, opened, key)
+
+
+def dtype_in_file(opened: Any, key: str) -> torch.dtype:
+    """The dtype of a tensor in a file that ``safe_open`` has opened."""
+    part = opened.get_slice(key)
+    return cast(Tensor, part[:0] if part.get_shape() else opened.get_tensor(key)).dtype
 
 
 @torch.no_grad()
 def _read(folder: Path, files: Mapping[str, str], wanted: Mapping[str, Tensor]) -> None:
     for tensor, opened, key in _open_files(folder, files, wanted):
-        local_tensor(tensor).copy_(_read_shard(tensor, opened, key))
+        fill_local(tensor, _read_shard(tensor, opened, key))
 
 
 def _open_files(
@@ -339,7 +345,7 @@ def _open_files(
     for file, keys in _by_file(files, wanted).items():
         with safe_open(folder / file, framework="pt") as opened:
             for key in keys:
-                if shard_of(wanted[key]) is not None and local_tensor(wanted[key]).numel() > 0:
+                if (shard := shard_of(wanted[key])) is not None and shard.numel > 0:
                     yield wanted[key], opened, key
 
 

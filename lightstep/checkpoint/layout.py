@@ -252,23 +252,40 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _read(folder: Path) -> Manifest:
     """The manifest; the files that it lists are not checked."""
-    try:
-        manifest, undamaged = unseal((folder / MANIFEST).read_bytes())
-        version = int(manifest["format"])
-        if version <= FORMAT:
-            _check_types(manifest)
-    except (FileNotFoundError, NotADirectoryError):
+    manifest = read_sealed(folder / MANIFEST, _check_types)
+    if manifest is None:
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: it has no {MANIFEST}. If another library wrote it, convert it: "
             f"lightstep checkpoint convert {folder} DST --to lightstep"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise DamagedError(f"{folder / MANIFEST} cannot be read: {error_text(error)}") from error
-    if not undamaged:
-        raise DamagedError(f"{folder / MANIFEST} is damaged: its text does not have the checksum at its end")
-    if version > FORMAT:
-        raise CheckpointError(f"{folder} has checkpoint format {version}; this lightstep reads up to {FORMAT}")
+        )
     return manifest
+
+
+def read_sealed(file: Path, check_types: Callable[[Manifest], object]) -> Manifest | None:
+    """The content of a file that :func:`seal` made; ``None`` if there is none.
+
+    Args:
+        check_types: raises ``TypeError``, ``KeyError``, ``ValueError`` or ``AttributeError`` if the content, whose
+            checksum may be right, is not what a save writes.
+
+    Raises:
+        DamagedError: it is damaged.
+        CheckpointError: its format is newer.
+    """
+    try:
+        content, undamaged = unseal(file.read_bytes())
+        version = int(content["format"])
+        if version <= FORMAT:
+            check_types(content)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise DamagedError(f"{file} cannot be read: {error_text(error)}") from error
+    if not undamaged:
+        raise DamagedError(f"{file} is damaged: its text does not have the checksum at its end")
+    if version > FORMAT:
+        raise CheckpointError(f"{file} has format {version}; this lightstep reads up to {FORMAT}")
+    return content
 
 
 def _check_types(manifest: Manifest) -> None:

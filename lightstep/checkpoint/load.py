@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,7 +46,15 @@ from lightstep.checkpoint.tensors import (
     shard_of,
 )
 from lightstep.checkpoint.verify import newest_undamaged_before
-from lightstep.distributed import Ranks, RemoteRankError, local_tensor, ranks_on_this_host
+from lightstep.distributed import (
+    Ranks,
+    RemoteRankError,
+    fill_local,
+    is_divided,
+    local_tensor,
+    ranks_on_this_host,
+    whole_shape,
+)
 from lightstep.optimizer.serialization import refuse_nan
 from lightstep.sharding.model_names import NamedTensor, set_extra_states
 from lightstep.sharding.prepared_model import PreparedModel
@@ -163,19 +171,21 @@ class _Destination:
     scheduler: Any
     tensors: list[NamedTensor]
     optimizer: OptimizerContent | None
-    all_names: list[dict[str, set[str]]]
+    names: dict[str, set[str]]
     """From :func:`_gather_names`."""
     trainable_only: bool | None
 
 
-def _gather_names(
-    tensors: list[NamedTensor], optimizer: OptimizerContent | None, ranks: Ranks
-) -> list[dict[str, set[str]]]:
-    """Each rank's names: of the model's tensors, of those that are frozen, and of the optimizer's parameters."""
+def _gather_names(tensors: list[NamedTensor], optimizer: OptimizerContent | None, ranks: Ranks) -> dict[str, set[str]]:
+    """All ranks' names of the ``"model"``'s tensors, of those that are ``"frozen"``, and of the ``"optimizer"``'s.
+
+    A rank need not have all tensors.
+    """
     model = {name for named in tensors for name in named.names}
     frozen = {name for named in tensors if not named.tensor.requires_grad for name in named.names}
     optimized = set() if optimizer is None else set(optimizer.parameters)
-    return ranks.gather({"model": model, "frozen": frozen, "optimizer": optimized})
+    everywhere = ranks.gather({"model": model, "frozen": frozen, "optimizer": optimized})
+    return {kind: set().union(*(names[kind] for names in everywhere)) for kind in everywhere[0]}
 
 
 def _find(path: Path, ranks: Ranks) -> tuple[Path, Manifest]:
@@ -222,17 +232,6 @@ def _of_parts(folder: Path, manifest: Manifest) -> str:
     )
 
 
-def _match(saved: SavedCheckpoint, destination: _Destination) -> Match:
-    if destination.trainable_only is False and saved.base is not None:
-        raise CheckpointError("it holds only what was trained, and trainable_only=False asks for the base too")
-    skip = _base(saved, destination) if destination.trainable_only else set()
-    matched = match(saved, destination.tensors, destination.optimizer, destination.all_names, skip)
-    for named, tensor in averaged_weights(destination.model, destination.tensors):
-        if (key := _stored_average(saved, named)) is not None:
-            matched.tensors.append(Target(key, shard_or_empty(tensor), partial(local_tensor, tensor)))
-    return matched
-
-
 def _base(saved: SavedCheckpoint, destination: _Destination) -> set[str]:
     """The names of the model's frozen base: what neither the run that was saved nor this one has trained."""
     if saved.base is not None:  # it was left out of the checkpoint
@@ -270,8 +269,10 @@ def _dry_run(matched: Match) -> None:
         )
         for name, wanted in matched.entries.items():
             if optimizer.keeps_state(name):
-                loader = _ParameterLoader(optimizer, name, {}, len(wanted))
-                targets += [loader.checking_target(entry, key, saved.index[key]) for entry, key in wanted.items()]
+                targets += [
+                    _entry_target(optimizer, name, key, saved.index[key], partial(_check_entry, name, entry))
+                    for entry, key in wanted.items()
+                ]
     matched.cache = ChunkCache(_cache_bytes())
     read_tensors(saved.data, saved.index, targets, matched.cache)
     matched.cache.close()
@@ -337,9 +338,13 @@ def _apply_optimizer(matched: Match, optimizer: OptimizerContent) -> None:
         if not optimizer.keeps_state(name):
             optimizer.load(name, dict.fromkeys([*values, *wanted]))
             continue
-        loader = _ParameterLoader(optimizer, name, values, len(wanted))
-        targets += [loader.target(entry, key, matched.saved.index[key]) for entry, key in wanted.items()]
-        loader.load_if_complete()
+        if not wanted:
+            optimizer.load(name, values)
+        add = partial(_add_entry, optimizer, name, values, set(wanted))
+        targets += [
+            _entry_target(optimizer, name, key, matched.saved.index[key], partial(add, entry))
+            for entry, key in wanted.items()
+        ]
     read_tensors(matched.saved.data, matched.saved.index, targets, matched.cache)
     loss_scale = getattr(optimizer.optimizer, "loss_scale", None)
     if loss_scale is not None and saved.get("loss_scale") is not None:
@@ -362,47 +367,31 @@ def _refresh_masters(optimizers: Iterable[Any], path: Any) -> None:
             logger.info("only weights were loaded from %s; the masters were rebuilt from them", path)
 
 
-class _ParameterLoader:
-    """Collects one parameter's state entries, and loads them when all have been read.
+def _entry_target(
+    optimizer: OptimizerContent, name: str, key: str, stored: StoredTensor, on_filled: Callable[[Tensor], None]
+) -> Target:
+    """The target that reads a parameter's state entry."""
+    parameter = optimizer.parameters[name]
+    shard = shard_or_empty(parameter) if stored.shape == parameter.shape else full_shard(stored.shape)
+    return Target(key, shard, lambda: torch.empty(shard.lengths, dtype=stored.dtype), on_filled)
 
-    Args:
-        entries: the plain values; read tensors are added.
-        missing: how many tensors have not been read yet.
-    """
 
-    def __init__(self, optimizer: OptimizerContent, name: str, entries: dict[str, Any], missing: int) -> None:
-        self._optimizer = optimizer
-        self._name = name
-        self._entries = entries
-        self._missing = missing
+def _check_entry(name: str, entry: str, tensor: Tensor) -> None:
+    try:
+        refuse_nan(name, {entry: tensor})
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
-    def target(self, entry: str, key: str, stored: StoredTensor) -> Target:
-        """The target that reads an entry and adds it."""
-        parameter = self._optimizer.parameters[self._name]
-        shard = shard_or_empty(parameter) if stored.shape == parameter.shape else full_shard(stored.shape)
 
-        def add(tensor: Tensor) -> None:
-            self._entries[entry] = tensor
-            self._missing -= 1
-            self.load_if_complete()
-
-        return Target(key, shard, lambda: torch.empty(shard.lengths, dtype=stored.dtype), add)
-
-    def checking_target(self, entry: str, key: str, stored: StoredTensor) -> Target:
-        """The target that reads an entry only to check it."""
-
-        def check(tensor: Tensor) -> None:
-            try:
-                refuse_nan(self._name, {entry: tensor})
-            except ValueError as error:
-                raise CheckpointError(str(error)) from error
-
-        return replace(self.target(entry, key, stored), on_filled=check)
-
-    def load_if_complete(self) -> None:
-        if self._missing == 0:
-            self._optimizer.load(self._name, self._entries)
-            self._entries = {}
+def _add_entry(
+    optimizer: OptimizerContent, name: str, entries: dict[str, Any], missing: set[str], entry: str, tensor: Tensor
+) -> None:
+    """Add a state entry that has been read to the parameter's ``entries``, which are loaded when none is missing."""
+    entries[entry] = tensor
+    missing.remove(entry)
+    if not missing:
+        optimizer.load(name, dict(entries))
+        entries.clear()  # the targets, which know it, live longer
 
 
 def apply_scheduler(state: Any, scheduler: Any, saved_class: str | None = None) -> None:
@@ -464,36 +453,30 @@ class Match:
     """Chunks that have been read."""
 
 
-def match(
-    saved: SavedCheckpoint,
-    tensors: Sequence[NamedTensor],
-    optimizer: OptimizerContent | None,
-    all_names: Sequence[Mapping[str, set[str]]],
-    skip: Collection[str] = (),
-) -> Match:
+def _match(saved: SavedCheckpoint, destination: _Destination) -> Match:
     """Find each of this rank's tensors in the checkpoint.
-
-    Args:
-        all_names: each rank's names of the ``"model"``'s tensors, of those that are ``"frozen"``, and of the
-            ``"optimizer"``'s parameters. A rank need not have all tensors.
-        skip: names of the model's tensors that are not loaded.
 
     Raises:
         CheckpointError: tensors are missing or unexpected, or have another shape; the message names them.
     """
-    found, missing, different = _find_tensors(saved, tensors)
-    live = set().union(*(names["model"] for names in all_names))
+    if destination.trainable_only is False and saved.base is not None:
+        raise CheckpointError("it holds only what was trained, and trainable_only=False asks for the base too")
+    skip = _base(saved, destination) if destination.trainable_only else set()
+    found, missing, different = _find_tensors(saved, destination.tensors)
+    live = destination.names["model"]
     known = live | {saved.aliases[name] for name in live if name in saved.aliases}
     unexpected = sorted((saved.model_names() | saved.base_shapes.keys()) - known)
     _raise_differences("model", missing, unexpected, different)
-    matched = Match(saved, [], optimizer)
-    if optimizer is not None and saved.optimizer is not None:
-        optimized, frozen = (set().union(*(names[kind] for names in all_names)) for kind in ("optimizer", "frozen"))
-        _match_optimizer(matched, saved, optimizer, optimized, frozen)
+    matched = Match(saved, [], destination.optimizer)
+    if destination.optimizer is not None and saved.optimizer is not None:
+        _match_optimizer(matched, saved, destination.optimizer, destination.names)
     read = [(named, name) for named, name in found if named.name not in skip]
     matched.tensors = [_model_target(saved, named, name, matched) for named, name in read]
     stored = [(named, [name for name in named.names if f"model.{name}" in saved.index]) for named, _ in read]
     matched.tied = [(named, names) for named, names in stored if len(names) > 1]
+    for named, tensor in averaged_weights(destination.model, destination.tensors):
+        if (key := _stored_average(saved, named)) is not None:
+            matched.tensors.append(Target(key, shard_or_empty(tensor), partial(local_tensor, tensor)))
     return matched
 
 
@@ -512,8 +495,8 @@ def _find_tensors(
         shape = next((base[name] for name in names if name in base), None) if stored is None else list(stored.shape)
         if shape is None:
             missing.append(named.name)
-        elif shape != list(tensor.shape):
-            different.append(f"{named.name} is {shape} in the checkpoint and {list(tensor.shape)} in the model")
+        elif shape != (live := list(whole_shape(tensor))):
+            different.append(f"{named.name} is {shape} in the checkpoint and {live} in the model")
         if name is None or stored is None:
             continue
         if not _can_hold(tensor.dtype, stored.dtype):
@@ -544,7 +527,10 @@ def _model_target(saved: SavedCheckpoint, named: NamedTensor, name: str, matched
     master = entry_key(name, "master")
     if named.name in matched.entries and saved.index[key].dtype != tensor.dtype and master in saved.index:
         key = master
-    return Target(key, shard_or_empty(tensor), lambda: local_tensor(tensor).detach())
+    shard = shard_or_empty(tensor)
+    if is_divided(tensor):
+        return Target(key, shard, lambda: torch.empty(shard.lengths, dtype=tensor.dtype), partial(fill_local, tensor))
+    return Target(key, shard, lambda: local_tensor(tensor).detach())
 
 
 def shard_or_empty(tensor: Tensor) -> Shard:
@@ -557,24 +543,24 @@ def shard_or_empty(tensor: Tensor) -> Shard:
 
 
 def _match_optimizer(
-    matched: Match, saved: SavedCheckpoint, optimizer: OptimizerContent, optimized: set[str], frozen: set[str]
+    matched: Match, saved: SavedCheckpoint, optimizer: OptimizerContent, names_of: Mapping[str, set[str]]
 ) -> None:
     """Find each parameter's state and each group's hyper-parameters.
 
     Frozen parameters without state may be in the groups on one side only.
 
     Args:
-        optimized: the names of all ranks' parameters of the optimizer.
-        frozen: the names of all ranks' frozen tensors.
+        names_of: from :func:`_gather_names`.
     """
     assert saved.optimizer is not None
     expected, known = saved.manifest.get("optimizer"), optimizer.class_name
     if expected and known and expected != known:
         raise CheckpointError(f"it holds the state of {expected}, the optimizer is {known}")
     group_of = {name: number for number, names in enumerate(saved.groups) for name in names}
-    saved_names = matched.saved_names = {name: saved.aliases.get(name, name) for name in optimized}
+    saved_names = matched.saved_names = {name: saved.aliases.get(name, name) for name in names_of["optimizer"]}
     entries = stored_entries(saved.index)
-    optional = {saved.aliases.get(name, name) for name in frozen} - entries.keys() - saved.optimizer["values"].keys()
+    frozen = {saved.aliases.get(name, name) for name in names_of["frozen"]}
+    optional = frozen - entries.keys() - saved.optimizer["values"].keys()
     missing = sorted(name for name, saved_name in saved_names.items() if saved_name not in {*group_of, *optional})
     unexpected = sorted(group_of.keys() - set(saved_names.values()) - optional)
     different = [

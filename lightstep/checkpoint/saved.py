@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -110,13 +111,8 @@ def _is_loadable(value: Any) -> bool:
 def random_states() -> dict[str, Any]:
     """The states of Python's, numpy's, torch's and the current accelerator's generators, as plain values."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    try:
-        import numpy
-
-        name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
-        states["numpy"] = [str(name), keys.tolist(), int(position), int(has_gauss), float(gauss)]
-    except ImportError:
-        pass
+    name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
+    states["numpy"] = [str(name), keys.tolist(), int(position), int(has_gauss), float(gauss)]
     if (device := _accelerator()) is not None:
         states["accelerator"] = {"type": device, "state": torch.get_device_module(device).get_rng_state()}
     return states
@@ -127,12 +123,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
-        try:
-            import numpy
-        except ImportError:
-            pass
-        else:
-            numpy.random.set_state(tuple(states["numpy"]))
+        numpy.random.set_state(tuple(states["numpy"]))
     saved = states.get("accelerator")
     if saved is not None and saved["type"] == _accelerator():
         torch.get_device_module(saved["type"]).set_rng_state(saved["state"])

@@ -43,7 +43,7 @@ from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_tex
 from lightstep.checkpoint.layout import INDEX
 from lightstep.checkpoint.storage import storage_for
 from lightstep.crc32 import crc32
-from lightstep.distributed import Ranks
+from lightstep.distributed import Ranks, whole_shape
 
 IN_FLIGHT_BYTES = 128 * 2**20
 """Limit on the bytes in host memory on their way to or from the files. Writing always allows two tensors of any size,
@@ -73,7 +73,7 @@ def full_shard(shape: Iterable[int]) -> Shard:
 def shard_of(tensor: Tensor) -> Shard | None:
     """This rank's part of a plain tensor or DTensor; ``None`` when the rank is not in the DTensor's mesh."""
     if type(tensor) in (Tensor, nn.Parameter):
-        return full_shard(tensor.shape)
+        return full_shard(whole_shape(tensor))
     if not hasattr(tensor, "placements"):
         return _planned_shard(tensor)
     key = (tensor.shape, tensor.device_mesh, tensor.placements, dist.get_rank())  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from lightstep.checkpoint.background import Worker
-from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, error_text
+from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
 from lightstep.checkpoint.layout import (
     FORMAT,
     INDEX,
@@ -39,9 +39,9 @@ from lightstep.checkpoint.layout import (
     holds_checkpoint,
     is_weights_only,
     read_manifest,
+    read_sealed,
     seal,
     size_and_checksum,
-    unseal,
 )
 from lightstep.checkpoint.saved import read_index
 from lightstep.checkpoint.storage import location, sync, write_file
@@ -76,18 +76,9 @@ def read_file_list(folder: Path) -> Manifest | None:
             save.
         CheckpointError: its format is newer.
     """
-    file = folder / FILE_LIST
-    try:
-        listed, undamaged = unseal(file.read_bytes())
-        version, _, _ = int(listed["format"]), dict(listed["files"]), dict(listed["checksums"])
-    except FileNotFoundError:
+    listed = read_sealed(folder / FILE_LIST, lambda content: (dict(content["files"]), dict(content["checksums"])))
+    if listed is None:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{file} cannot be read: {error_text(error)}") from error
-    if not undamaged:
-        raise DamagedError(f"{file} is damaged: its text does not have the checksum at its end")
-    if version > FORMAT:
-        raise CheckpointError(f"{file} has format {version}; this lightstep reads up to {FORMAT}")
     check_sizes(folder, listed)
     if listed.get("save_id") is not None:
         if not holds_checkpoint(folder / CHECKPOINT):

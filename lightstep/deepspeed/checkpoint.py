@@ -9,9 +9,8 @@
         zero_to_fp32.py      DeepSpeed's script that converts its files to plain weights
         global_step100/      what engine.save_checkpoint writes: weights, and one file of optimizer state per rank
 
-A folder in DeepSpeed's universal format, from DeepSpeed's or lightstep's converter, is loaded too, at any stage and on
-any number of ranks: ``latest_universal`` names the folder in it, whose ``zero/`` has a folder per parameter with master
-and moments.
+Checkpoints of other strategies are loaded too, at any stage and on any number of ranks, tensor by tensor into the
+engine's partitions (``load_parameter_state``).
 
 DeepSpeed loads its files with ``weights_only=False``. Here torch's weights-only unpickler is used in its place. It
 accepts only tensors, plain values and a few of DeepSpeed's classes (``trusted_loads``). Files with anything else are
@@ -32,6 +31,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightstep.checkpoint import load
+from lightstep.checkpoint.background import PendingSave
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
 from lightstep.checkpoint.formats.files import GETATTR, enum_member, refused_name
 from lightstep.checkpoint.formats.zero import RESERVED
@@ -46,22 +47,31 @@ from lightstep.checkpoint.layout import (
     size_and_checksum,
     unreplaced,
 )
-from lightstep.checkpoint.load import apply_scheduler
 from lightstep.checkpoint.model_state import loading, refuse_partly_loaded
-from lightstep.checkpoint.optimizer_state import OptimizerContent
+from lightstep.checkpoint.optimizer_state import OptimizerContent, entry_key, stored_entries
 from lightstep.checkpoint.retention import Retention
-from lightstep.checkpoint.saved import check_loadable, random_states, read_state, set_random_states, write_state
-from lightstep.checkpoint.storage import local_folder, new_shared_folder, sync, write_file
+from lightstep.checkpoint.saved import (
+    SavedCheckpoint,
+    check_loadable,
+    random_states,
+    read_state,
+    set_random_states,
+    write_state,
+)
+from lightstep.checkpoint.storage import local_folder, location, new_shared_folder, sync, write_file
+from lightstep.checkpoint.tensors import read_whole
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
-from lightstep.deepspeed.weights import shapes
-from lightstep.distributed import Ranks
-from lightstep.sharding.model_names import named_tensors, unwrap_model
+from lightstep.deepspeed.weights import refuse_partitioned
+from lightstep.distributed import Ranks, whole_shape
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.rollout.roles import Roles
+from lightstep.sharding.model_names import NamedTensor, named_tensors
+from lightstep.strategy.checkpoints import Checkpoints
 
 logger = logging.getLogger(__name__)
 
 _SECTION = "deepspeed"
 _LATEST = "latest"
-_UNIVERSAL = "latest_universal"
 _TOOLS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 _TRUSTED = {
@@ -71,6 +81,85 @@ _TRUSTED = {
     "deepspeed.utils.tensor_fragment.fragment_address",
 }
 """Classes in DeepSpeed's files that torch's weights-only unpickler does not allow by itself."""
+
+
+class EngineCheckpoints(Checkpoints):
+    """Checkpoints of a strategy over DeepSpeed. A model without an engine is saved and loaded as every other one is.
+
+    Args:
+        roles: the strategy's.
+        optimizers_of: called with a model, returns its optimizers: none, or the one of its engine.
+        name: the strategy's, for messages.
+    """
+
+    def __init__(self, roles: Roles, optimizers_of: Callable[[nn.Module], Sequence[Any]], name: str) -> None:
+        super().__init__(roles)
+        self._optimizers_of, self._name = optimizers_of, name
+
+    def save(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: BaseOptimizer | None,
+        scheduler: Any,
+        extra: Mapping[str, Any] | None,
+        **options: Any,
+    ) -> PendingSave | None:
+        """Write DeepSpeed's own files, or with ``weights_only`` a checkpoint in the format of the other strategies.
+
+        Raises:
+            ValueError: ``trainable_only``: DeepSpeed's files have whole models. ``asynchronous``: DeepSpeed's engine
+                writes its files synchronously.
+        """
+        engine_optimizer = None if options["weights_only"] else self._engine_optimizer(model, optimizer)
+        if engine_optimizer is None:
+            refuse_partitioned(model, self._name)
+            return super().save(path, model, None, scheduler, extra, **options)
+        if options["asynchronous"]:
+            raise ValueError(f"{self._name}: asynchronous=True, and DeepSpeed's engine writes itself; leave it out")
+        self._refuse_part(options["trainable_only"])
+        retention = {key: options[key] for key in ("keep_last", "keep_every")}
+        save_checkpoint(path, model, engine_optimizer, scheduler, extra, **retention)
+        return None
+
+    def load(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: BaseOptimizer | None,
+        scheduler: Any,
+        trainable_only: bool | None,
+    ) -> dict[str, Any]:
+        """Load what was saved on the same number of ranks, or a checkpoint of another strategy from any number.
+
+        Raises:
+            ValueError: ``trainable_only``: DeepSpeed's files have whole models.
+        """
+        engine_optimizer = self._engine_optimizer(model, optimizer)
+        if engine_optimizer is None:
+            refuse_partitioned(model, self._name)
+            return super().load(path, model, None, scheduler, trainable_only)
+        self._refuse_part(trainable_only)
+        return load_checkpoint(path, model, engine_optimizer, scheduler, weights_only=optimizer is None)
+
+    def _refuse_part(self, trainable_only: bool | None) -> None:
+        if trainable_only:
+            raise ValueError(
+                f"{self._name}: trainable_only=True, and DeepSpeed's files hold whole models; leave it out"
+            )
+
+    def _engine_optimizer(self, model: nn.Module, optimizer: BaseOptimizer | None) -> DeepSpeedOptimizer | None:
+        """The optimizer of the model's engine; ``None`` before it is created.
+
+        Raises:
+            ValueError: ``optimizer`` is another one.
+        """
+        optimizers = self._optimizers_of(model)
+        if optimizer is not None and not any(optimizer is other for other in optimizers):
+            raise ValueError(
+                f"{self._name}: this {type(optimizer).__name__} is not the model's; pass both of one engine"
+            )
+        return optimizers[0] if optimizers else None
 
 
 def save_checkpoint(
@@ -108,6 +197,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """``lightstep.checkpoint.load_checkpoint`` into an engine; returns ``extra``.
 
+    Checkpoints of other strategies are loaded at any stage, on any number of ranks.
+
     Args:
         weights_only: do not load optimizer state and random states; rebuild the masters from the weights.
 
@@ -115,12 +206,20 @@ def load_checkpoint(
         CheckpointError: the checkpoint cannot be used. All ranks raise. Nothing has been changed, unless DeepSpeed
             fails after the checks, or another process replaces the checkpoint while DeepSpeed loads it.
     """
-    ranks, path = Ranks(), Path(path).expanduser()
-    universal = (path / _UNIVERSAL).is_file()
-    load = _load_universal if universal else _load_own
+    ranks, source = Ranks(), location(path)
     with checkpoint_errors(f"{path} was not loaded"):
-        extra = load(path, model, optimizer, scheduler, weights_only, ranks)
-    logger.info("loaded %s", path)
+        ranks.together(optimizer.prepare_for_checkpoint)
+        folder, manifest = ranks.together(lambda: _find(source), only_first=True)
+        if manifest.get(_SECTION):
+            extra = _load_own(folder, model, optimizer, scheduler, weights_only, ranks)
+            logger.info("loaded %s", path)
+            return extra
+        if not weights_only:
+            steps = ranks.together(lambda: _check_partitions(SavedCheckpoint.read(folder), model, optimizer))
+    extra = load.load_checkpoint(path, model, None if weights_only else optimizer, scheduler)
+    if not weights_only:
+        optimizer.engine.global_steps = max(steps, default=optimizer.engine.global_steps)
+        optimizer.after_load()
     return extra
 
 
@@ -151,10 +250,15 @@ def _content(
         "scheduler": None if scheduler is None else type(scheduler).__name__,
         "optimizer": optimizer.optimizer_class.__name__,
         "groups": content.groups,
-        "shapes": shapes(tensors),
+        "shapes": _shapes(tensors),
         _SECTION: _describe(optimizer.engine),
     }
     return state, manifest
+
+
+def _shapes(tensors: Iterable[NamedTensor]) -> Mapping[str, list[int]]:
+    """The shapes of the whole tensors by name."""
+    return {named.name: list(whole_shape(named.tensor)) for named in tensors}
 
 
 def _describe(engine: Any) -> dict[str, Any]:
@@ -249,124 +353,83 @@ def _finish(
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
+def _find(path: Path) -> tuple[Path, Mapping[str, Any]]:
+    folder = find_checkpoint(path)
+    return folder, read_manifest(folder)
+
+
 def _load_own(
-    path: Path, model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any, weights_only: bool, ranks: Ranks
+    folder: Path, model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any, weights_only: bool, ranks: Ranks
 ) -> dict[str, Any]:
     """Load what :func:`save_checkpoint` wrote."""
-    folder = ranks.together(lambda: find_checkpoint(path), only_first=True)
     manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))
 
-    def load() -> None:
-        with unreplaced(folder, manifest):
-            _load_engine(
-                optimizer,
-                folder,
-                manifest[_SECTION]["tag"],
+    def load_engine() -> None:
+        with unreplaced(folder, manifest), trusted_loads():
+            loaded, _ = optimizer.engine.load_checkpoint(
+                str(folder),
+                tag=manifest[_SECTION]["tag"],
+                load_lr_scheduler_states=False,
                 load_optimizer_states=not weights_only,
                 load_module_only=weights_only and not optimizer.engine.zero_optimization_partition_weights(),
             )
+        if loaded is None:
+            raise CheckpointError(f"DeepSpeed found nothing to load in {folder}")
         if weights_only:
             optimizer.refresh_master_weights()
 
     def apply() -> None:
-        saved = {} if weights_only else {"groups": enumerate(state["optimizer"]["groups"]), "random": state["random"]}
-        _apply(model, optimizer, ranks.rank, **saved)
+        if not weights_only:
+            content = OptimizerContent(optimizer, named_tensors(model))
+            for number, settings in enumerate(state["optimizer"]["groups"]):
+                content.set_hyperparameters(number, settings)
+            set_random_states(state["random"][ranks.rank])
+        optimizer.after_load()
         if scheduler is not None:
-            apply_scheduler(state.get("scheduler"), scheduler, manifest.get("scheduler"))
+            load.apply_scheduler(state.get("scheduler"), scheduler, manifest.get("scheduler"))
 
-    with loading(model, [optimizer], path):
-        ranks.together(load)
+    with loading(model, [optimizer], folder):
+        ranks.together(load_engine)
         ranks.together(apply)
     return dict(state.get("extra") or {})
 
 
-def _load_universal(
-    path: Path, model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any, weights_only: bool, ranks: Ranks
-) -> dict[str, Any]:
-    """Load masters, moments and what goes with them from DeepSpeed's universal format."""
-    if weights_only:
-        raise CheckpointError("a universal checkpoint is loaded with its optimizer state; pass the optimizer too")
-    tag = ranks.together(lambda: _check_universal(path, optimizer))
-    engine = optimizer.engine
+def _check_partitions(saved: SavedCheckpoint, model: nn.Module, optimizer: DeepSpeedOptimizer) -> list[int]:
+    """The step counts of the flat partitions.
 
-    def load() -> dict[str, Any]:
-        engine._config.load_universal_checkpoint = True
-        try:
-            client = _load_engine(optimizer, path, tag)
-        finally:
-            engine._config.load_universal_checkpoint = False
-        for entries in engine.optimizer.optimizer.state.values():
-            if isinstance(entries.get("step"), torch.Tensor):  # at stage 3 all groups have one, and each would count it
-                entries["step"] = entries["step"].clone()
-        return client
-
-    def apply() -> None:
-        section = client.get("lightstep") or {}
-        groups = section.get("param_groups")
-        if groups is None:  # DeepSpeed wrote it, and loads every group's hyper-parameters, but for stage 3
-            groups = [] if engine.zero_optimization_partition_weights() else engine.optimizer.param_groups
-        pairs = zip(optimizer.engine_groups, groups, strict=bool(groups))
-        _apply(model, optimizer, ranks.rank, groups=pairs, random=section.get("random") or ())
-        if scheduler is not None:
-            apply_scheduler(client.get("lr_scheduler"), scheduler)
-
-    with loading(engine.module, [optimizer], path):
-        client = ranks.together(load)
-        ranks.together(apply)
-    return {key: value for key, value in client.items() if key not in RESERVED}
-
-
-def _load_engine(optimizer: DeepSpeedOptimizer, folder: Path, tag: str, **options: Any) -> dict[str, Any]:
-    """Have DeepSpeed load its files; returns what was saved beside the engine's own state."""
-    with trusted_loads():
-        loaded, client = optimizer.engine.load_checkpoint(
-            str(folder), tag=tag, load_lr_scheduler_states=False, **options
-        )
-    if loaded is None:
-        raise CheckpointError(f"DeepSpeed found nothing to load in {folder / tag}")
-    return dict(client)
-
-
-def _apply(
-    model: nn.Module,
-    optimizer: DeepSpeedOptimizer,
-    rank: int,
-    groups: Iterable[tuple[int, Mapping[str, Any]]] = (),
-    random: Sequence[Any] = (),
-) -> None:
-    """Load hyper-parameters, in pairs of a group's number and its values, and the random state of this rank."""
-    content = OptimizerContent(optimizer, named_tensors(unwrap_model(model)))
-    for number, saved in groups:
-        content.set_hyperparameters(number, {key: value for key, value in saved.items() if key != "step"})
-    if rank < len(random):
-        set_random_states(random[rank])
-    optimizer.after_load()
-
-
-def _check_universal(folder: Path, optimizer: DeepSpeedOptimizer) -> str:
-    """Check that all files may be loaded and that every trained parameter is there; returns the tag."""
-    optimizer.prepare_for_checkpoint()
-    tag = (folder / _UNIVERSAL).read_text().strip()
-    names = [optimizer.engine.param_names[p] for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-    missing = [name for name in names if not (folder / tag / "zero" / name / "fp32.pt").is_file()]
-    if missing:
-        raise CheckpointError(f"it belongs to another model; not in the checkpoint: {list_names(missing)}")
-    for file in sorted((folder / tag).rglob("*.pt")):
-        refuse_untrusted(file)
-    return tag
+    Raises:
+        CheckpointError: DeepSpeed's partitions cannot hold the state.
+    """
+    names = {named.tensor: saved.aliases.get(named.name, named.name) for named in named_tensors(model)}
+    stored, values = stored_entries(saved.index), (saved.optimizer or {}).get("values", {})
+    steps = []
+    for members in optimizer.partitions:
+        shared: dict[str, tuple[str, Any]] = {}
+        for member in members:
+            name, own = names[member], dict(values.get(names[member], {}))
+            for entry in stored.get(name, ()):
+                found = saved.index[key := entry_key(name, entry)]
+                if entry != "step" and found.shape == whole_shape(member):
+                    continue
+                if found.shape:
+                    raise CheckpointError(f"state {entry!r} of {name} is not element-wise, and DeepSpeed divides it")
+                own[entry] = read_whole(saved.data, key, found).item()
+            for entry, value in own.items():
+                first, known = shared.setdefault(entry, (name, value))
+                if known != value:
+                    raise CheckpointError(
+                        f"{entry} is {known} of {first} and {value} of {name}, and DeepSpeed has one for a whole "
+                        "parameter group; put parameters that are updated at other times into a group of their own"
+                    )
+        steps += [int(shared["step"][1])] if "step" in shared else []
+    return steps
 
 
 def _read(
     folder: Path, model: nn.Module, optimizer: DeepSpeedOptimizer, ranks: Ranks, weights_only: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The manifest and the small state of a checkpoint whose files this rank has checked."""
-    optimizer.prepare_for_checkpoint()
     manifest = read_manifest(folder)
-    if not manifest.get(_SECTION):
-        raise CheckpointError(
-            "it was not written by sharding.kind deepspeed; convert it first: "
-            f"lightstep checkpoint convert {folder} DESTINATION --to deepspeed-universal"
-        )
     _compare(manifest, model, optimizer, ranks.size, weights_only)
     check_files(folder, manifest, sorted(manifest["files"])[ranks.rank :: ranks.size])
     for file in sorted((folder / manifest[_SECTION]["tag"]).glob("*.pt")):
@@ -379,7 +442,7 @@ def _compare(
 ) -> None:
     """Raise :class:`CheckpointError` if the checkpoint does not fit model, optimizer or number of ranks."""
     tensors = named_tensors(model)
-    live, saved = shapes(tensors), manifest["shapes"]
+    live, saved = _shapes(tensors), manifest["shapes"]
     differences = [f"not in the checkpoint: {name}" for name in live if name not in saved]
     differences += [f"not in the model: {name}" for name in saved if name not in live]
     differences += [
@@ -411,8 +474,8 @@ def _compare(
 
 
 _HOW_TO_CONTINUE = (
-    "continue with the settings it was saved with, or convert it: "
-    "lightstep checkpoint convert SOURCE DESTINATION --to deepspeed-universal"
+    "continue with the settings it was saved with, or convert it and load the result: "
+    "lightstep checkpoint convert SOURCE DESTINATION --to lightstep"
 )
 
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightstep.distributed import is_divided, whole_shape
 from lightstep.error_text import error_text
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import plain_numbers
@@ -262,6 +264,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
             )
         self._reload()
         self._copy_hyperparameters()
+        self._state.is_stale = True
 
     def refuse_half_updated(self, remedy: str) -> None:
         """Refuse functions that save any optimizer: they would find no state in this one.
@@ -273,6 +276,22 @@ class DeepSpeedOptimizer(BaseOptimizer):
             "a DeepSpeedOptimizer keeps its state inside the engine: save it with strategy.save_checkpoint of the "
             "strategy that created it"
         )
+
+    def load_parameter_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
+        """Load one parameter's whole master and state from another strategy's checkpoint, whose weights are loaded.
+
+        Called by every rank, for each parameter of all groups. :meth:`after_load` ends the load.
+
+        Args:
+            entries: on the host. Without ``"master"`` the weight is the master; moments that are missing are zeros.
+        """
+        if parameter.requires_grad:
+            self._state.load(parameter, entries)
+
+    @property
+    def partitions(self) -> list[list[Tensor]]:
+        """The parameters that share a flat partition, and with it step counts and other state without dimensions."""
+        return self._state.partitions
 
     def after_load(self) -> None:
         """Call this when a checkpoint has been loaded into the engine, and hyper-parameters into the groups."""
@@ -390,7 +409,15 @@ class EngineLossScale(LossScale):
         return {"scale": self.scale}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing: DeepSpeed loads its scale from its own files."""
+        """Continue the dynamic scale of another strategy's checkpoint, in DeepSpeed's count of steps.
+
+        DeepSpeed's first growth after an overflow is one step later than lightstep's, hence the 2.
+        """
+        scaler = self._scaler
+        if self._dynamic and "good_steps" in state_dict:
+            scaler.cur_scale = float(state_dict["scale"])
+            scaler.cur_hysteresis = max(int(state_dict["hysteresis_left"]), 1)
+            scaler.last_overflow_iter = scaler.cur_iter - int(state_dict["good_steps"]) - 2
 
     def __repr__(self) -> str:
         return f"EngineLossScale(scale={self.scale:g})"
@@ -408,6 +435,8 @@ class EngineState:
         self._zero = engine.optimizer
         self._host_entries: list[tuple[dict[str, Any], str]] = []
         """While state is offloaded: the entries that are on the host anyway."""
+        self.is_stale = True
+        """Whether the next :meth:`load` is the first one of a checkpoint."""
 
     @property
     def masters(self) -> list[Tensor]:
@@ -419,9 +448,14 @@ class EngineState:
         """The model's trainable parameters in each group of the engine's optimizer."""
         groups: list[list[Tensor]] = [[] for _ in self._zero.param_groups]
         owner = getattr(self._zero, "sub_group_to_group_id", {})
-        for number, members in enumerate(self._first_attribute(_MODEL_GROUPS)):
+        for number, members in enumerate(self.partitions):
             groups[owner.get(number, number)].extend(members)
         return groups
+
+    @property
+    def partitions(self) -> list[list[Tensor]]:
+        """The model's parameters in each of :attr:`masters`."""
+        return list(self._first_attribute(_MODEL_GROUPS))
 
     def _first_attribute(self, names: Iterable[str]) -> Any:
         """The first of these attributes that the ZeRO optimizer has."""
@@ -436,28 +470,61 @@ class EngineState:
         """
         if not parameter.requires_grad:
             return {}
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
         flat = self._partition_of(parameter)
-        entries = dict(self._zero.optimizer.state.get(flat, {}))
-        partitioned = [key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == flat.shape]
-        found = {
-            key: value.detach().clone() if isinstance(value, Tensor) else value
-            for key, value in entries.items()
-            if key not in partitioned
-        }
-        fragment = getattr(parameter, "_hp_mapping", None)
-        if fragment is not None:  # DeepSpeed links it after the first group's first update, when other groups have none
-            fragment.set_optim_state_fragment(flat, entries)
-        whole = {key: safe_get_full_optimizer_state(parameter, key) for key in partitioned}
-        whole["master"] = safe_get_full_fp32_param(parameter)
-        return found | {key: value.detach().cpu() for key, value in whole.items()}
+        entries = {"master": flat, **self._zero.optimizer.state.get(flat, {})}
+        return {key: self._whole(parameter, flat, value) for key, value in entries.items()}
+
+    def _whole(self, parameter: Tensor, flat: Tensor, value: Any) -> Any:
+        """One entry, whole and on the host. What is not divided as ``flat`` is copied."""
+        if not isinstance(value, Tensor) or value.shape != flat.shape:
+            return value.detach().clone() if isinstance(value, Tensor) else value
+        start, first, length = self._part_of(parameter)
+        shape = whole_shape(parameter)
+        whole = torch.zeros(shape.numel(), dtype=value.dtype, device=self._engine.device)
+        whole[first : first + length] = value.detach()[start : start + length]
+        dist.all_reduce(whole.view(torch.uint8))  # as integers: a sum of floats makes 0.0 of -0.0
+        return whole.view(shape).cpu()
 
     def _partition_of(self, parameter: Tensor) -> Tensor:
-        for partition, members in zip(self.masters, self._first_attribute(_MODEL_GROUPS), strict=True):
+        for partition, members in zip(self.masters, self.partitions, strict=True):
             if any(member is parameter for member in members):
                 return partition
         raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not among the engine's groups")
+
+    def load(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
+        """Copy this rank's part of a parameter's whole master and state. The first call of a load drops older state."""
+        if self.is_stale:
+            self._zero.refresh_fp32_params()
+            self._zero.optimizer.state.clear()
+            self.is_stale = False
+        flat, shape = self._partition_of(parameter), whole_shape(parameter)
+        state, start, first, length = self._zero.optimizer.state[flat], *self._part_of(parameter)
+        for key, value in entries.items():
+            if key != "step" and isinstance(value, Tensor) and value.shape == shape:
+                if key != "master" and key not in state:
+                    state[key] = torch.zeros_like(flat)
+                target = flat if key == "master" else state[key]
+                target[start : start + length] = value.flatten()[first : first + length]
+            else:
+                state[key] = value.to(flat.device) if isinstance(value, Tensor) and self._counts_on_device else value
+
+    def _part_of(self, parameter: Tensor) -> tuple[int, int, int]:
+        """This rank's part: where it begins in the flat partition and in the flattened parameter, and its length."""
+        if is_divided(parameter):
+            _, start, length = self._zero.grad_position[self._zero.get_param_id(parameter)]
+            first = length * self._zero._get_param_partition_rank(parameter)
+            return start, first, max(0, min(length, parameter.ds_numel - first))  # type: ignore[attr-defined]
+        fragment = getattr(parameter, "_hp_mapping", None)
+        if fragment is None:
+            return 0, 0, 0
+        there, here = fragment.hp_fragment_address, fragment.lp_fragment_address
+        return there.start, here.start, here.numel
+
+    @property
+    def _counts_on_device(self) -> bool:
+        """Whether the class keeps step counts with the parameters."""
+        group = self._zero.optimizer.param_groups[0]
+        return bool(group.get("fused") or group.get("capturable"))
 
     # -- memory
 

@@ -30,8 +30,15 @@ _DECIDED_ELSEWHERE = {
 }
 """Sections of DeepSpeed's configuration that must be off, with the reason."""
 
-_OTHER_ENGINES = ("zenflow", "offload_optimizer.super_offload")
-"""Keys below ``zero_optimization`` that switch to engines with optimizers of their own."""
+_OTHER_OPTIMIZER = (
+    "lightstep supports only ZeRO's own offloading (sharding.offload: cpu), which uses your optimizer class"
+)
+_UNSUPPORTED = {
+    "zenflow": _OTHER_OPTIMIZER,
+    "offload_optimizer.super_offload": _OTHER_OPTIMIZER,
+    "round_robin_gradients": "with it DeepSpeed takes the masters and moments of one parameter for another's",
+}
+"""Keys below ``zero_optimization`` that must be off, with the reason."""
 
 
 def deepspeed_config(config: StrategyConfig, name: str) -> dict[str, Any]:
@@ -68,15 +75,12 @@ def refuse_contradictions(needed: Mapping[str, Any], given: Mapping[str, Any], w
         for key, reason in _DECIDED_ELSEWHERE.items()
         if _is_enabled(given.get(key))
     ]
-    for key in _OTHER_ENGINES:
+    for key, reason in _UNSUPPORTED.items():
         value = given.get("zero_optimization")
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value not in (None, False, _AUTO):
-            found.append(
-                f"zero_optimization.{key} is {value!r}, and lightstep supports only DeepSpeed's own ZeRO, whose "
-                "offloading (sharding.offload: cpu) updates with the optimizer class that you name"
-            )
+            found.append(f"zero_optimization.{key} is {value!r}, and {reason}")
     found += [
         f"{key} is {value!r}, and the strategy needs {expected!r}{_strategy_key(key)}"
         for key, expected, value in _differences(needed, given)
@@ -108,7 +112,7 @@ def engine_settings(engine: Any) -> dict[str, Any]:
     ):
         zero[key] = {"device": "none" if section is None else section.device.value}
     zero["offload_optimizer"]["super_offload"] = bool(engine.super_offload())
-    zero["zenflow"] = engine.zenflow_config()
+    zero |= {"zenflow": engine.zenflow_config(), "round_robin_gradients": engine.zero_round_robin_gradients()}
     return {
         "gradient_clipping": float(engine.gradient_clipping()),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightstep.checkpoint.background import PendingSave
 from lightstep.config import ConfigError, DeepSpeedSharding, StrategyConfig
-from lightstep.deepspeed import checkpoint as deepspeed_checkpoint
 from lightstep.deepspeed import weights as deepspeed_weights
+from lightstep.deepspeed.checkpoint import EngineCheckpoints
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer, EngineState
 from lightstep.deepspeed.settings import deepspeed_config, engine_settings, refuse_contradictions
 from lightstep.distributed import Replicas, is_sharded
@@ -31,7 +30,6 @@ from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.transport import WeightTransport
 from lightstep.sharding.dtypes import planned_by_tensor
 from lightstep.sharding.engine_model import EngineModel, tell_deepspeed_where_it_is
-from lightstep.sharding.model_names import unwrap_model
 from lightstep.strategy.base import ModelSource
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 
@@ -48,6 +46,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def __init__(self, config: StrategyConfig, name: str = "strategy") -> None:
         super().__init__(config, name)
+        self.checkpoints = EngineCheckpoints(self.roles, self._optimizers_of, name)
         self.deepspeed_config = deepspeed_config(config, name)
         """The configuration for ``deepspeed.initialize``."""
 
@@ -144,13 +143,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                     f"precision.parameters is {self.config.precision.parameters}; pass the function that constructs "
                     "the model, or call zero.Init(config_dict_or_path=strategy.deepspeed_config)"
                 )
-
-    def _load_weights(self, prepared: nn.Module, folder: str | Path) -> None:
-        module = unwrap_model(prepared)
-        if deepspeed_weights.is_partitioned(module):
-            deepspeed_weights.load_pretrained(module, folder)
-        else:
-            super()._load_weights(prepared, folder)
 
     # -- the optimizer and its engine
 
@@ -287,92 +279,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 "ranks; set stage to 1 or 2, or sharding.kind to fsdp2"
             )
         return super().publish_weights(model, to, version, wait=wait, replace=replace)
-
-    # -- checkpoints
-
-    def save_checkpoint(
-        self,
-        path: str | Path,
-        model: nn.Module,
-        optimizer: BaseOptimizer | None = None,
-        scheduler: Any = None,
-        extra: Mapping[str, Any] | None = None,
-        *,
-        trainable_only: bool | None = None,
-        weights_only: bool = False,
-        keep_last: int | None = None,
-        keep_every: int = 0,
-        asynchronous: bool = False,
-    ) -> PendingSave | None:
-        """Write DeepSpeed's own files, scheduler, random states and ``extra`` to the folder ``path``.
-
-        The checkpoint is written completely or not at all. DeepSpeed's tools can read it too. ``weights_only`` writes a
-        checkpoint in the format of the other strategies.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written. What was at ``path`` is still there.
-            ValueError: ``trainable_only=True``: DeepSpeed's files have whole models. ``asynchronous=True``: DeepSpeed's
-                engine writes its files synchronously.
-        """
-        engine_optimizer = None if weights_only else self._engine_optimizer(model, optimizer)
-        retention: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every}
-        if engine_optimizer is None:
-            deepspeed_weights.refuse_partitioned(model, self.name)
-            options: dict[str, Any] = {"trainable_only": trainable_only, "weights_only": weights_only, **retention}
-            return super().save_checkpoint(path, model, None, scheduler, extra, asynchronous=asynchronous, **options)
-        if asynchronous:
-            raise ValueError(f"{self.name}: asynchronous=True, and DeepSpeed's engine writes itself; leave it out")
-        if trainable_only:
-            raise ValueError(f"{self.name}: trainable_only=True, and DeepSpeed's files hold whole models; leave it out")
-        deepspeed_checkpoint.save_checkpoint(path, model, engine_optimizer, scheduler, extra, **retention)
-        return None
-
-    def load_checkpoint(
-        self,
-        path: str | Path,
-        model: nn.Module,
-        optimizer: BaseOptimizer | None = None,
-        scheduler: Any = None,
-        *,
-        trainable_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Load what :meth:`save_checkpoint` wrote on the same number of ranks, and return its ``extra``.
-
-        A folder in DeepSpeed's universal format can be loaded at any stage, on any number of ranks. Without
-        ``optimizer`` only the weights are loaded, and the masters are rebuilt from them.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be used; the message says what differs.
-            ValueError: ``trainable_only=True``: DeepSpeed's files have whole models.
-        """
-        engine_optimizer = self._engine_optimizer(model, optimizer)
-        if engine_optimizer is None:
-            deepspeed_weights.refuse_partitioned(model, self.name)
-            return super().load_checkpoint(path, model, None, scheduler, trainable_only=trainable_only)
-        if trainable_only:
-            raise ValueError(f"{self.name}: trainable_only=True, and DeepSpeed's files hold whole models; leave it out")
-        weights_only = optimizer is None
-        return deepspeed_checkpoint.load_checkpoint(path, model, engine_optimizer, scheduler, weights_only)
-
-    def _engine_optimizer(self, model: nn.Module, optimizer: BaseOptimizer | None) -> DeepSpeedOptimizer | None:
-        """The optimizer of the model's engine; ``None`` before it is created.
-
-        Raises:
-            ValueError: ``optimizer`` is another one.
-        """
-        optimizers = self._optimizers_of(model)
-        if optimizer is not None and not any(optimizer is other for other in optimizers):
-            raise ValueError(
-                f"{self.name}: this {type(optimizer).__name__} is not the model's; pass both of one engine"
-            )
-        return cast("DeepSpeedOptimizer | None", optimizers[0] if optimizers else None)
-
-    def export_model(self, path: str | Path, model: nn.Module, tokenizer: Any = None) -> None:
-        module = unwrap_model(model)
-        if deepspeed_weights.is_partitioned(module):
-            deepspeed_weights.export(path, module, tokenizer)
-        else:
-            super().export_model(path, model, tokenizer)
 
 
 _joined_group: weakref.ref[Any] | None = None

@@ -26,13 +26,16 @@ from lightstep.distributed.ranks import Ranks, RemoteRankError
 from lightstep.distributed.replicas import Replicas
 from lightstep.distributed.tensors import (
     differs_across_ranks,
+    fill_local,
     gather_tensor,
+    is_divided,
     is_sharded,
     layout_of,
     like,
     local_gradient,
     local_tensor,
     mesh_ranks,
+    whole_shape,
     writes,
 )
 from lightstep.distributed.windows import Window, window_of
@@ -49,9 +52,11 @@ __all__ = [
     "Rows",
     "Window",
     "differs_across_ranks",
+    "fill_local",
     "form_role_group",
     "gather_tensor",
     "initialized",
+    "is_divided",
     "is_sharded",
     "layout_of",
     "let_gloo_finish_at_exit",
@@ -66,6 +71,7 @@ __all__ = [
     "ranks_on_this_host",
     "role_group",
     "rows_of",
+    "whole_shape",
     "window_of",
     "world_size",
     "writes",

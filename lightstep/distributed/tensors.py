@@ -1,9 +1,9 @@
-"""DTensors to local tensors, and back."""
+"""DTensors to local tensors, and back. Parameters that DeepSpeed has divided among the ranks (stage 3) count too."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,32 @@ def local_tensor(tensor: Tensor) -> Tensor:
             return local_tensor(tensor)
     local = _waited_for(tensor.to_local())
     return local.detach() if local.requires_grad else local
+
+
+def whole_shape(tensor: Tensor) -> torch.Size:
+    """The shape of the whole tensor. One that DeepSpeed has divided is empty itself."""
+    return getattr(tensor, "ds_shape", tensor.shape)
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether DeepSpeed has divided the parameter among the ranks."""
+    return hasattr(tensor, "ds_id")
+
+
+def fill_local(tensor: Tensor, part: Tensor) -> None:
+    """Copy ``part`` to this rank's part of the tensor. Of a divided one it is the whole, and all ranks call this."""
+    if not is_divided(tensor):
+        local_tensor(tensor).copy_(part)
+        return
+    with _gathered(tensor, modifier_rank=0):
+        tensor.copy_(part)
+
+
+def _gathered(tensor: Tensor, modifier_rank: int | None = None) -> Any:
+    """In the block a divided parameter is whole. Afterwards every rank keeps its part of what ``modifier_rank`` had."""
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([tensor], modifier_rank=modifier_rank)
 
 
 def writes(parameter: Tensor) -> int:
@@ -72,11 +98,16 @@ def gather_tensor(
 ) -> Tensor:
     """The whole tensor, on every rank. Called by all ranks: an all-gather if it is sharded, and perhaps a broadcast.
 
+    A parameter that DeepSpeed has divided is gathered into new memory, too.
+
     Args:
         sender: the rank that broadcasts a tensor of which some ranks have no part; ``None``: all of them have one.
         group: the ranks that call this.
         dtype: sharded tensors of a wider dtype are cast to it before the all-gather.
     """
+    if is_divided(tensor):
+        with _gathered(tensor):
+            return tensor.detach().clone()
     tensor = tensor.detach()
     if dtype is not None and is_sharded(tensor) and dtype.itemsize < tensor.dtype.itemsize:
         tensor = tensor.to(dtype)

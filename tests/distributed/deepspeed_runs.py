@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import gc
 import importlib
 import os
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightstep import Strategy
+from lightstep.deepspeed.optimizer import EngineLossScale
 from tests.reference.converted_run import ADAMW, AFTER, BEFORE, SCALE, make_groups, make_net, tokens
 
 CLIENT = {"epoch": 3, "order": [1, 2]}
@@ -69,9 +70,7 @@ def _forget_groups(deepspeed: Any) -> None:
     deepspeed.comm.comm.cdb = None
 
 
-def make_engine(
-    deepspeed: Any, stage: int, dtype: str, universal: bool = False, zero: Any = None, accumulate: str | None = None
-) -> Any:
+def make_engine(deepspeed: Any, stage: int, dtype: str, zero: Any = None, accumulate: str | None = None) -> Any:
     model = make_net()
     optimizer = torch.optim.AdamW(make_groups(model), **ADAMW)
     precision: dict[str, Any] = {"enabled": dtype != "float32"}
@@ -85,7 +84,6 @@ def make_engine(
         "zero_force_ds_cpu_optimizer": False,
         "fp16" if dtype == "float16" else "bf16": precision,
         "data_types": {"grad_accum_dtype": accumulate},
-        "checkpoint": {"load_universal": universal},
         "steps_per_print": 10**9,
     }
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -99,7 +97,7 @@ def train(engine: Any, steps: Iterable[int]) -> None:
         engine.step()
 
 
-def content(engine: Any) -> dict[str, Any]:
+def content(engine: Any, scheduler: Any = None) -> dict[str, Any]:
     """Masters and moments in full, put together from what the ranks have in memory, and what goes with them."""
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     full = _full_of_stage_3 if engine.zero_optimization_stage() == 3 else _full_of_stages_1_and_2
@@ -115,7 +113,7 @@ def content(engine: Any) -> dict[str, Any]:
         "steps": steps,
         "scale": None if scaler is None else scaler.cur_scale,
         "grown_in": None if scaler is None else _growth(scaler),
-        "scheduler": engine.lr_scheduler.state_dict(),
+        "scheduler": (scheduler or engine.lr_scheduler).state_dict(),
         "global_steps": engine.global_steps,
     }
 
@@ -218,49 +216,10 @@ def save_variants(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def convert_by_deepspeed(rank: int, world_size: int, folders: list[tuple[str, str]]) -> None:
-    """DeepSpeed's own ``ds_to_universal``."""
-    with deepspeed_on_cpu():
-        from deepspeed.checkpoint import ds_to_universal
-
-        for source, target in folders:
-            ds_to_universal.main(
-                argparse.Namespace(
-                    input_folder=source,
-                    output_folder=target,
-                    num_extract_workers=1,
-                    num_merge_workers=1,
-                    keep_temp_folder=False,
-                    strict=True,
-                    inject_missing_state=True,
-                )
-            )
-
-
-def resume_universal(
-    rank: int, world_size: int, folder: str, stage: int, dtype: str, steps: Iterable[int] = AFTER
-) -> tuple[Any, Any, Any]:
-    """The client state, the content after loading, and after more steps."""
-    with deepspeed_on_cpu() as deepspeed:
-        engine = make_engine(deepspeed, stage, dtype, universal=True)
-        _, client = engine.load_checkpoint(folder)
-        if stage == 3:
-            # DeepSpeed gives every group the settings of the first, and all of them one step count together.
-            for group, saved in zip(engine.optimizer.param_groups, client["lightstep"]["param_groups"], strict=True):
-                group.update(saved)
-            for entries in engine.optimizer.optimizer.state.values():
-                entries["step"] = entries["step"].clone()
-        at = content(engine)
-        train(engine, steps)
-        after = content(engine)
-        engine.destroy()
-    return client, at, after
-
-
 def scale_histories(
     rank: int, world_size: int, histories: list[tuple[dict[str, Any], list[bool]]]
 ) -> list[list[float]]:
-    """The scales that DeepSpeed's scaler goes through, from a state on."""
+    """The scales that DeepSpeed's scaler goes through, from a state of it or of ours on, and its state at the end."""
     found = []
     with deepspeed_on_cpu() as deepspeed:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -268,7 +227,8 @@ def scale_histories(
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         for state, overflows in histories:
             scaler = DynamicLossScaler(1.0, 1, 1.0, 1, False)
-            vars(scaler).update(state)
+            vars(scaler).update({key: value for key, value in state.items() if hasattr(scaler, key)})
+            EngineLossScale(types.SimpleNamespace(loss_scaler=scaler, override_loss_scale=float)).load_state_dict(state)
             scales = []
             for overflow in overflows:
                 scaler.update_scale(overflow)
@@ -278,31 +238,55 @@ def scale_histories(
 
 
 def under_strategy(
-    rank: int, world_size: int, stage: int, steps: Iterable[int], save: str | None = None, load: str | None = None
-) -> dict[str, Tensor]:
-    """The run under our own DeepSpeed strategy; its weights at the end."""
+    rank: int,
+    world_size: int,
+    stage: int,
+    steps: Iterable[int],
+    dtype: str = "bfloat16",
+    save: str | None = None,
+    load: str | None = None,
+    before: Iterable[int] = (),
+) -> tuple[Any, dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """The run under our own DeepSpeed strategy: ``extra``, the content before and after ``steps``, and the weights.
+
+    Args:
+        before: steps before the load.
+    """
+
+    def train_for(wanted: Iterable[int]) -> None:
+        for step in wanted:
+            with strategy.accumulate(model):
+                optimizer.backward(model(tokens(step)))
+            if optimizer.step():
+                scheduler.step()
+
     with deepspeed_on_cpu() as deepspeed:
+        scale = {**SCALE, "growth_interval": WINDOW} if dtype == "float16" else "none"
         strategy = Strategy.load(
             {
-                "sharding": {"kind": "deepspeed", "stage": stage},
-                "precision": {"parameters": "bfloat16"},
+                "sharding": {
+                    "kind": "deepspeed",
+                    "stage": stage,
+                    "config": {"zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 20}},
+                },
+                "precision": {"parameters": dtype, "loss_scale": scale},
                 "clipping": {"max_norm": None},
             }
         )
         model = strategy.prepare_model(make_net())
         optimizer = strategy.create_optimizer(model, param_groups=make_groups(model), **ADAMW)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        if load is not None:
-            strategy.load_checkpoint(load, model, optimizer, scheduler)
-        for step in steps:
-            with strategy.accumulate(model):
-                optimizer.backward(model(tokens(step)))
-            if optimizer.step():
-                scheduler.step()
+        train_for(before)
+        extra = None if load is None else strategy.load_checkpoint(load, model, optimizer, scheduler)
+        at = None if load is None else content(optimizer.engine, scheduler)
+        train_for(steps)
         if save is not None:
             strategy.save_checkpoint(save, model, optimizer, scheduler, {"epoch": 3})
-        parameters = dict(strategy.unwrap_model(model).named_parameters())
-        with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=stage == 3):
-            weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        optimizer.prepare_for_checkpoint()  # gives the engine the rates that the scheduler has set
+        after = content(optimizer.engine, scheduler)
+        tensors = dict(strategy.unwrap_model(model).state_dict(keep_vars=True))
+        parameters = [tensor for tensor in tensors.values() if isinstance(tensor, torch.nn.Parameter)]
+        with deepspeed.zero.GatheredParameters(parameters, enabled=stage == 3):
+            weights = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         strategy.close()
-    return weights
+    return extra, at, after, weights

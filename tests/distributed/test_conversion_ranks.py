@@ -17,7 +17,7 @@ from lightstep import DynamicLossScale, Strategy
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.formats import convert_checkpoint, read_checkpoint
 from lightstep.checkpoint.formats.names import read_naming
-from lightstep.checkpoint.formats.state import TrainingState, scale_from_deepspeed, scale_to_deepspeed
+from lightstep.checkpoint.formats.state import TrainingState, scale_from_deepspeed
 from tests.distributed import deepspeed_runs, lightrft_runs
 from tests.distributed.ranks import Pool
 from tests.reference.converted_run import ADAMW, AFTER, BEFORE, Run, differences, make_groups, make_net
@@ -77,55 +77,54 @@ def test_a_deepspeed_run_continues_under_lightstep(zero: Saved, pool: Pool, name
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "world_size"), [(1, "bfloat16", 2), (2, "float16", 1), (3, "bfloat16", 2), (3, "float16", 1)]
+    ("stage", "dtype", "world_size"),
+    [(1, "bfloat16", 2), (2, "float16", 2), (3, "bfloat16", 2), (3, "float16", 1)],
 )
 def test_a_lightstep_run_continues_under_deepspeed(
     pool: Pool, stage: int, dtype: str, world_size: int, tmp_path: Path
 ) -> None:
     run = Run(dtype, deepspeed_runs.WINDOW).train(BEFORE)
-    scale = {"kind": "dynamic", "growth_interval": 8, "hysteresis": 2}
-    strategy = Strategy.load({"precision": {"parameters": dtype, "loss_scale": scale}})
-    source = run.save(tmp_path / "step-3")
-    convert_checkpoint(source, tmp_path / "u", "deepspeed-universal", loss_scale=strategy.config.precision.loss_scale)
-    at = lightstep_state(run)
-    client, loaded, continued = pool.run(
-        deepspeed_runs.resume_universal, world_size, folder=str(tmp_path / "u"), stage=stage, dtype=dtype
-    )[0]
-    assert client["epoch"] == 3
+    with torch.no_grad():  # what is not trained is loaded, too
+        run.model.frozen.bias.add_(1.0)
+        run.model.seen.add_(1.0)
+    source, at = run.save(tmp_path / "step-3"), lightstep_state(run)
+    arguments = {"stage": stage, "dtype": dtype, "load": str(source), "before": range(7, 8), "steps": AFTER}
+    extra, loaded, continued, weights = pool.run(deepspeed_runs.under_strategy, world_size, **arguments)[0]
+    assert extra["epoch"] == 3
     assert not differences({n: e for n, e in loaded["state"].items() if n in at}, at)
+    assert all(not loaded["state"][name]["exp_avg"].any() for name in UNUSED), "what was never updated has zeros"
     assert loaded["steps"] == [3]
     assert loaded["global_steps"] == 3
     assert loaded["scheduler"] == run.scheduler.state_dict()
-    assert loaded["scale"] == run.optimizer.loss_scale.scale
+    assert (loaded["scale"] or 1.0) == run.optimizer.loss_scale.scale
     assert loaded["grown_in"] == (5 if dtype == "float16" else None)
     run.train(AFTER)
     expected = lightstep_state(run)
     assert not differences({n: e for n, e in continued["state"].items() if n in expected}, expected)
-    assert continued["scale"] == run.optimizer.loss_scale.scale
+    assert (continued["scale"] or 1.0) == run.optimizer.loss_scale.scale
     assert continued["scheduler"] == run.scheduler.state_dict()
+    kept = {name: tensor for name, tensor in run.model.state_dict().items() if name not in UNUSED}
+    assert not differences({name: weights[name] for name in kept}, kept)
 
 
-def test_zero_to_universal_continues_as_it_would_have(zero: Saved, pool: Pool, tmp_path: Path) -> None:
+def test_of_an_engine_that_has_trained_nothing_is_left_by_a_load(pool: Pool, tmp_path: Path) -> None:
+    """The checkpoint is of a run before its first step, and has no state."""
+    arguments = {"stage": 2, "load": str(Run("bfloat16").save(tmp_path / "step-0")), "steps": BEFORE}
+    expected, found = [pool.run(deepspeed_runs.under_strategy, 2, before=b, **arguments)[0][2] for b in ((), AFTER)]
+    for content in (expected, found):
+        del content["global_steps"]
+    assert not differences(found, expected)
+
+
+def test_zero_continues_at_another_stage_as_it_would_have(zero: Saved, pool: Pool, tmp_path: Path) -> None:
     """Stage 3 of two ranks becomes stage 1, and stage 2 becomes stage 3: unused parameters and scaler included."""
     folder, contents = zero
     for source, stage in (("3-float16", 1), ("2-bfloat16", 3)):
-        dtype = RUNS[source][1]
-        convert_checkpoint(folder / source, tmp_path / source, "deepspeed-universal")
-        arguments = {"folder": str(tmp_path / source), "stage": stage, "dtype": dtype}
-        client, loaded, continued = pool.run(deepspeed_runs.resume_universal, 2, **arguments)[0]
-        assert client["order"] == [1, 2]
+        convert_checkpoint(folder / source, tmp_path / source, "lightstep")
+        arguments = {"load": str(tmp_path / source), "stage": stage, "dtype": RUNS[source][1], "steps": AFTER}
+        extra, loaded, continued, _ = pool.run(deepspeed_runs.under_strategy, 2, **arguments)[0]
+        assert extra["order"] == [1, 2]
         assert not differences((loaded, continued), contents[source])
-
-
-def test_what_deepspeed_converts_itself_is_read(zero: Saved, pool: Pool, tmp_path: Path) -> None:
-    folder, _ = zero
-    names = ("1-bfloat16", "3-float16")
-    pairs = [(str(folder / name / "global_step3"), str(tmp_path / name / "u")) for name in names]
-    pool.run(deepspeed_runs.convert_by_deepspeed, 1, group=False, folders=pairs)
-    for name in names:
-        converted, direct = read_checkpoint(tmp_path / name), read_checkpoint(folder / name)
-        assert converted.format == "DeepSpeed universal"
-        assert not differences(read_all(converted), read_all(direct))
 
 
 @pytest.mark.parametrize("name", ["2-bfloat16", "3-float16"])
@@ -137,6 +136,19 @@ def test_zero_to_torch_keeps_every_bit(zero: Saved, name: str, tmp_path: Path) -
     assert not differences({n: file["model"][n] for n in at["state"]}, {n: e["master"] for n, e in at["state"].items()})
     assert file["model"]["head.weight"].data_ptr() == file["model"]["embedding.weight"].data_ptr()
     assert not differences(read_all(read_checkpoint(tmp_path / "run.pt")), read_all(read_checkpoint(folder / name)))
+
+
+def test_the_trainers_schedule_beside_the_files_of_deepspeed_is_kept(zero: Saved, tmp_path: Path) -> None:
+    """In ``checkpoint-N`` under DeepSpeed, whose own files have no scheduler then."""
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(zero[0] / "2-bfloat16", folder)
+    torch.save({"last_epoch": 7, "base_lrs": [0.1]}, folder / "scheduler.pt")
+    for is_the_trainers in (False, True):
+        for path in (folder, folder / "global_step3"):
+            state = read_checkpoint(path)
+            assert ((state.scheduler or {}).get("last_epoch") == 7) == is_the_trainers
+            assert ("trainer_state" in state.extra) == is_the_trainers
+        (folder / "trainer_state.json").write_text('{"global_step": 3}')
 
 
 def read_all(state: TrainingState) -> dict[str, Any]:
@@ -181,11 +193,10 @@ def test_checkpoints_of_the_deepspeed_strategy_go_both_ways(pool: Pool, tmp_path
         for name, entries in expected["state"].items():
             if name not in UNUSED:
                 assert not differences(found["state"][name], entries), name
-    convert_checkpoint(tmp_path / "engine", tmp_path / "u", "deepspeed-universal")
     trained = {n: p.detach() for n, p in run.model.named_parameters() if n not in UNUSED}
     for world_size, stage in ((1, 1), (2, 3)):
-        arguments = {"stage": stage, "steps": AFTER, "load": str(tmp_path / "u")}
-        weights = pool.run(deepspeed_runs.under_strategy, world_size, **arguments)[0]
+        arguments = {"stage": stage, "steps": AFTER, "load": str(tmp_path / "converted")}
+        weights = pool.run(deepspeed_runs.under_strategy, world_size, **arguments)[0][-1]
         assert not differences({name: weights[name] for name in trained}, trained)
 
 
@@ -200,9 +211,9 @@ def test_a_converted_checkpoint_is_loaded_by_several_ranks(zero: Saved, pool: Po
     folder, contents = zero
     convert_checkpoint(folder / "3-bfloat16", tmp_path / "converted", "lightstep")
     pool.run(reshard, 2, source=str(tmp_path / "converted"), target=str(tmp_path / "sharded"))
-    state = convert_checkpoint(tmp_path / "sharded", tmp_path / "u", "deepspeed-universal")
+    state = read_checkpoint(tmp_path / "sharded")
     assert state.world_size == 2
-    converted, direct = read_all(read_checkpoint(tmp_path / "u")), read_all(read_checkpoint(folder / "3-bfloat16"))
+    converted, direct = read_all(state), read_all(read_checkpoint(folder / "3-bfloat16"))
     for key in ("weights", "entries"):
         assert not differences(converted[key], direct[key])
     assert contents["3-bfloat16"][0]["state"].keys() == converted["entries"].keys()
@@ -280,9 +291,10 @@ def test_loss_scales_go_on_alike(pool: Pool) -> None:
         scale = DynamicLossScale(2.0**20, growth_interval=interval, hysteresis=hysteresis, max_scale=2.0**120)
         for _ in range(chance.randint(0, 12)):
             scale.update(chance.random() < 0.2)
-        state = {**scale.state_dict(), "settings": {"growth_interval": interval, "hysteresis": hysteresis}}
+        settings = {"scale_window": interval, "delayed_shift": hysteresis, "cur_iter": chance.randint(0, 50)}
+        state = {**settings, **scale.state_dict()}
         overflows = [False] * chance.randint(0, 15) + [True] * chance.randint(0, 4)
-        histories.append((vars(scale_to_deepspeed(state, chance.randint(0, 50))), overflows))
+        histories.append((state, overflows))
         expected.append(_values(scale, overflows))
     ends = pool.run(deepspeed_runs.scale_histories, 1, histories=histories)[0]
     assert [values for values, _ in ends] == expected

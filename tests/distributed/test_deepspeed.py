@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import functools
@@ -21,9 +20,9 @@ from torch import Tensor, nn
 
 from lightstep import Strategy
 from lightstep.checkpoint import CheckpointError, save_checkpoint
+from lightstep.checkpoint.huggingface import full_weights
 from lightstep.config import ConfigError
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
-from lightstep.deepspeed.weights import gather_weights
 from lightstep.state.host_activations import HostActivations
 from tests.distributed.deepspeed_reference import DeepSpeedLoop
 from tests.distributed.deepspeed_runs import number_anew
@@ -97,7 +96,7 @@ def _train(strategy: Any, model: nn.Module, optimizer: Any, scheduler: Any, step
 def _everything(model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Weights, masters and moments, whole, by name."""
     names = {id(p): name for name, p in model.module.named_parameters()}
-    found = {f"weight.{name}": value for name, value in gather_weights(model.module, keep=True).items()}
+    found = {f"weight.{name}": value.clone() for name, value in full_weights(model).items()}
     numbered = [p for group in optimizer.param_groups for p in group["params"]]
     for number, entries in optimizer.state_dict()["state"].items():
         found |= {f"{key}.{names[id(numbered[number])]}": torch.as_tensor(value) for key, value in entries.items()}
@@ -106,7 +105,8 @@ def _everything(model: Any, optimizer: Any) -> dict[str, Tensor]:
 
 def _assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert first.keys() == second.keys()
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different, different
 
 
 # -- the arithmetic
@@ -208,7 +208,7 @@ def resumes(rank: int, world_size: int, stage: int, dtype: str, folder: str) -> 
     fresh = _made(strategy)
     strategy.load_checkpoint(folder, fresh[0])  # the weights alone, and masters from them
     found = _everything(*fresh[:2])
-    for name, value in gather_weights(fresh[0].module, keep=True).items():
+    for name, value in full_weights(fresh[0]).items():
         assert torch.equal(value, saved[f"weight.{name}"])
         if f"master.{name}" in found:
             assert torch.equal(found[f"master.{name}"], value.float())
@@ -285,8 +285,16 @@ def may_not_load(rank: int, world_size: int, folder: str) -> list[str]:
     said.append(_refused(strategy, folder, other, strategy.create_optimizer(other, lr=1e-3)))
     plain = Strategy.load("resident")
     said.append(_refused(plain, folder, plain.prepare_model(TinyTransformer())))
-    plain.save_checkpoint(f"{folder}-plain", plain.prepare_model(TinyTransformer()))
-    said.append(_refused(strategy, f"{folder}-plain", model, optimizer))
+    for name, saved in (("uneven", torch.optim.AdamW), ("whole", torch.optim.Adafactor)):
+        twin = plain.prepare_model(TinyTransformer())
+        other = plain.create_optimizer(twin, saved, lr=1e-3)
+        other.backward(loss_of(twin, 0, 0, rank, plain.device))
+        other.step()
+        if name == "uneven":
+            other.state[twin.gain]["step"] = torch.tensor(7.0)
+        plain.save_checkpoint(f"{folder}-{name}", twin, other)
+        alone = strategy.prepare_model(TinyTransformer())
+        said.append(_refused(strategy, f"{folder}-{name}", alone, strategy.create_optimizer(alone, lr=1e-3)))
     model, optimizer, _ = _made(strategy)
     strategy.save_checkpoint(f"{folder}-own", model, optimizer)
     (weights,) = Path(f"{folder}-own").rglob("mp_rank_00_model_states.pt")
@@ -331,11 +339,12 @@ def test_a_checkpoint_is_whole_or_refused(pool: Pool, tmp_path: Path) -> None:
     assert "precision.parameters is bfloat16, and this strategy's is float32" in dtype
     assert "parameter groups" in groups
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
-    ((ranks, model, other, plain, code, unseen),) = pool.run(may_not_load, 1, folder=folder)
+    ((ranks, model, other, uneven, whole, code, unseen),) = pool.run(may_not_load, 1, folder=folder)
     assert "saved it is 2, here it is 1" in ranks and "checkpoint convert" in ranks
     assert "another model" in model and "not in the model: gain" in model
     assert "DeepSpeed's own files" in other and "--to lightstep" in other
-    assert "--to deepspeed-universal" in plain
+    assert "step is " in uneven and "7.0 of gain" in uneven and "one for a whole parameter group" in uneven
+    assert "is not element-wise, and DeepSpeed divides it" in whole
     assert "asks for" in code and "_run" in code
     assert "_run" in unseen and "asks for" not in unseen
 
@@ -354,7 +363,7 @@ def makes(rank: int, world_size: int, folder: str) -> None:
     torch.manual_seed(3 + rank)  # the first rank's weights count
     model = strategy.prepare_model(TinyTransformer)
     assert all(p.numel() == 0 for p in model.parameters() if hasattr(p, "ds_id")), "nobody holds all of it"
-    for name, value in gather_weights(model.module, keep=True).items():
+    for name, value in full_weights(model).items():
         assert torch.equal(value, whole.state_dict()[name].cpu()), name
     with pytest.raises(RuntimeError, match="create_optimizer"):
         model(torch.zeros(1, 2, dtype=torch.long, device=strategy.device))
@@ -381,7 +390,7 @@ def makes(rank: int, world_size: int, folder: str) -> None:
     for llama in (read, filled):
         assert llama.config.vocab_size == 32 and strategy.unwrap_model(llama) is llama.module
         assert next(llama.buffers()).dtype == torch.float32, "rotary frequencies are not rounded"
-        for name, value in gather_weights(llama.module, keep=True).items():
+        for name, value in full_weights(llama).items():
             assert torch.equal(value, saved[name]), name
     optimizer = strategy.create_optimizer(read, torch.optim.AdamW, lr=1e-2)
     tokens = torch.randint(32, (2, 6), generator=torch.Generator().manual_seed(rank)).to(strategy.device)
@@ -394,7 +403,7 @@ def makes(rank: int, world_size: int, folder: str) -> None:
     strategy.export_model(f"{folder}/exported", read)
     dist.barrier()
     exported = AutoModelForCausalLM.from_pretrained(f"{folder}/exported").state_dict()
-    trained = gather_weights(read.module, keep=True)
+    trained = full_weights(read)
     assert all(torch.equal(value, trained[name]) for name, value in exported.items() if name in trained)
     assert not all(torch.equal(value, saved[name]) for name, value in trained.items())
     with pytest.raises(ValueError, match="one engine per model"):
@@ -603,40 +612,3 @@ def adopts_changes(rank: int, world_size: int) -> None:
 
 def test_outside_changes_reach_the_masters(pool: Pool) -> None:
     pool.run(adopts_changes, 2)
-
-
-# -- DeepSpeed's universal format
-
-
-@_alone
-def saves(rank: int, world_size: int, stage: int, folder: str) -> dict[str, Tensor]:
-    strategy = _strategy(stage)
-    pieces = _made(strategy)
-    _train(strategy, *pieces, range(3), rank)
-    strategy.save_checkpoint(folder, *pieces, extra={"epoch": 3})
-    return _everything(*pieces[:2])
-
-
-@_alone
-def loads_universal(rank: int, world_size: int, stage: int, folder: str) -> dict[str, Tensor]:
-    strategy = _strategy(stage)
-    model, optimizer, scheduler = _made(strategy)
-    extra = strategy.load_checkpoint(folder, model, optimizer, scheduler)
-    assert extra == {"epoch": 3} and scheduler.last_epoch == 3
-    found = _everything(model, optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([7.5e-4, 2.5e-4])
-    assert all(applied for applied, *_ in _train(strategy, model, optimizer, scheduler, range(3, 5), rank))
-    return found
-
-
-def test_a_universal_checkpoint_is_loaded_at_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
-    from deepspeed.checkpoint import ds_to_universal
-
-    saved, _ = pool.run(saves, 2, stage=2, folder=str(tmp_path / "a"))
-    (tmp_path / "b").mkdir()
-    tag = (tmp_path / "a" / "latest").read_text()
-    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    folders = {"input_folder": str(tmp_path / "a" / tag), "output_folder": str(tmp_path / "b" / tag)}
-    ds_to_universal.main(argparse.Namespace(**folders, **options, inject_missing_state=True))
-    (found,) = pool.run(loads_universal, 1, stage=2, folder=str(tmp_path / "b"))
-    _assert_same(found, saved)

@@ -1,4 +1,4 @@
-"""Conversions between lightstep, plain torch and DeepSpeed's universal format, in one process."""
+"""Conversions between lightstep and plain torch, in one process."""
 
 from __future__ import annotations
 
@@ -54,25 +54,17 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return path, request.param, at, run.train(AFTER).content()
 
 
-@pytest.mark.parametrize("middle", ["torch", "deepspeed-universal"])
-def test_a_run_goes_through_another_format_and_back(
-    saved: tuple[Path, str, Any, Any], middle: str, tmp_path: Path
-) -> None:
+def test_a_run_goes_through_plain_torch_and_back(saved: tuple[Path, str, Any, Any], tmp_path: Path) -> None:
     path, dtype, at, after = saved
-    between = convert_checkpoint(path, tmp_path / "there.pt", middle)
+    between = convert_checkpoint(path, tmp_path / "there.pt", "torch")
     convert_checkpoint(tmp_path / "there.pt", tmp_path / "back", "lightstep")
     run = Run(dtype)
     random.seed(1)
     torch.manual_seed(1)
     extra = run.load(tmp_path / "back")
-    # DeepSpeed counts the steps of a whole group, so that what never was updated gets zeros there.
-    never = {"unused.weight", "unused.bias"} if middle == "deepspeed-universal" else set()
-    assert bool(never) == any("was never updated" in note for note in between.notes)
     told = any("settings of the dynamic loss scale" in note for note in between.notes)
     assert told == (dtype == "float16")
-    loaded = run.content()
-    assert all(not loaded["state"].pop(name)["exp_avg"].any() for name in never)
-    assert not differences(loaded, at)
+    assert not differences(run.content(), at)
     assert extra["epoch"] == 3
     assert torch.equal(extra["order"], torch.arange(4))
     fresh = Run(dtype)
@@ -80,10 +72,7 @@ def test_a_run_goes_through_another_format_and_back(
     expected = (random.random(), torch.rand(2))
     run.load(tmp_path / "back")
     assert not differences((random.random(), torch.rand(2)), expected)
-    continued = run.train(AFTER).content()
-    for name in never:
-        continued["state"].pop(name)
-    assert not differences(continued, after)
+    assert not differences(run.train(AFTER).content(), after)
 
 
 def test_a_class_that_counts_no_steps_gets_none(tmp_path: Path) -> None:
@@ -93,24 +82,10 @@ def test_a_class_that_counts_no_steps_gets_none(tmp_path: Path) -> None:
     optimizer.backward(model(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
     optimizer.step()
     strategy.save_checkpoint(tmp_path / "a", model, optimizer)
-    convert_checkpoint(tmp_path / "a", tmp_path / "b", "deepspeed-universal")
-    for name in ("a", "b"):
+    convert_checkpoint(tmp_path / "a", tmp_path / "b.pt", "torch")
+    for name in ("a", "b.pt"):
         entries = read_checkpoint(tmp_path / name).entries
         assert [set(own) for own in entries.values()] == [{"master", "momentum_buffer"}] * 2, name
-
-
-@pytest.mark.parametrize(("known", "expected"), [(2, (5, 20)), (5, (5, 8)), (9, (9, 8))])
-def test_counters_of_deepspeed_follow_the_run_that_continued(
-    tmp_path: Path, known: int, expected: tuple[int, int]
-) -> None:
-    """``extra`` has those of the checkpoint that was loaded; the run has made three updates and skipped two."""
-    run = Run("bfloat16").train(BEFORE)
-    counters = {"global_steps": known, "global_samples": 8, "skipped_steps": 2}
-    run.strategy.save_checkpoint(tmp_path / "a", run.model, run.optimizer, extra={"deepspeed": counters})
-    convert_checkpoint(tmp_path / "a", tmp_path / "b", "deepspeed-universal")
-    found = read_checkpoint(tmp_path / "b").extra["deepspeed"]
-    assert (found["global_steps"], found["global_samples"]) == expected
-    assert (tmp_path / "b" / f"global_step{expected[0]}").is_dir()
 
 
 def scale_of_run() -> LossScaleConfig:
@@ -569,20 +544,6 @@ def test_what_is_beside_the_model_is_kept_or_named(tmp_path: Path, monkeypatch: 
         assert torch.equal(back.weights[name].read(), weight.read())
 
 
-def test_the_trainers_schedule_beside_the_files_of_deepspeed_is_kept(tmp_path: Path) -> None:
-    """In ``checkpoint-N`` under DeepSpeed, whose own files have no scheduler then."""
-    folder = tmp_path / "checkpoint-3"
-    convert_checkpoint(Run("float32").train(BEFORE).save(tmp_path / "step-3"), folder, "deepspeed-universal")
-    files = folder / (folder / "latest_universal").read_text().strip()
-    torch.save({"last_epoch": 7, "base_lrs": [0.1]}, folder / "scheduler.pt")
-    for is_the_trainers in (False, True):
-        for path in (folder, files):
-            state = read_checkpoint(path)
-            assert ((state.scheduler or {}).get("last_epoch") == 7) == is_the_trainers
-            assert ("trainer_state" in state.extra) == is_the_trainers
-        (folder / "trainer_state.json").write_text('{"global_step": 3}')
-
-
 # -- fault × format: what was at the destination is still there --------------------------------------------------------
 
 
@@ -658,26 +619,12 @@ def files(folder: Path, content: dict[str, bytes]) -> Path:
     return folder
 
 
-def uneven(folder: Path, _: object) -> Path:
-    run = Run("bfloat16").train(BEFORE)
-    run.optimizer.state[run.model.norm.bias]["step"] = torch.tensor(2.0)
-    return run.save(folder)
-
-
-def saved_with(folder: Path, given: dict[str, Any]) -> Path:
-    run = Run("bfloat16").train(BEFORE)
-    optimizer = () if given.pop("weights_only", False) else (run.optimizer,)
-    run.strategy.save_checkpoint(folder, run.model, *optimizer, **given)
-    return folder
-
-
 def unnamed(folder: Path, names: list[str] | None) -> Path:
     if names is not None:
         (folder.parent / "names.json").write_text(json.dumps(names))
     return Plain().train(BEFORE).save(folder.with_suffix(".pt"))
 
 
-UNIVERSAL = "deepspeed-universal"
 REFUSED: dict[str, tuple[Callable[[Path, Any], Path], Any, str, str]] = {
     "nothing": (lambda folder, _: folder, None, "lightstep", "does not exist"),
     "an empty folder": (files, {}, "lightstep", "holds no checkpoint in a known format"),
@@ -710,14 +657,6 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], Path], Any, str, str]] = {
         sorted(dict(make_net().named_parameters()))[:8],
         "lightstep",
         "and --names does not fit them",
-    ),
-    "steps that DeepSpeed cannot count": (uneven, None, UNIVERSAL, r"norm.bias has had 2 updates and first.bias 3"),
-    "no optimizer for DeepSpeed": (saved_with, {"weights_only": True}, UNIVERSAL, "it holds no optimizer"),
-    "extra that DeepSpeed uses": (
-        saved_with,
-        {"extra": {"module": "mine"}},
-        UNIVERSAL,
-        "extra has module, which DeepSpeed uses itself",
     ),
 }
 
@@ -755,9 +694,8 @@ def test_checkpoints_are_converted_from_and_to_urls(tmp_path: Path, old_and_new:
     assert dict(describe_checkpoint(f"{url}/step-2"))["format"] == "lightstep"
     run = Run("bfloat16")
     assert run.load(f"{url}/step-2")["epoch"] == 3
-    for to in ("torch", UNIVERSAL):
-        with pytest.raises(ValueError, match=f"is a URL, and {to} is written to local paths; write to one, and copy"):
-            convert_checkpoint(f"{url}/step-1", f"{url}/converted", to)
+    with pytest.raises(ValueError, match="is a URL, and torch is written to local paths; write to one, and copy"):
+        convert_checkpoint(f"{url}/step-1", f"{url}/converted", "torch")
     with pytest.raises(CheckpointError, match="no checkpoint of lightstep; copy one of another format to a local"):
         convert_checkpoint(url, tmp_path / "x", "lightstep")
 
@@ -765,13 +703,13 @@ def test_checkpoints_are_converted_from_and_to_urls(tmp_path: Path, old_and_new:
 def test_the_commands(tmp_path: Path) -> None:
     source = Run("float16").train(BEFORE).save(tmp_path / "a")
     call = CliRunner().invoke
-    done = call(app, ["checkpoint", "convert", str(source), str(tmp_path / "u"), "--to", "deepspeed-universal"])
+    done = call(app, ["checkpoint", "convert", str(source), str(tmp_path / "u.pt"), "--to", "torch"])
     assert done.exit_code == 0, done.output
-    assert "note: unused.bias was never updated" in done.output
-    shown = call(app, ["checkpoint", "inspect", str(tmp_path / "u")])
+    assert "note: the settings of the dynamic loss scale are not in the checkpoint" in done.output
+    shown = call(app, ["checkpoint", "inspect", str(tmp_path / "u.pt")])
     assert shown.exit_code == 0
     for part in (
-        "DeepSpeed universal",
+        "torch (converted)",
         "8 float16",
         "lr 0.001",
         "256, dynamic: 3 good steps",
@@ -786,6 +724,4 @@ def test_the_commands(tmp_path: Path) -> None:
     assert "nothing was not read: " in failed.output
     refused = call(app, ["checkpoint", "convert", str(source), str(tmp_path / "y"), "--to", "jax"])
     assert refused.exit_code == 2
-    assert refused.output == (
-        "lightstep: 'jax' is not a format to convert to; allowed: lightstep, torch, deepspeed-universal\n"
-    )
+    assert refused.output == ("lightstep: 'jax' is not a format to convert to; allowed: lightstep, torch\n")

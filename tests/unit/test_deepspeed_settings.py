@@ -151,10 +151,12 @@ def test_what_contradicts_the_strategy_is_named_with_both_values() -> None:
         ("zenflow", {"zenflow": {}}),
         ("zenflow", {"offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}),
         ("offload_optimizer.super_offload", {"offload_optimizer": {"device": "cpu", "super_offload": True}}),
+        ("round_robin_gradients", {"round_robin_gradients": True}),
     ],
 )
-def test_deepspeeds_other_engines_are_refused(key: str, section: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"zero_optimization.{key} is .*supports only DeepSpeed's own ZeRO"):
+def test_what_replaces_the_optimizer_or_mixes_up_its_state_is_refused(key: str, section: dict[str, Any]) -> None:
+    reason = "takes the masters and moments of one parameter" if "robin" in key else "supports only ZeRO's own"
+    with pytest.raises(ConfigError, match=rf"zero_optimization.{key} is .*{reason}"):
         _load({"offload": "cpu", "config": {"zero_optimization": section}})
     off = {"zenflow": None, "offload_optimizer": {"device": "cpu", "super_offload": False}}
     assert _load({"offload": "cpu", "config": {"zero_optimization": off}})

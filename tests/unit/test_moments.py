@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import lightstep
-from lightstep.checkpoint.formats.convert import convert_checkpoint
 from lightstep.distributed import Window
 from lightstep.optimizer.moments import Moments
 from lightstep.precision import moments_int8
@@ -423,18 +422,6 @@ def test_checkpoints_convert(tmp_path: Any, caplog: Any, first: str, then: str, 
             expected = kept_in(then, key, value) if key.startswith("exp_avg") else value
             for found in (loaded.state[q][key], direct.state[r][key]):
                 assert found.dtype == expected.dtype and torch.equal(found.cpu(), expected.cpu())
-
-
-def test_the_universal_format_of_deepspeed_has_them_in_fp32(tmp_path: Any) -> None:
-    strategy, model, optimizer = trained("bfloat16")
-    optimizer.backward(loss_of(model, 0))
-    optimizer.step()
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
-    convert_checkpoint(tmp_path / "a", tmp_path / "u", "deepspeed-universal")
-    (file,) = tmp_path.glob("u/**/head.weight/exp_avg.pt")
-    moment = torch.load(file)["param"]
-    assert moment.dtype == torch.float32
-    assert torch.equal(moment, optimizer.state[model.head.weight]["exp_avg"].float())
 
 
 def test_a_copy_rounds_as_its_original() -> None:

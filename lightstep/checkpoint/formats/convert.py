@@ -23,7 +23,6 @@ from lightstep.checkpoint.formats.plain_torch import (
     write_torch,
 )
 from lightstep.checkpoint.formats.state import LazyTensor, TrainingState, is_dynamic
-from lightstep.checkpoint.formats.universal import PARAMETERS, read_universal, write_universal
 from lightstep.checkpoint.formats.zero import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -42,7 +41,6 @@ from lightstep.paths import local_path
 WRITERS: dict[str, Callable[[TrainingState, Path], None]] = {
     "lightstep": write_lightstep,
     "torch": write_torch,
-    "deepspeed-universal": write_universal,
 }
 
 
@@ -65,7 +63,7 @@ def convert_checkpoint(
         destination: a folder, or a file for ``"torch"``; for ``"lightstep"`` it may be a URL. An existing one is
             replaced if it is a checkpoint of lightstep (for ``"lightstep"``) or a conversion wrote it; otherwise it is
             refused.
-        to: ``"lightstep"``, ``"torch"`` or ``"deepspeed-universal"``.
+        to: ``"lightstep"`` or ``"torch"``.
         model: a Hugging Face folder or ``config.json``, for sources that number their parameters but do not name them.
         names: a JSON file with the parameters' names in the optimizer's order, for the same sources.
         loss_scale: ``precision.loss_scale`` of the run's strategy. If it is dynamic, its settings are written to
@@ -146,9 +144,8 @@ def _set_scale_settings(state: TrainingState, scale: LossScaleConfig) -> None:
 
 
 READABLE = (
-    "lightstep checkpoints, DeepSpeed's ZeRO and universal checkpoints, files of torch.save with a model and an "
-    "optimizer, transformers Trainer's checkpoint-N folders, folders of torch.distributed.checkpoint, and LightRFT's "
-    "optim_states"
+    "lightstep checkpoints, DeepSpeed's ZeRO checkpoints, files of torch.save with a model and an optimizer, "
+    "transformers Trainer's checkpoint-N folders, folders of torch.distributed.checkpoint, and LightRFT's optim_states"
 )
 
 
@@ -173,10 +170,11 @@ def _read(path: Path, naming: Naming) -> TrainingState:
     if isinstance(path, UrlPath):
         raise NotFoundError(f"{path} holds no checkpoint of lightstep; copy one of another format to a local folder")
     folder = _tagged(path)
-    if (folder / PARAMETERS).is_dir():
-        return _with_trainer_files(read_universal(folder), folder.parent)
     if any(OPTIMIZER_FILE.fullmatch(entry.name) or MODEL_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
-        return _with_trainer_files(read_zero(open_zero(folder)), folder.parent)
+        state = read_zero(open_zero(folder))
+        if (folder.parent / TRAINER_STATE).is_file():
+            add_trainer_files(state, folder.parent)
+        return state
     if rank_files(path):
         return read_lightrft(path, naming)
     if (path / METADATA).is_file():
@@ -188,24 +186,15 @@ def _read(path: Path, naming: Naming) -> TrainingState:
     raise NotFoundError(f"{path} holds no checkpoint in a known format. Known are {READABLE}")
 
 
-def _with_trainer_files(state: TrainingState, folder: Path) -> TrainingState:
-    """The run of DeepSpeed's files, with the Trainer's own if ``folder`` is a checkpoint of it."""
-    if (folder / TRAINER_STATE).is_file():
-        add_trainer_files(state, folder)
-    return state
-
-
 def _tagged(path: Path) -> Path:
-    """The folder that DeepSpeed's ``latest`` or ``latest_universal`` names."""
-    for pointer in ("latest", "latest_universal"):
-        if (path / pointer).is_file():
-            folder = path / (path / pointer).read_text(encoding="utf-8").strip()
-            if not folder.is_dir() or folder.parent != path:
-                raise CheckpointError(
-                    f"{path / pointer} names {folder.name!r}, which is not there; pass another folder"
-                )
-            return folder
-    return path
+    """The folder that DeepSpeed's ``latest`` names."""
+    pointer = path / "latest"
+    if not pointer.is_file():
+        return path
+    folder = path / pointer.read_text(encoding="utf-8").strip()
+    if not folder.is_dir() or folder.parent != path:
+        raise CheckpointError(f"{pointer} names {folder.name!r}, which is not there; pass another folder")
+    return folder
 
 
 _HYPERPARAMETERS = ("lr", "betas", "momentum", "eps", "weight_decay")

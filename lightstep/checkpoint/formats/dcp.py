@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint import metadata as index_classes
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightstep.checkpoint.errors import CheckpointError, error_text, list_names
 from lightstep.checkpoint.formats.files import enum_member, load_bytes
@@ -206,6 +207,7 @@ def _nested(values: _Values, paths: _Paths) -> dict[str, Any]:
 
 
 def _with_lists_inside(value: Any) -> Any:
+    """The value with dictionaries whose keys are numbers as the lists that they were before they were flattened."""
     if not isinstance(value, dict):
         return value
     entries = {key: _with_lists_inside(entry) for key, entry in value.items()}
@@ -218,32 +220,17 @@ def _add_rest(state: TrainingState, rest: dict[str, Any]) -> None:
     """Add the scheduler, the scaler and ``extra``. A note names sections that are too large for it."""
     kept = {}
     for key, value in rest.items():
-        nbytes = sum(tensor.nbytes for tensor in _tensors(value))
+        nbytes = sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, LazyTensor))
         if nbytes > _LARGEST_EXTRA:
             state.notes.append(f"{key} was left out: it has {nbytes / 2**30:.1f} GiB of tensors, and is not the model")
         else:
-            kept[key] = _read_tensors(value)
+            kept[key] = tree_map_only(LazyTensor, LazyTensor.read, value)
     for keys, name in ((SCHEDULER_KEYS, "scheduler"), (SCALER_KEYS, "loss_scale")):
         found = next((key for key in keys if isinstance(kept.get(key), dict) and kept[key]), None)
         if found is not None:
             value = kept.pop(found)
             setattr(state, name, value if name == "scheduler" else scale_from_torch(value))
     state.extra = own_extra(kept)
-
-
-def _tensors(value: Any) -> Iterator[LazyTensor]:
-    if isinstance(value, LazyTensor):
-        yield value
-    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _tensors(entry)
-
-
-def _read_tensors(value: Any) -> Any:
-    if isinstance(value, LazyTensor):
-        return value.read()
-    if isinstance(value, dict):
-        return {key: _read_tensors(entry) for key, entry in value.items()}
-    return [_read_tensors(entry) for entry in value] if isinstance(value, list) else value
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
@@ -268,7 +255,7 @@ def _add_optimizer(state: TrainingState, values: dict[str, Any]) -> None:
     if by_name:
         state.groups = _group_by_settings(by_name)
     else:
-        listed_groups = [_with_lists(group) for _, group in sorted(settings.items())]
+        listed_groups = [_with_lists_inside(group) for _, group in sorted(settings.items())]
         state.groups = [Group([clean_name(name) for name in group.pop("params")], group) for group in listed_groups]
     state.step = max_step(state.entries.values())
 
@@ -281,14 +268,6 @@ def _add_setting(settings: dict[str, Any], key: str, value: Any) -> None:
         settings.setdefault(name, {})[int(number)] = value
     else:
         settings[name] = value
-
-
-def _with_lists(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with flattened lists as lists again."""
-    return {
-        key: [value[number] for number in sorted(value)] if isinstance(value, dict) else value
-        for key, value in settings.items()
-    }
 
 
 def _group_by_settings(by_name: dict[str, dict[str, Any]]) -> list[Group]:

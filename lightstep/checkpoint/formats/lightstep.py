@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +116,7 @@ def _sources(state: TrainingState) -> list[Source]:
 
 
 def _source(key: str, tensor: LazyTensor) -> Source:
-    return Source(key, full_shard(tensor.shape), tensor.dtype, compact(tensor.read))
-
-
-def compact(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """``read`` with a result whose storage has no other elements: ``torch.save`` writes the whole storage."""
-
-    def fetch() -> Tensor:
-        tensor = read().contiguous()
-        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-    return fetch
+    return Source(key, full_shard(tensor.shape), tensor.dtype, tensor.read)
 
 
 def _small_state(state: TrainingState) -> dict[str, Any]:

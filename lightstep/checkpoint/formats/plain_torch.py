@@ -27,6 +27,7 @@ from lightstep.checkpoint.formats.state import (
     scale_to_torch,
     step_tensor,
 )
+from lightstep.checkpoint.huggingface import WEIGHTS, WEIGHTS_INDEX, dtype_in_file, weight_map
 from lightstep.checkpoint.storage import new_file
 from lightstep.optimizer.foreign_moments import OTHER_SETTINGS, is_foreign, with_torchs_moments
 from lightstep.optimizer.param_groups import clean_name
@@ -36,7 +37,6 @@ MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 SCHEDULER_KEYS = ("scheduler", "scheduler_state_dict", "lr_scheduler")
 SCALER_KEYS = ("scaler", "scaler_state_dict", "grad_scaler")
-_SAFETENSORS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 TRAINER_STATE = "trainer_state.json"
 
 
@@ -180,7 +180,7 @@ def _entry(key: str, value: Any) -> Any:
 
 def is_trainer_checkpoint(folder: Path) -> bool:
     """Whether this is a ``checkpoint-N`` folder of transformers' Trainer with a torch optimizer."""
-    return (folder / "optimizer.pt").is_file() and any((folder / name).is_file() for name in (_SAFETENSORS, _INDEX))
+    return (folder / "optimizer.pt").is_file() and any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
 
 
 def read_trainer_checkpoint(folder: Path, naming: Naming) -> TrainingState:
@@ -218,11 +218,9 @@ def safetensors_weights(folder: Path) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    files = [_SAFETENSORS]
-    if (folder / _INDEX).is_file():
-        files = sorted(set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        if missing := [name for name in files if not (folder / name).is_file()]:
-            raise CheckpointError(f"{folder} is incomplete; missing, and named in {_INDEX}: {list_names(missing)}")
+    files = sorted(set(weight_map(folder).values())) or [WEIGHTS]
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        raise CheckpointError(f"{folder} is incomplete; missing, and named in {WEIGHTS_INDEX}: {list_names(missing)}")
     return {name: tensor for file in files for name, tensor in _safetensors(folder / file)}
 
 
@@ -232,28 +230,13 @@ def _safetensors(path: Path) -> list[tuple[str, LazyTensor]]:
             with safe_open(path, framework="pt") as reopened:
                 return reopened.get_tensor(name)
 
-        part = opened.get_slice(name)
-        return LazyTensor(_DTYPES[part.get_dtype()], torch.Size(part.get_shape()), read)
+        return LazyTensor(dtype_in_file(opened, name), torch.Size(opened.get_slice(name).get_shape()), read)
 
     try:
         with safe_open(path, framework="pt") as opened:
             return [(name, lazy(name)) for name in opened.keys()]  # noqa: SIM118  (not a mapping)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: it is truncated or damaged ({error})") from error
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "BOOL": torch.bool,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
 
 
 def _in_model_order(weights: dict[str, LazyTensor], model: ParameterOrder) -> dict[str, LazyTensor]:

@@ -165,14 +165,7 @@ def max_step(states: Iterable[Mapping[str, Any]]) -> int | None:
 
 # -- loss scales -------------------------------------------------------------------------------------------------------
 
-SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _LIGHTRFT_HYSTERESIS = 2
-
-
-class DynamicLossScaler:
-    """Stands for DeepSpeed's class of this name in the files that are written. It has only attributes."""
-
-    __module__ = SCALERS
 
 
 def is_dynamic(state: Mapping[str, Any] | None) -> bool:
@@ -206,27 +199,6 @@ def scale_from_deepspeed(scaler: Any) -> dict[str, Any] | None:
         "hysteresis_left": int(known["cur_hysteresis"]),
         "settings": settings,
     }
-
-
-def scale_to_deepspeed(state: Mapping[str, Any], step: int) -> DynamicLossScaler:
-    """A ``DynamicLossScaler`` in the given state, after ``step`` steps."""
-    settings = _settings(state)
-    scaler = DynamicLossScaler()
-    scaler.__dict__.update(
-        cur_scale=float(state["scale"]),
-        dynamic=True,
-        cur_iter=step,
-        last_overflow_iter=step - int(state["good_steps"]) - 2,
-        scale_factor=float(settings["growth_factor"]),
-        scale_window=int(settings["growth_interval"]),
-        min_scale=float(settings["min_scale"]),
-        delayed_shift=int(settings["hysteresis"]),
-        cur_hysteresis=max(int(state["hysteresis_left"]), 1),
-        consecutive_hysteresis=bool(settings.get("consecutive_hysteresis", False)),
-        raise_error_at_min_scale=bool(settings.get("raise_error_at_min_scale", True)),
-        dtype=torch.float16,
-    )
-    return scaler
 
 
 def scale_from_torch(state: Mapping[str, Any]) -> dict[str, Any] | None:

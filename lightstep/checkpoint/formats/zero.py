@@ -80,7 +80,12 @@ class ZeroFiles:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the model is trained, from DeepSpeed's configuration."""
-        return trained_dtype(self.model_states[0].get("ds_config"))
+        config = self.model_states[0].get("ds_config")
+        config = config if isinstance(config, Mapping) else {}
+        for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+            if isinstance(config.get(section), Mapping) and config[section].get("enabled"):
+                return dtype
+        return torch.float32
 
     def partition_size(self, rank: int, number: int, saved: int) -> int:
         """The number of elements of a partition at stages 1 and 2, with the padding at its end.
@@ -100,15 +105,6 @@ class ZeroFiles:
                 "offload_optimizer to the CPU"
             )
         return partition.detach().view(-1)
-
-
-def trained_dtype(config: Any) -> torch.dtype:
-    """The dtype in which the model is trained, from DeepSpeed's configuration."""
-    config = config if isinstance(config, Mapping) else {}
-    for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        if isinstance(config.get(section), Mapping) and config[section].get("enabled"):
-            return dtype
-    return torch.float32
 
 
 def open_zero(folder: Path) -> ZeroFiles:
@@ -155,7 +151,7 @@ def _refuse_other_parallelism(folder: Path, names: list[str]) -> None:
     if foreign:
         raise CheckpointError(
             f"{folder} was written with tensor, pipeline or expert parallelism ({list_names(foreign)}); only "
-            "data-parallel checkpoints are converted. DeepSpeed's ds_to_universal merges tensor parallelism first"
+            "data-parallel checkpoints are converted"
         )
 
 
@@ -220,13 +216,13 @@ def _check_partition_counts(files: ZeroFiles) -> None:
             )
 
 
-def client_state(model: Mapping[str, Any]) -> dict[str, Any]:
+def _client_state(model: Mapping[str, Any]) -> dict[str, Any]:
     """What the user passed as ``client_state``, and DeepSpeed's counters under the key ``deepspeed``."""
     counters = {key: model[key] for key in COUNTERS if key in model}
     return {**{key: value for key, value in model.items() if key not in RESERVED}, "deepspeed": counters}
 
 
-def scheduler_state(model: Mapping[str, Any], notes: list[str]) -> Any:
+def _scheduler_state(model: Mapping[str, Any], notes: list[str]) -> Any:
     """The scheduler's state, unchanged. A note says if it is the state of one of DeepSpeed's own schedulers."""
     state = model.get("lr_scheduler")
     if isinstance(state, dict) and "last_epoch" not in state:
@@ -277,8 +273,8 @@ def read_zero(files: ZeroFiles) -> TrainingState:
             state.entries[name] = entries
     state.groups = _groups(flats, settings, list(weights))
     state.loss_scale = scale_from_deepspeed(files.optimizer_states[0].get("loss_scaler"))
-    state.scheduler = scheduler_state(model, state.notes)
-    state.extra = client_state(model)
+    state.scheduler = _scheduler_state(model, state.notes)
+    state.extra = _client_state(model)
     state.step = max_step(state.entries.values())
     state.world_size = files.world_size
     state.notes += files.notes
@@ -401,7 +397,7 @@ def _weights(files: ZeroFiles, masters: Mapping[str, LazyTensor]) -> dict[str, L
     model = files.model_states[0]
     module: Mapping[str, Tensor] = model["module"] or {}
     aliases = set(model.get("shared_params") or {})
-    frozen = frozen_parameters(files.model_states) if files.stage == 3 else {}
+    frozen = _frozen_parameters(files.model_states) if files.stage == 3 else {}
     weights: dict[str, LazyTensor] = {}
     for name, tensor in module.items():
         if not isinstance(tensor, Tensor) or name in aliases:
@@ -417,7 +413,7 @@ def _weights(files: ZeroFiles, masters: Mapping[str, LazyTensor]) -> dict[str, L
     return weights
 
 
-def frozen_parameters(models: Sequence[Mapping[str, Any]]) -> dict[str, LazyTensor]:
+def _frozen_parameters(models: Sequence[Mapping[str, Any]]) -> dict[str, LazyTensor]:
     """The parameters that are not in the optimizer: at stage 3 every rank's model states have a piece of each."""
     found = {}
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
