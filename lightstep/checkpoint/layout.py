@@ -360,14 +360,6 @@ def manifest_header(path: Path, world_size: int) -> Manifest:
     }
 
 
-def commit_checkpoint(
-    folder: Path, target: Path, content: Manifest, files: Mapping[str, tuple[int, int | None]]
-) -> None:
-    """:func:`write_manifest`, and replace ``target`` with the checkpoint in ``folder``."""
-    write_manifest(folder, target, content, files)
-    storage_for(target).commit(folder, target, CHECKPOINT)
-
-
 def write_manifest(folder: Path, target: Path, content: Manifest, files: Mapping[str, tuple[int, int | None]]) -> None:
     """Write the manifest of the checkpoint in ``folder``, which is complete then.
 

@@ -466,7 +466,7 @@ def _match(saved: SavedCheckpoint, destination: _Destination) -> Match:
     live = destination.names["model"]
     known = live | {saved.aliases[name] for name in live if name in saved.aliases}
     unexpected = sorted((saved.model_names() | saved.base_shapes.keys()) - known)
-    _raise_differences("model", missing, unexpected, different)
+    refuse_differences("model", missing, unexpected, different)
     matched = Match(saved, [], destination.optimizer)
     if destination.optimizer is not None and saved.optimizer is not None:
         _match_optimizer(matched, saved, destination.optimizer, destination.names)
@@ -514,7 +514,8 @@ def _can_hold(dtype: torch.dtype, stored: torch.dtype) -> bool:
     return torch.promote_types(dtype, stored) == dtype
 
 
-def _raise_differences(what: str, missing: Sequence[str], unexpected: Sequence[str], different: Sequence[str]) -> None:
+def refuse_differences(what: str, missing: Sequence[str], unexpected: Sequence[str], different: Sequence[str]) -> None:
+    """Raise :class:`CheckpointError` with the names if there are any: the checkpoint belongs to another ``what``."""
     parts = {"not in the checkpoint": missing, f"not in the {what}": unexpected, "different": different}
     texts = [f"{text}: {list_names(names, limit=_NAMES_SHOWN)}" for text, names in parts.items() if names]
     if texts:
@@ -568,7 +569,7 @@ def _match_optimizer(
         for name in optimizer.parameters
         for text in _other_shapes(saved, optimizer, name, saved_names[name], entries)
     ]
-    _raise_differences("optimizer", missing, unexpected, different)
+    refuse_differences("optimizer", missing, unexpected, different)
     for number, names in enumerate(optimizer.groups):
         origins = {group_of[saved_names[name]] for name in names if saved_names[name] in group_of}
         matched.groups.append(_saved_group(saved, number, sorted(origins)))

@@ -33,19 +33,19 @@ from torch import nn
 
 from lightstep.checkpoint import load
 from lightstep.checkpoint.background import PendingSave
-from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
+from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.formats.files import GETATTR, enum_member, refused_name
 from lightstep.checkpoint.formats.zero import RESERVED
 from lightstep.checkpoint.layout import (
     CHECKPOINT,
     STATE,
     check_files,
-    commit_checkpoint,
     find_checkpoint,
     manifest_header,
     read_manifest,
     size_and_checksum,
     unreplaced,
+    write_manifest,
 )
 from lightstep.checkpoint.model_state import loading, refuse_partly_loaded
 from lightstep.checkpoint.optimizer_state import OptimizerContent, entry_key, stored_entries
@@ -58,7 +58,7 @@ from lightstep.checkpoint.saved import (
     set_random_states,
     write_state,
 )
-from lightstep.checkpoint.storage import local_folder, location, new_shared_folder, sync, write_file
+from lightstep.checkpoint.storage import local_folder, location, new_shared_folder, storage_for, sync, write_file
 from lightstep.checkpoint.tensors import read_whole
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.deepspeed.weights import refuse_partitioned
@@ -216,7 +216,8 @@ def load_checkpoint(
             return extra
         if not weights_only:
             steps = ranks.together(lambda: _check_partitions(SavedCheckpoint.read(folder), model, optimizer))
-    extra = load.load_checkpoint(path, model, None if weights_only else optimizer, scheduler)
+    with optimizer.replacing_state():
+        extra = load.load_checkpoint(path, model, None if weights_only else optimizer, scheduler)
     if not weights_only:
         optimizer.engine.global_steps = max(steps, default=optimizer.engine.global_steps)
         optimizer.after_load()
@@ -347,7 +348,8 @@ def _finish(
     small[STATE] = write_state(temporary, state)
     small[_LATEST] = write_file(temporary / _LATEST, manifest[_SECTION]["tag"].encode())
     manifest = {**manifest_header(target, len(state["random"])), **manifest}
-    commit_checkpoint(temporary, target, manifest, {**files, **small})
+    write_manifest(temporary, target, manifest, {**files, **small})
+    storage_for(target).commit(temporary, target, CHECKPOINT)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -443,15 +445,12 @@ def _compare(
     """Raise :class:`CheckpointError` if the checkpoint does not fit model, optimizer or number of ranks."""
     tensors = named_tensors(model)
     live, saved = _shapes(tensors), manifest["shapes"]
-    differences = [f"not in the checkpoint: {name}" for name in live if name not in saved]
-    differences += [f"not in the model: {name}" for name in saved if name not in live]
-    differences += [
+    different = [
         f"{name} is {saved[name]} in the checkpoint and {live[name]} in the model"
         for name in live
         if name in saved and saved[name] != live[name]
     ]
-    if differences:
-        raise CheckpointError(f"it belongs to another model ({list_names(differences, separator='; ')})")
+    load.refuse_differences("model", sorted(live.keys() - saved), sorted(saved.keys() - live), different)
     expected, known = manifest[_SECTION], _describe(optimizer.engine)
     for key, name in (("stage", "sharding.stage"), ("dtype", "precision.parameters")):
         if expected[key] != known[key]:

@@ -264,7 +264,15 @@ class DeepSpeedOptimizer(BaseOptimizer):
             )
         self._reload()
         self._copy_hyperparameters()
-        self._state.is_stale = True
+
+    @contextlib.contextmanager
+    def replacing_state(self) -> Iterator[None]:
+        """In the block :meth:`load_parameter_state` replaces all state."""
+        self._state.has_older_state = True
+        try:
+            yield
+        finally:
+            self._state.has_older_state = None
 
     def refuse_half_updated(self, remedy: str) -> None:
         """Refuse functions that save any optimizer: they would find no state in this one.
@@ -280,7 +288,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
     def load_parameter_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         """Load one parameter's whole master and state from another strategy's checkpoint, whose weights are loaded.
 
-        Called by every rank, for each parameter of all groups. :meth:`after_load` ends the load.
+        Called by every rank, for each parameter of all groups, in :meth:`replacing_state`.
 
         Args:
             entries: on the host. Without ``"master"`` the weight is the master; moments that are missing are zeros.
@@ -435,8 +443,8 @@ class EngineState:
         self._zero = engine.optimizer
         self._host_entries: list[tuple[dict[str, Any], str]] = []
         """While state is offloaded: the entries that are on the host anyway."""
-        self.is_stale = True
-        """Whether the next :meth:`load` is the first one of a checkpoint."""
+        self.has_older_state: bool | None = None
+        """While state is replaced: whether any from before is still there."""
 
     @property
     def masters(self) -> list[Tensor]:
@@ -492,19 +500,31 @@ class EngineState:
         raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not among the engine's groups")
 
     def load(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
-        """Copy this rank's part of a parameter's whole master and state. The first call of a load drops older state."""
-        if self.is_stale:
+        """Copy this rank's part of a parameter's whole master and state. The first call of a load drops older state.
+
+        Raises:
+            RuntimeError: called elsewhere than in a load of the strategy.
+        """
+        if self.has_older_state is None:
+            raise RuntimeError(
+                "a DeepSpeedOptimizer keeps its state inside the engine: load it with strategy.load_checkpoint of the "
+                "strategy that created it"
+            )
+        if self.has_older_state:
             self._zero.refresh_fp32_params()
             self._zero.optimizer.state.clear()
-            self.is_stale = False
-        flat, shape = self._partition_of(parameter), whole_shape(parameter)
-        state, start, first, length = self._zero.optimizer.state[flat], *self._part_of(parameter)
+            self.has_older_state = False
+        flat, (start, first, length) = self._partition_of(parameter), self._part_of(parameter)
+        part = slice(start, start + length)
         for key, value in entries.items():
-            if key != "step" and isinstance(value, Tensor) and value.shape == shape:
-                if key != "master" and key not in state:
+            if key == "master":
+                flat[part] = value.flatten()[first : first + length]
+                continue
+            state = self._zero.optimizer.state[flat]
+            if key != "step" and isinstance(value, Tensor) and value.shape == whole_shape(parameter):
+                if key not in state:
                     state[key] = torch.zeros_like(flat)
-                target = flat if key == "master" else state[key]
-                target[start : start + length] = value.flatten()[first : first + length]
+                state[key][part] = value.flatten()[first : first + length]
             else:
                 state[key] = value.to(flat.device) if isinstance(value, Tensor) and self._counts_on_device else value
 

@@ -105,7 +105,7 @@ def content(engine: Any, scheduler: Any = None) -> dict[str, Any]:
         full = _full_of_shuffled
     state = {names[parameter]: entries for parameter, entries in full(engine.optimizer)}
     groups = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in engine.optimizer.param_groups]
-    steps = sorted({int(entries["step"]) for entries in engine.optimizer.optimizer.state.values()})
+    steps = sorted({int(entries["step"]) for entries in engine.optimizer.optimizer.state.values() if entries})
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return {
         "state": state,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep import Strategy
-from lightstep.checkpoint import CheckpointError, save_checkpoint
+from lightstep.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from lightstep.checkpoint.huggingface import full_weights
 from lightstep.config import ConfigError
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
@@ -294,7 +294,10 @@ def may_not_load(rank: int, world_size: int, folder: str) -> list[str]:
             other.state[twin.gain]["step"] = torch.tensor(7.0)
         plain.save_checkpoint(f"{folder}-{name}", twin, other)
         alone = strategy.prepare_model(TinyTransformer())
-        said.append(_refused(strategy, f"{folder}-{name}", alone, strategy.create_optimizer(alone, lr=1e-3)))
+        engine = strategy.create_optimizer(alone, lr=1e-3)
+        said.append(_refused(strategy, f"{folder}-{name}", alone, engine))
+        with pytest.raises(CheckpointError, match=r"load it with strategy\.load_checkpoint"):
+            load_checkpoint(f"{folder}-uneven", alone, engine)
     model, optimizer, _ = _made(strategy)
     strategy.save_checkpoint(f"{folder}-own", model, optimizer)
     (weights,) = Path(f"{folder}-own").rglob("mp_rank_00_model_states.pt")

@@ -351,7 +351,7 @@ def hold(folder: str, held: Any) -> None:
 def test_the_lock_of_a_killed_saver_is_free(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     held = context.Event()
-    other = context.Process(target=hold, args=(str(tmp_path / "step"), held))
+    other = context.Process(target=hold, args=(str(tmp_path / "step"), held), daemon=True)
     other.start()
     assert held.wait(PATIENCE)
     with pytest.raises(CheckpointError, match=rf"process {other.pid} on .* is saving to .*; wait for it, or"):
@@ -400,7 +400,7 @@ def test_a_load_during_saves_is_of_one_checkpoint(tmp_path: Path) -> None:
     """Weights of one save and optimizer state of another never come together. Five saves at a time, then a break."""
     folder, context = tmp_path / "step", multiprocessing.get_context("fork")
     asked, ours = context.Pipe()
-    saver = context.Process(target=save_and_save, args=(folder, ours))
+    saver = context.Process(target=save_and_save, args=(folder, ours), daemon=True)  # ends with a test that fails
     saver.start()
     for last in (5, 10, 15):
         asked.send(True)

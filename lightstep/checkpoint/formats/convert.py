@@ -1,4 +1,4 @@
-"""Recognising a checkpoint's format and reading it; converting it to another format; describing it in rows of text."""
+"""Converting a checkpoint: recognising its format, reading it, and writing lightstep's own; describing it in rows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lightstep.checkpoint.errors import CheckpointError, NotFoundError, checkpoint_errors, list_names
 from lightstep.checkpoint.formats.dcp import METADATA, read_dcp
 from lightstep.checkpoint.formats.files import load_file
 from lightstep.checkpoint.formats.lightrft import is_lightrft, rank_files, read_lightrft
-from lightstep.checkpoint.formats.lightstep import read_lightstep, write_lightstep
 from lightstep.checkpoint.formats.names import Naming, read_naming
 from lightstep.checkpoint.formats.plain_torch import (
     TRAINER_STATE,
@@ -22,7 +23,7 @@ from lightstep.checkpoint.formats.plain_torch import (
     read_trainer_checkpoint,
     write_torch,
 )
-from lightstep.checkpoint.formats.state import LazyTensor, TrainingState, is_dynamic
+from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, is_dynamic, max_step
 from lightstep.checkpoint.formats.zero import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -31,17 +32,16 @@ from lightstep.checkpoint.formats.zero import (
     read_engine_checkpoint,
     read_zero,
 )
-from lightstep.checkpoint.layout import MANIFEST, find_checkpoint, latest_checkpoint
-from lightstep.checkpoint.saved import check_loadable
-from lightstep.checkpoint.storage import UrlPath, location
+from lightstep.checkpoint.layout import CHECKPOINT, MANIFEST, find_checkpoint, latest_checkpoint, unreplaced
+from lightstep.checkpoint.model_state import average_key
+from lightstep.checkpoint.optimizer_state import entry_key, stored_entries
+from lightstep.checkpoint.save import finish_checkpoint
+from lightstep.checkpoint.saved import SavedCheckpoint, check_loadable
+from lightstep.checkpoint.storage import UrlPath, location, storage_for
+from lightstep.checkpoint.tensors import Source, full_shard, write_tensors
 from lightstep.config import DynamicScale, LossScaleConfig
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.paths import local_path
-
-WRITERS: dict[str, Callable[[TrainingState, Path], None]] = {
-    "lightstep": write_lightstep,
-    "torch": write_torch,
-}
 
 
 def convert_checkpoint(
@@ -291,3 +291,127 @@ def _size(count: float) -> str:
 
 def _s(count: int) -> str:
     return "" if count == 1 else "s"
+
+
+# -- lightstep's own checkpoints ---------------------------------------------------------------------------------------
+
+
+def read_lightstep(folder: Path) -> TrainingState:
+    """The run in a checkpoint that ``strategy.save_checkpoint`` wrote on any number of ranks.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged.
+    """
+    saved = SavedCheckpoint.read(folder)
+    weights = {name: _lazy(saved, f"model.{name}") for name in _in_model_order(saved)}
+    aliases = {alias: name for alias, name in saved.aliases.items() if name in weights}
+    state = TrainingState("lightstep", weights, aliases=aliases, base=saved.base)
+    if state.base is not None:
+        state.notes.append(
+            f"it holds only what was trained; the frozen base ({state.base['name'] or 'without a name'}) is not in it"
+        )
+    if any(key.startswith(average_key("")) for key in saved.index):
+        state.notes.append("it also holds averages of the weights, which are not converted; export_model writes them")
+    if saved.optimizer is not None:
+        _read_optimizer(state, saved)
+    state.scheduler = saved.state.get("scheduler")
+    state.extra = dict(saved.state.get("extra") or {})
+    state.random = list(saved.state.get("random") or [])
+    state.modules = dict(saved.state.get("modules") or {})
+    state.world_size = saved.manifest.get("world_size")
+    state.optimizer_class = saved.manifest.get("optimizer")
+    state.step = max_step(state.entries.values())
+    return state
+
+
+def _lazy(saved: SavedCheckpoint, key: str) -> LazyTensor:
+    """A tensor of ``saved``. Reading it raises if another process has replaced the checkpoint in the meantime."""
+    tensor = LazyTensor.stored(saved.data, key, saved.index[key])
+
+    def read() -> Tensor:
+        with unreplaced(saved.folder, saved.manifest):
+            return tensor.load()
+
+    return LazyTensor(tensor.dtype, tensor.shape, read)
+
+
+def _in_model_order(saved: SavedCheckpoint) -> list[str]:
+    """The names of the model's tensors, in the order in which the manifest lists them."""
+    listed = [name for name in saved.manifest.get("tensors") or () if f"model.{name}" in saved.index]
+    return list(dict.fromkeys([*listed, *sorted(saved.model_names())]))
+
+
+def _read_optimizer(state: TrainingState, saved: SavedCheckpoint) -> None:
+    assert saved.optimizer is not None
+    settings = saved.optimizer["groups"]
+    base = saved.base_shapes
+    state.groups = [
+        Group([name for name in names if name not in base], dict(own))
+        for names, own in zip(saved.groups, settings, strict=True)
+    ]
+    values: dict[str, dict[str, Any]] = saved.optimizer["values"]
+    stored = stored_entries(saved.index)
+    for name in state.optimized():
+        entries = {key: _lazy(saved, entry_key(name, key)) for key in sorted(stored.get(name, []))}
+        if found := {**values.get(name, {}), **entries}:
+            state.entries[name] = found
+    state.loss_scale = saved.optimizer.get("loss_scale")
+
+
+def write_lightstep(state: TrainingState, path: Path) -> None:
+    """Write the run as a lightstep checkpoint.
+
+    Host memory grows by what reading one tensor takes, and by 128 MiB of tensors, or two tensors if these are larger.
+
+    Raises:
+        CheckpointError: the disk is full, something else than a checkpoint is at ``path``, ...
+    """
+    with storage_for(path).new_folder(path, CHECKPOINT) as temporary:
+        index = write_tensors(temporary, _sources(state))
+        finish_checkpoint(temporary, path, index, _small_state(state), _manifest(state), state.world_size or 1)
+        storage_for(path).commit(temporary, path, CHECKPOINT)
+
+
+def _sources(state: TrainingState) -> list[Source]:
+    sources = [_source(f"model.{name}", weight) for name, weight in state.weights.items()]
+    for name in state.optimized():
+        for key, value in state.entries.get(name, {}).items():
+            if isinstance(value, LazyTensor):
+                sources.append(_source(entry_key(name, key), value))
+    return sources
+
+
+def _source(key: str, tensor: LazyTensor) -> Source:
+    return Source(key, full_shard(tensor.shape), tensor.dtype, tensor.read)
+
+
+def _small_state(state: TrainingState) -> dict[str, Any]:
+    small = {"extra": state.extra, "scheduler": state.scheduler, "modules": state.modules, "random": state.random}
+    if state.groups is not None:
+        plain = {
+            name: {key: value for key, value in entries.items() if not isinstance(value, LazyTensor)}
+            for name, entries in state.entries.items()
+        }
+        small["optimizer"] = {
+            "groups": [group.settings for group in state.groups],
+            "loss_scale": state.loss_scale,
+            "values": {name: values for name, values in plain.items() if values},
+        }
+    return small
+
+
+def _manifest(state: TrainingState) -> dict[str, Any]:
+    return {
+        "scheduler": None,
+        "optimizer": state.optimizer_class,
+        "groups": None if state.groups is None else [group.names for group in state.groups],
+        "aliases": state.aliases,
+        "converted_from": state.format,
+        **({} if state.base is None else {"base": state.base}),
+    }
+
+
+WRITERS: dict[str, Callable[[TrainingState, Path], None]] = {
+    "lightstep": write_lightstep,
+    "torch": write_torch,
+}

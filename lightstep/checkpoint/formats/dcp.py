@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightstep.checkpoint.errors import CheckpointError, error_text, list_names
 from lightstep.checkpoint.formats.files import enum_member, load_bytes
-from lightstep.checkpoint.formats.lightstep import lazy
 from lightstep.checkpoint.formats.plain_torch import MODEL_KEYS, OPTIMIZER_KEYS, SCALER_KEYS, SCHEDULER_KEYS, own_extra
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step, scale_from_torch, step_tensor
 from lightstep.checkpoint.optimizer_state import same_settings
@@ -117,7 +116,7 @@ def _values(folder: Path) -> tuple[_Values, _Paths, bool]:
         if isinstance(stored, TensorStorageMetadata):
             found = _stored(key, stored, metadata.storage_data)
             ordered = ordered and any(chunk.file.startswith("__0_") for chunk in found.chunks)
-            values[key] = lazy(folder, key, {key: found})
+            values[key] = LazyTensor.stored(folder, key, found)
         else:
             location = metadata.storage_data[MetadataIndex(key)]
             with (folder / location.relative_path).open("rb") as stream:

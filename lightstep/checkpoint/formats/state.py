@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightstep.checkpoint.errors import CheckpointError, list_names
+from lightstep.checkpoint.tensors import StoredTensor, Target, full_shard, read_tensors
 from lightstep.precision.loss_scale import DynamicLossScale
 
 MASTER = "master"
@@ -41,6 +43,17 @@ class LazyTensor:
     def of(cls, tensor: Tensor) -> LazyTensor:
         """A tensor that is in memory or memory-mapped."""
         return cls(tensor.dtype, tensor.shape, lambda: tensor)
+
+    @classmethod
+    def stored(cls, folder: Path, key: str, stored: StoredTensor) -> LazyTensor:
+        """A tensor in files of ``torch.distributed.checkpoint``."""
+
+        def read() -> Tensor:
+            tensor = torch.empty(stored.shape, dtype=stored.dtype)
+            read_tensors(folder, {key: stored}, [Target(key, full_shard(stored.shape), lambda: tensor)])
+            return tensor
+
+        return cls(stored.dtype, stored.shape, read)
 
     @property
     def nbytes(self) -> int:
