@@ -60,7 +60,7 @@ from lightstep.checkpoint.saved import (
 )
 from lightstep.checkpoint.storage import local_folder, location, new_shared_folder, storage_for, sync, write_file
 from lightstep.checkpoint.tensors import read_whole
-from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
+from lightstep.deepspeed.optimizer import DeepSpeedOptimizer, EngineState
 from lightstep.deepspeed.weights import refuse_partitioned
 from lightstep.distributed import Ranks, whole_shape
 from lightstep.optimizer.base import BaseOptimizer
@@ -108,6 +108,8 @@ class EngineCheckpoints(Checkpoints):
         """Write DeepSpeed's own files, or with ``weights_only`` a checkpoint in the format of the other strategies.
 
         Raises:
+            TypeError: something in ``scheduler`` or ``extra`` could not be loaded again.
+            CheckpointError: it could not be written. All ranks raise, and what was at ``path`` is still there.
             ValueError: ``trainable_only``: DeepSpeed's files have whole models. ``asynchronous``: DeepSpeed's engine
                 writes its files synchronously.
         """
@@ -118,8 +120,18 @@ class EngineCheckpoints(Checkpoints):
         if options["asynchronous"]:
             raise ValueError(f"{self._name}: asynchronous=True, and DeepSpeed's engine writes itself; leave it out")
         self._refuse_part(options["trainable_only"])
-        retention = {key: options[key] for key in ("keep_last", "keep_every")}
-        save_checkpoint(path, model, engine_optimizer, scheduler, extra, **retention)
+        ranks, retention = Ranks(), Retention(options["keep_last"], options["keep_every"])
+        with checkpoint_errors(f"{path} was not saved"):
+            target = local_folder(path, "DeepSpeed writes its files to local folders")
+            with retention.applied(target, ranks):
+                state, manifest = ranks.together(lambda: _content(model, engine_optimizer, scheduler, extra))
+                with new_shared_folder(target, CHECKPOINT, ranks) as temporary:
+                    files = _write_engine(temporary, manifest[_SECTION]["tag"], engine_optimizer, ranks, state)
+                    parts = ranks.gather((random_states(), files))
+                    state["random"] = [random for random, _ in parts]
+                    all_files = {name: entry for _, written in parts for name, entry in written.items()}
+                    ranks.together(lambda: _finish(temporary, target, state, manifest, all_files), only_first=True)
+        logger.info("saved %s", path)
         return None
 
     def load(
@@ -132,15 +144,34 @@ class EngineCheckpoints(Checkpoints):
     ) -> dict[str, Any]:
         """Load what was saved on the same number of ranks, or a checkpoint of another strategy from any number.
 
+        Without ``optimizer`` no optimizer state and random states are loaded, and the masters are rebuilt.
+
         Raises:
+            CheckpointError: the checkpoint cannot be used. All ranks raise. Nothing has been changed, unless DeepSpeed
+                fails after the checks, or another process replaces the checkpoint while DeepSpeed loads it.
             ValueError: ``trainable_only``: DeepSpeed's files have whole models.
         """
-        engine_optimizer = self._engine_optimizer(model, optimizer)
+        engine_optimizer, weights_only = self._engine_optimizer(model, optimizer), optimizer is None
         if engine_optimizer is None:
             refuse_partitioned(model, self._name)
             return super().load(path, model, None, scheduler, trainable_only)
         self._refuse_part(trainable_only)
-        return load_checkpoint(path, model, engine_optimizer, scheduler, weights_only=optimizer is None)
+        ranks, source = Ranks(), location(path)
+        with checkpoint_errors(f"{path} was not loaded"):
+            ranks.together(engine_optimizer.prepare_for_checkpoint)
+            folder, manifest = ranks.together(lambda: _find(source), only_first=True)
+            if manifest.get(_SECTION):
+                extra = _load_own(folder, model, engine_optimizer, scheduler, weights_only, ranks)
+                logger.info("loaded %s", path)
+                return extra
+            if not weights_only:
+                steps = ranks.together(lambda: _check_partitions(folder, model, engine_optimizer))
+        with engine_optimizer.replacing_state():
+            extra = load.load_checkpoint(path, model, None if weights_only else engine_optimizer, scheduler)
+        if not weights_only:
+            engine_optimizer.engine.global_steps = max(steps, default=engine_optimizer.engine.global_steps)
+            engine_optimizer.after_load()
+        return extra
 
     def _refuse_part(self, trainable_only: bool | None) -> None:
         if trainable_only:
@@ -160,68 +191,6 @@ class EngineCheckpoints(Checkpoints):
                 f"{self._name}: this {type(optimizer).__name__} is not the model's; pass both of one engine"
             )
         return optimizers[0] if optimizers else None
-
-
-def save_checkpoint(
-    path: str | Path,
-    model: nn.Module,
-    optimizer: DeepSpeedOptimizer,
-    scheduler: Any = None,
-    extra: Mapping[str, Any] | None = None,
-    *,
-    keep_last: int | None = None,
-    keep_every: int = 0,
-) -> None:
-    """``lightstep.checkpoint.save_checkpoint`` with DeepSpeed's own files.
-
-    Raises:
-        TypeError: something in ``scheduler`` or ``extra`` could not be loaded again.
-        CheckpointError: the checkpoint could not be written. All ranks raise, and what was at ``path`` is still there.
-    """
-    ranks = Ranks()
-    with checkpoint_errors(f"{path} was not saved"):
-        target = local_folder(path, "DeepSpeed writes its files to local folders")
-    with checkpoint_errors(f"{path} was not saved"), Retention(keep_last, keep_every).applied(target, ranks):
-        state, manifest = ranks.together(lambda: _content(model, optimizer, scheduler, extra))
-        with new_shared_folder(target, CHECKPOINT, ranks) as temporary:
-            files = _write_engine(temporary, manifest[_SECTION]["tag"], optimizer, ranks, state)
-            parts = ranks.gather((random_states(), files))
-            state["random"] = [random for random, _ in parts]
-            all_files = {name: entry for _, written in parts for name, entry in written.items()}
-            ranks.together(lambda: _finish(temporary, target, state, manifest, all_files), only_first=True)
-    logger.info("saved %s", path)
-
-
-def load_checkpoint(
-    path: str | Path, model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any = None, weights_only: bool = False
-) -> dict[str, Any]:
-    """``lightstep.checkpoint.load_checkpoint`` into an engine; returns ``extra``.
-
-    Checkpoints of other strategies are loaded at any stage, on any number of ranks.
-
-    Args:
-        weights_only: do not load optimizer state and random states; rebuild the masters from the weights.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be used. All ranks raise. Nothing has been changed, unless DeepSpeed
-            fails after the checks, or another process replaces the checkpoint while DeepSpeed loads it.
-    """
-    ranks, source = Ranks(), location(path)
-    with checkpoint_errors(f"{path} was not loaded"):
-        ranks.together(optimizer.prepare_for_checkpoint)
-        folder, manifest = ranks.together(lambda: _find(source), only_first=True)
-        if manifest.get(_SECTION):
-            extra = _load_own(folder, model, optimizer, scheduler, weights_only, ranks)
-            logger.info("loaded %s", path)
-            return extra
-        if not weights_only:
-            steps = ranks.together(lambda: _check_partitions(SavedCheckpoint.read(folder), model, optimizer))
-    with optimizer.replacing_state():
-        extra = load.load_checkpoint(path, model, None if weights_only else optimizer, scheduler)
-    if not weights_only:
-        optimizer.engine.global_steps = max(steps, default=optimizer.engine.global_steps)
-        optimizer.after_load()
-    return extra
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -363,7 +332,7 @@ def _find(path: Path) -> tuple[Path, Mapping[str, Any]]:
 def _load_own(
     folder: Path, model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any, weights_only: bool, ranks: Ranks
 ) -> dict[str, Any]:
-    """Load what :func:`save_checkpoint` wrote."""
+    """Load DeepSpeed's own files."""
     manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))
 
     def load_engine() -> None:
@@ -396,16 +365,17 @@ def _load_own(
     return dict(state.get("extra") or {})
 
 
-def _check_partitions(saved: SavedCheckpoint, model: nn.Module, optimizer: DeepSpeedOptimizer) -> list[int]:
+def _check_partitions(folder: Path, model: nn.Module, optimizer: DeepSpeedOptimizer) -> list[int]:
     """The step counts of the flat partitions.
 
     Raises:
         CheckpointError: DeepSpeed's partitions cannot hold the state.
     """
+    saved = SavedCheckpoint.read(folder)
     names = {named.tensor: saved.aliases.get(named.name, named.name) for named in named_tensors(model)}
     stored, values = stored_entries(saved.index), (saved.optimizer or {}).get("values", {})
     steps = []
-    for members in optimizer.partitions:
+    for members in EngineState(optimizer.engine).partitions:
         shared: dict[str, tuple[str, Any]] = {}
         for member in members:
             name, own = names[member], dict(values.get(names[member], {}))

@@ -296,11 +296,6 @@ class DeepSpeedOptimizer(BaseOptimizer):
         if parameter.requires_grad:
             self._state.load(parameter, entries)
 
-    @property
-    def partitions(self) -> list[list[Tensor]]:
-        """The parameters that share a flat partition, and with it step counts and other state without dimensions."""
-        return self._state.partitions
-
     def after_load(self) -> None:
         """Call this when a checkpoint has been loaded into the engine, and hyper-parameters into the groups."""
         self.loss_scale.reset()
@@ -462,7 +457,7 @@ class EngineState:
 
     @property
     def partitions(self) -> list[list[Tensor]]:
-        """The model's parameters in each of :attr:`masters`."""
+        """The model's parameters in each of :attr:`masters`. They share its step count."""
         return list(self._first_attribute(_MODEL_GROUPS))
 
     def _first_attribute(self, names: Iterable[str]) -> Any:

@@ -26,8 +26,6 @@ from lightstep.deepspeed.settings import deepspeed_config, engine_settings, refu
 from lightstep.distributed import Replicas, is_sharded
 from lightstep.extras import needs
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.rollout.engine import RolloutEngine
-from lightstep.rollout.transport import WeightTransport
 from lightstep.sharding.dtypes import planned_by_tensor
 from lightstep.sharding.engine_model import EngineModel, tell_deepspeed_where_it_is
 from lightstep.strategy.base import ModelSource
@@ -258,27 +256,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     @property
     def _rounds_weights(self) -> bool:
         return False  # DeepSpeed initialises its masters from the weights that it gets
-
-    def publish_weights(
-        self,
-        model: nn.Module,
-        to: RolloutEngine | WeightTransport | None = None,
-        version: int | None = None,
-        *,
-        wait: bool = True,
-        replace: bool = False,
-    ) -> int:
-        """Publish weights as every strategy does, at stages 1 and 2.
-
-        Raises:
-            ConfigError: at stage 3 no rank has whole weights.
-        """
-        if self._sharding.stage == 3:
-            raise ConfigError(
-                f"{self.name}: publish_weights with sharding.stage 3: DeepSpeed has partitioned the weights over the "
-                "ranks; set stage to 1 or 2, or sharding.kind to fsdp2"
-            )
-        return super().publish_weights(model, to, version, wait=wait, replace=replace)
 
 
 _joined_group: weakref.ref[Any] | None = None

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightstep.checkpoint.model_state import refuse_partly_loaded
 from lightstep.config import ConfigError, Rollout, RolloutServers
-from lightstep.distributed import Ranks, initialized, rank
+from lightstep.distributed import Ranks, initialized, is_divided, rank
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.group_transport import GroupReceiver, GroupTransport, MessageBoard
 from lightstep.rollout.publication import GatheredWeights, Publication, PublishedModel, PublishedWeights, SendingPlan
@@ -95,6 +95,11 @@ class ReinforcementLearning:
         """See ``Strategy.publish_weights``. ``dtype``: floating-point weights are cast to it."""
         self._roles.require_trainer("publish_weights", "it receives weights: call receive_weights(engine)", model)
         refuse_partly_loaded(model, "publishing weights")
+        if any(map(is_divided, unwrap_model(model).parameters())):
+            raise ConfigError(
+                "publish_weights with sharding.stage 3: DeepSpeed has partitioned the weights over the ranks; set "
+                "stage to 1 or 2, or sharding.kind to fsdp2"
+            )
         if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
             raise ValueError(f"version is {version!r}; a whole number of at least 0 is needed")
         if replace and wait:

@@ -403,6 +403,8 @@ def makes(rank: int, world_size: int, folder: str) -> None:
         optimizer.backward(losses[-1])
         assert optimizer.step()
     assert losses[-1] < losses[0]
+    with pytest.raises(ConfigError, match="publish_weights with sharding"):
+        strategy.publish_weights(read)
     strategy.export_model(f"{folder}/exported", read)
     dist.barrier()
     exported = AutoModelForCausalLM.from_pretrained(f"{folder}/exported").state_dict()
@@ -611,6 +613,10 @@ def adopts_changes(rank: int, world_size: int) -> None:
         optimizer.refresh_master_weights()
         rounded = _everything(model, optimizer)["master.embed.weight"]
         assert torch.equal(rounded, before["master.embed.weight"].to(torch.bfloat16).float())
+        with torch.no_grad():
+            model.module.head.weight.fill_(-0.0)
+        optimizer.refresh_master_weights()
+        assert _everything(model, optimizer)["master.head.weight"].signbit().all(), "a sum of parts would be 0.0"
 
 
 def test_outside_changes_reach_the_masters(pool: Pool) -> None:
