@@ -69,8 +69,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def list_names(names: Iterable[str], limit: int = 5, separator: str = ", ") -> str:
+def list_names(names: Iterable[str], limit: int = 5) -> str:
     """The first ``limit`` names, and how many more there are."""
     names = list(names)
     more = len(names) - limit
-    return separator.join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")

@@ -247,16 +247,15 @@ _WRITERS = 4
 """Threads, each with its own files: one computes checksums while another waits for the disk."""
 
 
-def share(sources: Sequence[Source], ranks: Ranks, disks: Sequence[int] | None = None) -> list[Source]:
+def share(sources: Sequence[Source], ranks: Ranks, disks: Sequence[int]) -> list[Source]:
     """The ``sources`` that this rank writes. A shard that several ranks have is written by one of them on each disk.
 
     All ranks write about the same number of bytes. The order stays: consecutive entries of one parameter are built
     once. Called by all ranks.
 
     Args:
-        disks: each rank's disk, by number; default: one for all.
+        disks: each rank's disk, by number.
     """
-    disks = [0] * ranks.size if disks is None else disks
     own = {(source.key, source.shard.offsets): source for source in sources if _has_data(source)}
     if not ranks.is_distributed:
         return list(own.values())

@@ -243,6 +243,7 @@ def under_strategy(
     stage: int,
     steps: Iterable[int],
     dtype: str = "bfloat16",
+    offload: str = "none",
     save: str | None = None,
     load: str | None = None,
     before: Iterable[int] = (),
@@ -267,6 +268,7 @@ def under_strategy(
                 "sharding": {
                     "kind": "deepspeed",
                     "stage": stage,
+                    "offload": offload,
                     "config": {"zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 20}},
                 },
                 "precision": {"parameters": dtype, "loss_scale": scale},

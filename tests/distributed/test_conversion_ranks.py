@@ -77,19 +77,27 @@ def test_a_deepspeed_run_continues_under_lightstep(zero: Saved, pool: Pool, name
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "world_size"),
-    [(1, "bfloat16", 2), (2, "float16", 2), (3, "bfloat16", 2), (3, "float16", 1)],
+    ("stage", "dtype", "world_size", "offload"),
+    [
+        (1, "bfloat16", 2, "none"),
+        (2, "float16", 2, "cpu"),
+        (3, "bfloat16", 2, "none"),
+        (3, "bfloat16", 2, "cpu"),
+        (3, "float16", 1, "none"),
+    ],
 )
 def test_a_lightstep_run_continues_under_deepspeed(
-    pool: Pool, stage: int, dtype: str, world_size: int, tmp_path: Path
+    pool: Pool, stage: int, dtype: str, world_size: int, offload: str, tmp_path: Path
 ) -> None:
     run = Run(dtype, deepspeed_runs.WINDOW).train(BEFORE)
     with torch.no_grad():  # what is not trained is loaded, too
         run.model.frozen.bias.add_(1.0)
         run.model.seen.add_(1.0)
     source, at = run.save(tmp_path / "step-3"), lightstep_state(run)
-    arguments = {"stage": stage, "dtype": dtype, "load": str(source), "before": range(7, 8), "steps": AFTER}
-    extra, loaded, continued, weights = pool.run(deepspeed_runs.under_strategy, world_size, **arguments)[0]
+    arguments = {"stage": stage, "dtype": dtype, "offload": offload, "before": range(7, 8), "steps": AFTER}
+    extra, loaded, continued, weights = pool.run(
+        deepspeed_runs.under_strategy, world_size, load=str(source), **arguments
+    )[0]
     assert extra["epoch"] == 3
     assert not differences({n: e for n, e in loaded["state"].items() if n in at}, at)
     assert all(not loaded["state"][name]["exp_avg"].any() for name in UNUSED), "what was never updated has zeros"
