@@ -652,6 +652,18 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], Path], Any, str, str]] = {
     "no model": (dcp, {"net": W, "step": 3}, "torch", "has no model: it has net, step, and model or a flat state dict"),
     "what would be run": (torch_file, {"model": W, "harm": Harmful()}, "lightstep", r"must not be run \("),
     "parameters without names": (unnamed, None, "lightstep", r"does not name them. Pass --names FILE"),
+    "two of three weights that are alike": (
+        torch_file,
+        {
+            "model": {name: torch.ones(2) for name in "abc"},
+            "optimizer": {
+                "state": {number: {"exp_avg": torch.ones(2)} for number in range(2)},
+                "param_groups": [{"lr": 0.1, "params": [0, 1]}],
+            },
+        },
+        "lightstep",
+        r"does not name them. Pass --names FILE",
+    ),
     "other names": (
         unnamed,
         sorted(dict(make_net().named_parameters()))[:8],
