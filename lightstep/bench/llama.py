@@ -1,7 +1,6 @@
 """Shapes of Llamas, and transformers' Llama with a chunked loss.
 
-The logits of 65 536 tokens over 128 256 words would be 34 GB in fp32. As in fused losses, head and cross entropy are
-computed chunk by chunk and recomputed in backward.
+The logits of 65 536 tokens over 128 256 words would be 34 GB in fp32.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightstep.chunked_loss import ChunkedLoss
 from lightstep.plan.model import LOSS_CHUNK
 
 _VOCABULARIES = (128_256, 32_000)  # Llama 3 and Llama 2; smaller models get a smaller one
@@ -126,29 +124,8 @@ def _vocabulary(parameters: int, hidden: int) -> int:
     return next((size for size in _VOCABULARIES if size <= limit), max(64, limit // 64 * 64))
 
 
-class Head(nn.Linear):
-    """`head(states)` are logits; `head(states, targets)` the sum of their cross entropies, some tokens at a time."""
-
-    def forward(self, states: Tensor, targets: Tensor | None = None) -> Tensor:
-        """`states`: [tokens, hidden], `targets`: [tokens]; the sum is 0-dim fp32."""
-        if targets is None:
-            return super().forward(states)
-        chunks = zip(states.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True)
-        losses = [checkpoint(self._loss, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-        return torch.stack(losses).sum()
-
-    def _loss(self, states: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(super().forward(states).float(), targets, reduction="sum")
-
-
 class Llama(LlamaForCausalLM):
     """`model(tokens, targets)` returns the mean cross entropy, 0-dim fp32."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        weight = self.get_output_embeddings().weight
-        self.lm_head: Head = Head(config.hidden_size, config.vocab_size, bias=False, device="meta")
-        self.lm_head.weight = weight
 
     @classmethod
     def make(
@@ -180,5 +157,6 @@ class Llama(LlamaForCausalLM):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """`tokens`, `targets`: [sequences, length] token ids; `targets` are the tokens shifted by one."""
-        hidden = self.model(input_ids=tokens, use_cache=False).last_hidden_state
-        return self.lm_head(hidden.flatten(0, 1), targets.flatten()) / targets.numel()
+        with ChunkedLoss(self, LOSS_CHUNK).in_place_of_logits(targets, LOSS_CHUNK):
+            loss: Tensor = super().forward(input_ids=tokens, labels=targets, use_cache=False).loss
+        return loss

@@ -11,18 +11,14 @@ from typing import Any
 import torch
 
 from lightstep.config import ConfigError, StrategyConfig, merge_overrides, parse_config, read_yaml
-from lightstep.optimizer.rules import Rule
-from lightstep.plan.memory import state_by_rules
+from lightstep.plan.memory import rules_for, state_by_rules
 from lightstep.plan.model import SHAPES, from_values
 from lightstep.plan.planning import Planner, Workload
 from lightstep.plan.timing import Link, profile_of_device
 from lightstep.presets import read_source
 
 MEMORY_GOAL, TIME_GOAL = 0.05, 0.10
-_RULES = {
-    "AdamW": [Rule(torch.optim.AdamW)],
-    "Muon + AdamW": [Rule(torch.optim.Muon, kinds="hidden_matrices"), Rule(torch.optim.AdamW, kinds="rest")],
-}
+_CLASSES = {"AdamW": torch.optim.AdamW, "Muon + AdamW": torch.optim.Muon}
 """By `optimizer.class` in a result."""
 
 
@@ -68,7 +64,7 @@ def compare(folder: Path) -> list[Comparison]:
         except ValueError as error:
             raise ConfigError(f"{file} is not valid JSON: {error}") from error
         is_result = isinstance(values, dict) and {"iterations", "rows"} <= set(values)
-        if is_result and values["optimizer"]["class"] in _RULES:
+        if is_result and values["optimizer"]["class"] in _CLASSES:
             rows += _compare_file(file.name, values)
     if not rows:
         raise ConfigError(
@@ -86,7 +82,7 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
     profile = replace(profile, link=_measured_link(values["link_gb_per_s"]))
     shape = from_values(SHAPES[model["name"]], torch.bfloat16)
     classes = values["optimizer"]["class"]
-    optimizer = state_by_rules(shape, _RULES[classes])
+    optimizer = state_by_rules(shape, rules_for(_CLASSES[classes]))
     planners: dict[int, Planner] = {}
     for row in values["rows"]:
         if row["kind"] != "lightstep" or not row.get("iteration_ms"):

@@ -14,16 +14,14 @@ import torch
 
 from lightstep.config import ConfigError, FSDP2Sharding, StrategyConfig, parse_config
 from lightstep.extras import needs
-from lightstep.optimizer.rules import Rule
 from lightstep.optimizer_class import optimizer_class
 from lightstep.paths import local_path
 from lightstep.plan.against import as_markdown, compare
 from lightstep.plan.measure import cached_profile, measure_profile
-from lightstep.plan.memory import state_by_rules
+from lightstep.plan.memory import rules_for, state_by_rules
 from lightstep.plan.model import LOSS_CHUNK, SHAPES, load_shape
 from lightstep.plan.network import Network
-from lightstep.plan.planning import Plan, Planner, Workload, first_that_fits, is_plannable, not_planned, plans
-from lightstep.plan.relief import reliefs
+from lightstep.plan.planning import Plan, Planner, Workload, first_that_fits, is_plannable, not_planned, plans, reliefs
 from lightstep.plan.report import draw, report
 from lightstep.plan.timing import Profile, find_profile, profile_here, with_own_memory
 from lightstep.presets import available_strategies, read_source
@@ -76,7 +74,7 @@ def _plan(options: PlanOptions) -> str:
         raise ConfigError(f"MODEL is missing: a Hugging Face folder, a config.json, or one of {', '.join(SHAPES)}")
     _check_sizes(options)
     configs = _strategies(options)
-    rules = _rules(options.optimizer)
+    rules = rules_for(optimizer_class(options.optimizer, "--optimizer"))
     find_profile(options.profile or _DEFAULT)
     model = load_shape(options.model)
     optimizer = state_by_rules(model, rules)
@@ -200,14 +198,6 @@ def _check_sizes(options: PlanOptions) -> None:
             raise ConfigError(f"--plot is {options.plot}; a file that ends in {' or '.join(_PICTURES)} is needed")
         if not options.plot.absolute().parent.is_dir():
             raise ConfigError(f"--plot is {options.plot}, in a folder that does not exist")
-
-
-def _rules(name: str) -> list[Rule]:
-    """Muon gets the hidden matrices, and AdamW the rest; other classes get everything."""
-    chosen = optimizer_class(name, "--optimizer")
-    if chosen is torch.optim.Muon:
-        return [Rule(chosen, kinds="hidden_matrices"), Rule(torch.optim.AdamW, kinds="rest")]
-    return [Rule(chosen)]
 
 
 def _strategies(options: PlanOptions) -> Mapping[str, StrategyConfig]:

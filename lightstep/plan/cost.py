@@ -9,7 +9,7 @@ from typing import Any
 
 from lightstep.config import DDPSharding, DeepSpeedSharding, FSDP2Sharding, SingleSharding, StrategyConfig
 
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MASTER = 4
 SPLIT_MASTER = 2
 """The low half of a master whose high half is the bf16 weight. `resident` keeps whole masters for
@@ -84,7 +84,7 @@ def cost(config: StrategyConfig, optimizer: StateBytes = ADAMW, on_cpu: bool = F
         return (1 - fp32_share) * of(config) + fp32_share * of(in_fp32)
 
     state, none = Bytes(mean(lambda given: _state_bytes(given, optimizer, on_cpu)), divided_by), Bytes(0)
-    weight = Bytes(mean(lambda given: _BYTES[given.precision.parameters]), weights)
+    weight = Bytes(mean(lambda given: BYTES[given.precision.parameters]), weights)
     gradient = Bytes(mean(_gradient_bytes), gradients)
     if config.weights.placement == "host":
         moved = weight.count + gradient.count
@@ -112,7 +112,7 @@ def _divisors(config: StrategyConfig) -> tuple[str, str, str]:
 
 
 def _gradient_bytes(config: StrategyConfig) -> int:
-    own = _BYTES[config.precision.parameters]
+    own = BYTES[config.precision.parameters]
     if own == 4 or config.precision.reduce == "parameters" or isinstance(config.sharding, SingleSharding):
         return own
     # DDP keeps its buckets as well as the fp32 gradients. FSDP2 keeps only the fp32 gradients.

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightstep.plan.model import LOSS_CHUNK, from_values, language_model_loss, run_on_meta
+from lightstep.chunked_loss import ChunkedLoss
+from lightstep.plan.model import LOSS_CHUNK, from_values, run_on_meta
 from lightstep.plan.timing import Link, Profile
 from lightstep.sharding.preparation import checkpoint_activations
 from lightstep.state.host_memory import HostSlab
@@ -82,10 +83,11 @@ def _training_tflops(
     model = from_values({**_MODEL, **sizes}, dtype, str(device)).train()
     seen = run_on_meta(model, tokens, sequence, True, LOSS_CHUNK)
     checkpoint_activations(model)
+    loss_of = ChunkedLoss(model, LOSS_CHUNK)
     words = torch.zeros(tokens // sequence, sequence, dtype=torch.long, device=device)
 
     def train() -> None:
-        language_model_loss(model, words, LOSS_CHUNK).backward()
+        loss_of(model, words).backward()
         model.zero_grad()
 
     blocks = seen.blocks * (seen.forward_flops + seen.backward_flops)

@@ -15,10 +15,9 @@ from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.moments import moments_of
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.rules import Rule, groups_by_rules, own_class
-from lightstep.plan.cost import ADAMW, MASTER, SCALE, SIGN, SPLIT_MASTER, StateBytes, cost
+from lightstep.plan.cost import ADAMW, BYTES, MASTER, SCALE, SIGN, SPLIT_MASTER, StateBytes, cost
 from lightstep.plan.model import FORWARD, HEAD, TAIL, Activations, Moment, Sizes
 
-_WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 _UNIT = 128 * 2**20
 """Largest number of elements that ``resident`` updates together."""
 _BULK_UNIT = 128 * 2**20
@@ -256,7 +255,7 @@ class _MemoryPlan:
         compute = sharding.compute if isinstance(sharding, FSDP2Sharding) else "parameters"
         if compute == "parameters":
             return self.width
-        return (1 - self.fp32_share) * _WIDTHS[compute] + 4 * self.fp32_share
+        return (1 - self.fp32_share) * BYTES[compute] + 4 * self.fp32_share
 
     def _gathered(self, blocks: int) -> float:
         """Unsharded weights: of ``blocks`` blocks, and of the root from the first forward to the end of backward."""
@@ -305,6 +304,13 @@ def largest_unit(tensors: Sequence[int]) -> int:
 
 _CPU = torch.device("cpu")
 Group = Mapping[str, Any]
+
+
+def rules_for(optimizer_class: type[torch.optim.Optimizer]) -> list[Rule]:
+    """Muon gets the hidden matrices, and AdamW the rest; other classes get everything."""
+    if optimizer_class is torch.optim.Muon:
+        return [Rule(optimizer_class, kinds="hidden_matrices"), Rule(torch.optim.AdamW, kinds="rest")]
+    return [Rule(optimizer_class)]
 
 
 def state_by_rules(model: nn.Module, rules: Sequence[Rule] | Rule) -> StateBytes:

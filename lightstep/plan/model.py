@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from lightstep.chunked_loss import ChunkedLoss, whole_loss
 from lightstep.config import ConfigError
 from lightstep.config_errors import one_sentence, suggest
 from lightstep.sharding.dtypes import planned_by_tensor
@@ -281,10 +280,11 @@ def run_on_meta(
     if checkpointed:
         checkpoint_activations(small)
     batch = torch.zeros(tokens // sequence, sequence, dtype=torch.long, device="meta")
+    loss_of = whole_loss if loss_chunk is None else ChunkedLoss(small, loss_chunk)
     tracker = _Tracker(small)
     try:
         with tracker:
-            loss = language_model_loss(small, batch, loss_chunk)
+            loss = loss_of(small, batch)
             tracker.backward()
             loss.backward()
     except (RuntimeError, NotImplementedError, TypeError, KeyError) as error:
@@ -308,20 +308,6 @@ def _refuse_others(model: nn.Module) -> None:
             f"the blocks of {name} have {min(sizes):,} to {max(sizes):,} parameters, and plans are for models whose "
             "blocks are alike"
         )
-
-
-def language_model_loss(model: Any, batch: Tensor, chunk: int | None) -> Tensor:
-    """The loss on ``batch``, [sequences, length] token ids, with the logits of ``chunk`` tokens at a time."""
-    if chunk is None:
-        return model(input_ids=batch, labels=batch, use_cache=False).loss
-    hidden = model.model(input_ids=batch, use_cache=False).last_hidden_state
-
-    def part(states: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(model.lm_head(states).float(), targets, reduction="sum")
-
-    chunks = zip(hidden.flatten(0, 1).split(chunk), batch.flatten().split(chunk), strict=True)
-    losses = [checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in chunks]
-    return torch.stack(losses).sum() / batch.numel()
 
 
 def _with_blocks(model: Any, count: int, dtype: torch.dtype) -> nn.Module:

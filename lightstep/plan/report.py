@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightstep.plan.planning import Plan, Workload, first_that_fits
-from lightstep.plan.relief import Relief
+from lightstep.plan.planning import Plan, Relief, Workload, first_that_fits
 from lightstep.plan.timing import Profile
 
 if TYPE_CHECKING:

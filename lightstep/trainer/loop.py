@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from lightstep.checkpoint import CheckpointError, latest_checkpoint
 from lightstep.checkpoint.background import PendingSave
+from lightstep.chunked_loss import whole_loss
 from lightstep.distributed import Ranks, world_size
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.plan.report import peak_memory
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.strategy import Strategy
-from lightstep.trainer.chunked_loss import whole_loss
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.data import Batches
 from lightstep.trainer.output import TRAINING, VALIDATION, Display, Figures, Logs, move_incomplete

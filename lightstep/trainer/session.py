@@ -22,6 +22,7 @@ with needs("train"):
 
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.errors import is_damage
+from lightstep.chunked_loss import ChunkedLoss, whole_loss
 from lightstep.config import ConfigError
 from lightstep.distributed import Ranks
 from lightstep.optimizer.param_table import param_table
@@ -31,7 +32,6 @@ from lightstep.plan.report import measured_sentence, planned_sentence
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.strategy import Strategy
 from lightstep.strategy.process_group import ProcessGroupStrategy
-from lightstep.trainer.chunked_loss import ChunkedLoss, whole_loss
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.data import Batches, Corpus, check_batch, load_corpus, validation_rows
 from lightstep.trainer.loop import Components, Interrupt, Loop

@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"config_errors"},
     "presets": {"config", "config_errors"},
     "optimizer_class": {"config", "config_errors"},
+    "chunked_loss": {"config"},
     "precision": CORE,
     "clipping": CORE,
     "state": CORE,
@@ -36,13 +37,14 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "version", "extras", "paths"}
 MAY_IMPORT["plan"] = MAY_IMPORT["sharding"] | {"sharding", "extras", "paths", "presets", "optimizer_class"}
+MAY_IMPORT["plan"] |= {"chunked_loss"}
 MAY_IMPORT["environment"] = {"version"}
 MAY_IMPORT["rollout"] = MAY_IMPORT["checkpoint"] | {"checkpoint"}
 MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout", "plan", "presets"}
 MAY_IMPORT["deepspeed"] = MAY_IMPORT["strategy"] | {"strategy"}
 MAY_IMPORT["lightstep"] = MAY_IMPORT["strategy"] | {"strategy"}
 MAY_IMPORT["integrations"] = MAY_IMPORT["deepspeed"] | {"lightstep", "optimizer_class"}
-MAY_IMPORT["trainer"] = MAY_IMPORT["integrations"] | {"integrations"}
+MAY_IMPORT["trainer"] = MAY_IMPORT["integrations"] | {"integrations", "chunked_loss"}
 MAY_IMPORT["bench"] = MAY_IMPORT["trainer"] | {"trainer"}
 MAY_IMPORT["cli"] = MAY_IMPORT["bench"] | {"bench", "environment"}
 MAY_IMPORT["__main__"] = {"cli", "extras"}

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightstep import ConfigError, Strategy
+from lightstep import ConfigError, Strategy, chunked_loss
+from lightstep.chunked_loss import ChunkedLoss, whole_loss
 from lightstep.plan.model import LOSS_CHUNK, _Tracker, _with_blocks, load_shape, run_on_meta
 from lightstep.sharding.preparation import checkpoint_activations
-from lightstep.trainer import chunked_loss
-from lightstep.trainer.chunked_loss import ChunkedLoss, whole_loss
 from lightstep.trainer.config import TrainConfig
 from tests.distributed.models import tiny_llama
 from tests.unit.test_next_forward import assert_same

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
-from transformers import Adafactor, LlamaConfig, LlamaForCausalLM
+from transformers import Adafactor, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from lightstep import Rule, Strategy, available_strategies
@@ -24,8 +24,7 @@ from lightstep.plan.cost import cost
 from lightstep.plan.memory import largest_unit, memory, shard_count, state_by_rules, state_of
 from lightstep.plan.model import SHAPES, load_shape, model_sizes, run_on_meta
 from lightstep.plan.network import Crossing, Network
-from lightstep.plan.planning import Planner, Workload, first_that_fits, plan_one, plans
-from lightstep.plan.relief import reliefs
+from lightstep.plan.planning import Planner, Workload, first_that_fits, plan_one, plans, reliefs
 from lightstep.plan.report import report
 from lightstep.plan.timing import LINKS, PROFILES, Profile, find_profile, profile_here, profile_of_device
 from lightstep.presets import read_source
@@ -471,6 +470,14 @@ def test_every_strategy_has_a_plan() -> None:
         assert (made.time is None) == name.startswith("fp32")
     with pytest.raises(ValueError, match="Linear is not a causal language model of transformers"):
         Strategy.load("resident").plan(nn.Linear(2, 2), 64)
+
+
+def test_a_loss_in_chunks_needs_no_names_of_the_models_parts() -> None:
+    """GPT-2's blocks are in ``transformer``, a Llama's in ``model``."""
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=8000, eos_token_id=0))
+    whole, chunked = (run_on_meta(model, 4096, 1024, True, chunk, torch.float32).peak for chunk in (None, 512))
+    assert whole - chunked > 4 * (4096 - 512) * 8000
 
 
 def test_what_a_plan_would_count_wrong_is_refused() -> None:

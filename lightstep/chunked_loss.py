@@ -50,7 +50,7 @@ class ChunkedLoss:
 
     def __call__(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """The loss of ``tokens``, ``[rows, length]``; ``model`` is that of this object, with its wrappers."""
-        with self._in_place_of_logits(tokens, self._chunk):
+        with self.in_place_of_logits(_next(tokens), self._chunk):
             return whole_loss(model, tokens)
 
     @torch.no_grad()
@@ -64,7 +64,7 @@ class ChunkedLoss:
         device = next(self._model.parameters()).device
         tokens = torch.arange(min(length, 8), device=device)[None]
         own = whole_loss(model, tokens).item()
-        with self._in_place_of_logits(tokens, tokens.numel()):
+        with self.in_place_of_logits(_next(tokens), tokens.numel()):
             found = whole_loss(model, tokens).item()
         if not math.isclose(own, found, rel_tol=_TOLERANCE):
             raise ConfigError(
@@ -73,11 +73,10 @@ class ChunkedLoss:
             )
 
     @contextlib.contextmanager
-    def _in_place_of_logits(self, tokens: Tensor, chunk: int) -> Iterator[None]:
-        head, model = self._head, self._model
+    def in_place_of_logits(self, targets: Tensor, chunk: int) -> Iterator[None]:
+        """Within this context the model's ``loss`` is that of ``targets``, ``[rows, length]``, ``chunk`` at a time."""
+        head, model, targets = self._head, self._model, targets.flatten()
         logits_of = head.forward
-        ends = tokens.new_full((len(tokens), 1), _IGNORED)
-        targets = torch.cat([tokens[:, 1:], ends], dim=1).flatten()
 
         def part(states: Tensor, targets: Tensor) -> Tensor:
             return cross_entropy(logits_of(states).float(), targets, reduction="none", ignore_index=_IGNORED)
@@ -100,3 +99,8 @@ class ChunkedLoss:
                 del model._loss_function
             else:
                 model.loss_function = before
+
+
+def _next(tokens: Tensor) -> Tensor:
+    """Behind each token the one to predict."""
+    return torch.cat([tokens[:, 1:], tokens.new_full((len(tokens), 1), _IGNORED)], dim=1)
