@@ -36,7 +36,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         yield f"gpu {index}", f"{device.name}, {device.total_memory / _GIB:.1f} GiB"
-    yield "cpu", f"{_cpu()}, cores: {os.cpu_count()}, threads of torch: {torch.get_num_threads()}"
+    yield "cpu", f"{cpu_name()}, cores: {os.cpu_count()}, threads of torch: {torch.get_num_threads()}"
     yield "host memory", f"{_host_memory() / _GIB:.1f} GiB"
     for name in (*_SETTINGS, *sorted(key for key in os.environ if key.startswith("LIGHTSTEP_"))):
         if name in os.environ:
@@ -50,7 +50,8 @@ def _version(library: str) -> str | None:
         return None
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The processor's own name, or its architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))

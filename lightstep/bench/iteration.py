@@ -19,7 +19,7 @@ from lightstep.bench.contender import OPTIMIZERS, Contender
 from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
 from lightstep.bench.machine import hidden_copies, write_timeline
 from lightstep.bench.peers import CpuAdamW, DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2Offload, TorchFsdp2, TorchResident
-from lightstep.bench.report import BY_HAND, Column, Panel, Values, View, muon_sentence, size
+from lightstep.bench.report import BY_HAND, Column, Panel, Values, View, size
 from lightstep.bench.run import Measurement, Row, Run, Spread, Task, add_times_by_hand
 from lightstep.bench.strategies import WithoutOptimizer
 from lightstep.sharding.preparation import checkpoint_activations
@@ -112,7 +112,6 @@ class IterationTask(Task):
         return {
             "model": {**self.shape.values(), **how},
             "optimizer": {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm, "clip_every": self.clip_every},
-            **(self.shape.muon_values() if self.optimizer == "muon" else {}),
             "sequence": self.sequence,
             "tokens_per_rank": run.cases,
             "iterations": run.effort.steps,
@@ -211,7 +210,6 @@ def _footnotes(values: Values) -> list[str]:
     return [
         f"Mean of back-to-back iterations. Exposed: time beyond forward and backward of {base}. Peak: device memory of",
         "one rank during an iteration. Host waits: in one iteration, including the model's own.",
-        *muon_sentence(values),
     ]
 
 

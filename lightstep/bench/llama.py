@@ -90,13 +90,6 @@ class LlamaShape:
         heads = {"heads": self.heads, "key_value_heads": self.key_value_heads}
         return {**asdict(self), **heads, "parameters": self.parameters}
 
-    def muon_values(self) -> dict[str, Any]:
-        """For the JSON file: what Muon trains, and the bytes per parameter that `stream` then copies each way."""
-        per_layer = 2 * self.hidden + 2 * self.key_value + 3 * self.feed_forward  # rows of width `hidden`
-        trained = self.layers * per_layer * self.hidden
-        moved = (6 * trained + 10 * (self.parameters - trained)) / self.parameters
-        return {"muon_matrices": 7 * self.layers, "muon_parameters": trained, "link_bytes_per_parameter": moved}
-
     def config(self, **settings: Any) -> LlamaConfig:
         """The transformers configuration with these sizes and further ``settings``."""
         return LlamaConfig(

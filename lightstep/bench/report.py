@@ -21,6 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightstep.environment import cpu_name
 from lightstep.paths import local_path
 from lightstep.plan.measure import device_name
 from lightstep.state import numa
@@ -41,7 +42,7 @@ def conditions(device: torch.device) -> Values:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": {
             "device": device_name(device),
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "cores": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
             "numa": numa.describe(device),
@@ -53,11 +54,6 @@ def conditions(device: torch.device) -> Values:
             "transformers": importlib.metadata.version("transformers"),
         },
     }
-
-
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -244,16 +240,6 @@ def label(row: Values) -> str:
 def size(parameters: int) -> str:
     """For example 1.24 B or 1.81 M."""
     return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
-
-
-def muon_sentence(values: Values) -> list[str]:
-    """The footnote of a run with Muon."""
-    if "muon_matrices" not in values:
-        return []
-    return [
-        f"Muon on {values['muon_matrices']} hidden matrices of {size(values['muon_parameters'])} parameters; streamed, "
-        f"{values['link_bytes_per_parameter']:.2f} bytes per parameter of the model each way."
-    ]
 
 
 def link_sentence(link: Values | None) -> str:

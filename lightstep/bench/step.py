@@ -25,7 +25,7 @@ from lightstep.bench.peers import (
     TorchResident,
     TorchResidentFloatGradients,
 )
-from lightstep.bench.report import BY_HAND, Column, Panel, Values, View, link_sentence, muon_sentence, size
+from lightstep.bench.report import BY_HAND, Column, Panel, Values, View, link_sentence, size
 from lightstep.bench.run import Measurement, Row, Run, Spread, Task, add_times_by_hand
 from lightstep.bench.strategies import StrategyContender
 
@@ -92,8 +92,7 @@ class StepTask(Task):
 
     def head(self, run: Run) -> Values:
         values = {"model": {**self.shape.values(), "weights": "bfloat16"}, "steps": run.effort.steps}
-        values["optimizer"] = {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm}
-        return values if self.optimizer == "adamw" else {**values, **self.shape.muon_values()}
+        return {**values, "optimizer": {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm}}
 
     def figures(self, run: Run, row: Row) -> Values:
         steps = [time for window in row.windows for time in window[1:] or window]
@@ -161,7 +160,7 @@ def _title(values: Values, case: Any) -> str:
 
 
 def _footnotes(values: Values) -> list[str]:
-    said = [link_sentence(values["link_gb_per_s"]), "Median of back-to-back steps.", *muon_sentence(values)]
+    said = [link_sentence(values["link_gb_per_s"]), "Median of back-to-back steps."]
     for row in values["rows"]:
         if row.get("host_syncs") and row["kind"] == "lightstep":
             said.append(f"  {row['name']}: the host waits for the device, first by {row['first_sync']}")
@@ -183,13 +182,13 @@ def _footnotes(values: Values) -> list[str]:
 
 
 def _floor(values: Values) -> tuple[float, str] | None:
+    """The time that AdamW's state takes over the link."""
     link = values["link_gb_per_s"]
-    if link is None:
+    if link is None or values["optimizer"]["class"] != "AdamW":
         return None
-    travelling = values.get("link_bytes_per_parameter", 10)
-    floor = travelling / values["ranks"] / link["duplex"] * 1e3
+    floor = 10 / values["ranks"] / link["duplex"] * 1e3
     shared = f", shared by {values['ranks']} ranks" if values["ranks"] > 1 else ""
-    return floor, f"{floor:.0f} ms: {travelling:.3g} bytes per parameter each way at the link's rate{shared}"
+    return floor, f"{floor:.0f} ms: 10 bytes per parameter each way at the link's rate{shared}"
 
 
 StepTask.view = View(

@@ -45,7 +45,7 @@ MAY_IMPORT["deepspeed"] = MAY_IMPORT["strategy"] | {"strategy"}
 MAY_IMPORT["lightstep"] = MAY_IMPORT["strategy"] | {"strategy"}
 MAY_IMPORT["integrations"] = MAY_IMPORT["deepspeed"] | {"lightstep", "optimizer_class"}
 MAY_IMPORT["trainer"] = MAY_IMPORT["integrations"] | {"integrations", "chunked_loss"}
-MAY_IMPORT["bench"] = MAY_IMPORT["trainer"] | {"trainer"}
+MAY_IMPORT["bench"] = MAY_IMPORT["trainer"] | {"trainer", "environment"}
 MAY_IMPORT["cli"] = MAY_IMPORT["bench"] | {"bench", "environment"}
 MAY_IMPORT["__main__"] = {"cli", "extras"}
 
