@@ -44,7 +44,7 @@ from lightstep.integrations.checks import (
     check_one_dtype,
     unwrap_optimizer,
 )
-from lightstep.integrations.folders import PendingFolder, SavedFolders, check_before_load
+from lightstep.integrations.folders import PendingFolder, SavedFolders, SavesFolders, check_before_load
 from lightstep.integrations.loading import local_part, sharding_full_state
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import clean_name
@@ -166,7 +166,7 @@ class LightstepOptimizer(AcceleratedOptimizer):
         return getattr(self.optimizer, name)
 
 
-class LightstepAccelerator(Accelerator):
+class LightstepAccelerator(SavesFolders, Accelerator):
     """An ``Accelerator`` that trains one model with one optimizer under a strategy. :func:`connect` makes it."""
 
     strategy: Strategy
@@ -175,7 +175,6 @@ class LightstepAccelerator(Accelerator):
     _model: weakref.ref[nn.Module] | None = None
     trainer: weakref.ref[Any] | None = None
     """The transformers Trainer whose accelerator this is."""
-    _pending_save: PendingFolder | None = None
 
     def __reduce__(self) -> Any:
         """Pickle without weak references and without a pending save; :func:`connect` created the class."""
@@ -449,12 +448,6 @@ class LightstepAccelerator(Accelerator):
             project.automatic_checkpoint_naming = naming
         model, optimizer = trained
         return self.strategy.save_checkpoint(folder / CHECKPOINT, model, optimizer.optimizer, asynchronous=asynchronous)
-
-    def _finish_save(self) -> None:
-        """Wait for the pending save, if there is one, and raise its error."""
-        pending, self._pending_save = self._pending_save, None
-        if pending is not None:
-            pending.finish()
 
     def end_training(self) -> None:
         """As accelerate's, after waiting for the pending save."""

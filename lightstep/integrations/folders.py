@@ -251,3 +251,15 @@ class PendingFolder(PendingSave):
     def _raise_once(self) -> None:
         if self.checkpoint is None or not self.checkpoint._result_seen:
             self.raise_if_failed()
+
+
+class SavesFolders:
+    """A library's object whose saves may be pending, one at a time."""
+
+    _pending_save: PendingFolder | None = None
+
+    def _finish_save(self) -> None:
+        """Wait for the pending save on every rank, if there is one, and raise its error."""
+        pending, self._pending_save = self._pending_save, None
+        if pending is not None:
+            pending.finish()

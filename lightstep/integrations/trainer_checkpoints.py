@@ -34,7 +34,7 @@ from lightstep.config import ConfigError
 from lightstep.distributed import Ranks
 from lightstep.integrations import loading
 from lightstep.integrations.checks import unwrap_optimizer
-from lightstep.integrations.folders import PendingFolder, SavedFolders, check_before_load, is_same
+from lightstep.integrations.folders import PendingFolder, SavedFolders, SavesFolders, check_before_load, is_same
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.sharding.model_names import unwrap_model
@@ -72,7 +72,7 @@ _AnyTrainer: Any = object
 """The class that follows in the method resolution order, made from ``transformers.Trainer``."""
 
 
-class TrainerCheckpoints(_AnyTrainer):
+class TrainerCheckpoints(SavesFolders, _AnyTrainer):
     """Saving and loading for a class made from the Trainer.
 
     Attributes:
@@ -82,7 +82,6 @@ class TrainerCheckpoints(_AnyTrainer):
     strategy: Strategy
     optimizer: Any
     asynchronous_saves = False
-    _pending_save: PendingFolder | None = None
     _open_folder: PendingFolder | None = None
     """The folder of a save, while the Trainer writes its own files into it."""
     _gathered_weights: dict[str, Any] | None = None
@@ -214,12 +213,6 @@ class TrainerCheckpoints(_AnyTrainer):
                     if not is_same(path, best):
                         remove_folder(path)
         return finished
-
-    def _finish_save(self) -> None:
-        """Wait for the pending save on every rank, and raise its error."""
-        pending, self._pending_save = self._pending_save, None
-        if pending is not None:
-            pending.finish()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         pending = self._open_folder

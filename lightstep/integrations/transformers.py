@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +27,7 @@ with needs("train"):
     from transformers.trainer_callback import CallbackHandler
 
 from lightstep.clipping import clip_coefficient, global_grad_norm
-from lightstep.config import ConfigError, read_yaml
+from lightstep.config import ConfigError
 from lightstep.config_errors import suggest
 from lightstep.distributed import like, local_gradient, local_tensor
 from lightstep.integrations.accelerate import LightstepOptimizer, connect
@@ -52,6 +51,7 @@ from lightstep.plan.memory import state_of
 from lightstep.plan.planning import plan_one
 from lightstep.plan.report import measured_sentence, planned_sentence
 from lightstep.precision.gradient_sums import set_grad
+from lightstep.presets import read_mapping
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.strategy import Strategy
 
@@ -337,6 +337,7 @@ class ClippedGradients:
 GivenRules = str | Path | Rule | Sequence[Rule | Mapping[str, Any]]
 """What ``LightstepTrainer(rules=...)`` takes: a YAML file, or rules, as objects or as such a file has them."""
 
+_EXAMPLE = "rules: [{kinds: rest, lr: 0.001}]"
 _KEYS = ("names", "kinds", "dims", "name", "lr", "weight_decay", "arguments")
 
 
@@ -351,7 +352,11 @@ def read_rules(given: GivenRules | None, args: TrainingArguments) -> Sequence[Ru
         raise ConfigError(f"rules are given twice: as rules= and as optim_args='rules={file}'; leave one out")
     given = file if given is None else given
     if isinstance(given, str | Path):
-        return _read_file(Path(given).expanduser())
+        path = Path(given).expanduser()
+        content = read_mapping(path, _EXAMPLE)
+        if set(content) != {"rules"} or not isinstance(content["rules"], list):
+            raise ConfigError(f"{path}: one key is needed, rules, with a list: {_EXAMPLE}")
+        return content["rules"]
     return [given] if isinstance(given, Rule) else given
 
 
@@ -365,17 +370,6 @@ def split_optim_args(optim_args: str | None) -> tuple[str | None, str | None]:
         elif part.strip():
             others.append(part)
     return file, ",".join(others) or None
-
-
-def _read_file(file: Path) -> list[Any]:
-    try:
-        content = read_yaml(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"rules={file} cannot be read: {error}") from error
-    rules = content.get("rules") if isinstance(content, dict) and set(content) == {"rules"} else None
-    if not isinstance(rules, list):
-        raise ConfigError(f"rules={file}: one key is needed, rules, with a list: rules: [{{kinds: rest, lr: 0.001}}]")
-    return rules
 
 
 def make_rules(
