@@ -70,11 +70,6 @@ class MessageBoard:
         """Wait until the key is set, and return its value; ``None`` after ``deadline`` (in ``time.monotonic()``)."""
         return poll(lambda: self.read(key), deadline)
 
-    def open_link(self, number: int, rank: int, size: int, device: torch.device, timeout: float) -> WeightLink:
-        """The link of this number, whose members meet at this board's store."""
-        store = dist.PrefixStore(f"stores/{number}", self.store)
-        return WeightLink(number, store, rank, size, device, _BROADCAST_SHARE * timeout)
-
 
 def poll(read: Callable[[], Any], deadline: float) -> Any:
     """Call ``read`` until it returns something else than ``None``, and return that; ``None`` after ``deadline``.
@@ -87,7 +82,32 @@ def poll(read: Callable[[], Any], deadline: float) -> Any:
     return found
 
 
-class GroupTransport(WeightTransport):
+class _End:
+    """One end of the link, which is kept from set to set.
+
+    Args:
+        board: shared by the trainer and the receivers.
+        timeout: seconds to wait for the other end.
+    """
+
+    def __init__(self, board: MessageBoard, timeout: float) -> None:
+        self._board, self._timeout = board, timeout
+        self._link: WeightLink | None = None
+
+    def _connect(self, number: int, rank: int, size: int, device: torch.device) -> WeightLink:
+        """Open the link of this number, whose members meet at the board's store."""
+        store = dist.PrefixStore(f"stores/{number}", self._board.store)
+        self._link = WeightLink(number, store, rank, size, device, _BROADCAST_SHARE * self._timeout)
+        return self._link
+
+    def close(self) -> None:
+        """Close the link."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+
+class GroupTransport(_End, WeightTransport):
     """The trainer's end.
 
     Args:
@@ -98,10 +118,9 @@ class GroupTransport(WeightTransport):
     """
 
     def __init__(self, board: MessageBoard, receivers: Sequence[int], device: torch.device, timeout: float) -> None:
+        super().__init__(board, timeout)
         self.receivers = self._next_receivers = tuple(receivers)
-        self._board, self._device, self._timeout = board, device, timeout
-        self._link: WeightLink | None = None
-        self._set = 0
+        self._device, self._set = device, 0
 
     def change_receivers(self, receivers: Sequence[int]) -> None:
         """Send to these ranks from the next set on."""
@@ -156,7 +175,7 @@ class GroupTransport(WeightTransport):
         if self._link is None:
             device = torch.device("cpu") if kind == "cpu" else self._device
             with self._diagnosing():
-                self._link = self._board.open_link(number, 0, 1 + len(self.receivers), device, self._timeout)
+                self._connect(number, 0, 1 + len(self.receivers), device)
 
     def send(self, bucket: Bucket) -> None:
         assert self._link is not None
@@ -198,12 +217,6 @@ class GroupTransport(WeightTransport):
         with contextlib.suppress(RuntimeError):
             self._board.write(f"{self._set}/verdict", {"abort": reason})
 
-    def close(self) -> None:
-        """Close the link."""
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-
     def _delete_old_messages(self) -> None:
         """Delete the messages of the set before the last one: receivers may still read those of the last one."""
         old = self._set - 1
@@ -213,7 +226,7 @@ class GroupTransport(WeightTransport):
                 self._board.store.delete_key(f"{old}/{key}")
 
 
-class GroupReceiver:
+class GroupReceiver(_End):
     """A rollout worker's end.
 
     Args:
@@ -223,9 +236,8 @@ class GroupReceiver:
     """
 
     def __init__(self, board: MessageBoard, rank: int, timeout: float) -> None:
-        self._board, self._rank, self._timeout = board, rank, timeout
-        self._link: WeightLink | None = None
-        self._seen = 0
+        super().__init__(board, timeout)
+        self._rank, self._seen = rank, 0
 
     def receive(self, engine: RolloutEngine, wait: bool, timeout: float | None) -> int | None:
         """See ``Strategy.receive_weights``."""
@@ -316,12 +328,11 @@ class GroupReceiver:
     def _open_link(self, offer: dict[str, Any], verdict: dict[str, Any], device: torch.device) -> WeightLink:
         """The link that the verdict names: the last one, or a new one."""
         number = verdict["link"]
-        if self._link is None or self._link.number != number:
-            self.close()
-            rank, size = 1 + offer["receivers"].index(self._rank), 1 + len(offer["receivers"])
-            device = torch.device("cpu") if verdict["device"] == "cpu" else device
-            self._link = self._board.open_link(number, rank, size, device, self._timeout)
-        return self._link
+        if self._link is not None and self._link.number == number:
+            return self._link
+        self.close()
+        rank, size = 1 + offer["receivers"].index(self._rank), 1 + len(offer["receivers"])
+        return self._connect(number, rank, size, torch.device("cpu") if verdict["device"] == "cpu" else device)
 
     def _reason(self, error: RuntimeError) -> str:
         """The trainer's reason for the abort if it gives one, else this process's error."""
@@ -330,12 +341,6 @@ class GroupReceiver:
 
     def _answer(self, what: str, value: dict[str, Any]) -> None:
         self._board.write(f"{self._seen}/{what}/{self._rank}", value)
-
-    def close(self) -> None:
-        """Close the link."""
-        if self._link is not None:
-            self._link.close()
-            self._link = None
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:
