@@ -37,3 +37,9 @@ def test_lines_by_step_and_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of(_lines(monkeypatch, 1e9, 5)) == [2, 8, 14, 20]
     assert of(_lines(monkeypatch, 10.0, 0)) == [2, 12, 20]
     assert of(_lines(monkeypatch, 10.0, 0, take=60)) == list(range(2, 21, 2))
+
+
+def test_the_rate_is_that_of_all_tokens_in_all_of_their_time() -> None:
+    """A hundred tokens in one second and as many in three seconds: 50 a second."""
+    figures = [Figures([1.0], [1.0], 1.0, rate, 0) for rate in (100.0, 100 / 3)]
+    assert "  50 tokens/s  " in output._summary(figures)

@@ -26,7 +26,7 @@ from lightstep.plan.model import SHAPES, load_shape, model_sizes, run_on_meta
 from lightstep.plan.network import Crossing, Network
 from lightstep.plan.planning import Planner, Workload, first_that_fits, plan_one, plans, reliefs
 from lightstep.plan.report import report
-from lightstep.plan.timing import LINKS, PROFILES, Profile, find_profile, profile_here, profile_of_device
+from lightstep.plan.timing import LINKS, PROFILES, Profile, Time, find_profile, profile_here, profile_of_device
 from lightstep.presets import read_source
 from tests import published_runs
 from tests.one_pass_on_cpu import one_pass_fixture
@@ -336,6 +336,15 @@ def test_the_busier_direction_is_planned() -> None:
         assert made.memory.link == pytest.approx(to_host * parameters - 2 * root, rel=0.001)
 
 
+def test_second_versions_on_the_host_take_no_more_than_they_may() -> None:
+    model, held, own = _tiny(num_hidden_layers=8), [], {"optimizer_state.resident_gib": 0}
+    for limit in ("auto", 1e-4, 0):
+        strategy = Strategy.load("stream-overlap", overrides=own | {"optimizer_state.spare_host_gib": limit})
+        held.append(strategy.plan(model, 64, sequence=32).memory)
+    assert held[0].spare > int(1e-4 * 2**30) == held[1].spare and held[2].spare == 0
+    assert len({each.host - each.spare for each in held}) == 1
+
+
 def test_units_of_their_own_are_planned() -> None:
     """An embedding and a head that FSDP2 gathers by themselves are not whole from forward to backward."""
     model, work = load_shape("Llama-3.1-8B"), Workload(16_384, checkpointed=True, loss_chunk=1024)
@@ -446,6 +455,11 @@ def test_where_the_link_limits_a_step_the_plan_says_what_helps() -> None:
     assert all(change.startswith(("--micro", "resident")) for change, _ in reliefs("int8", in_int8, smaller, planner))
     long = Planner(load_shape("Llama-3.2-3B"), Workload(65_536, checkpointed=True, loss_chunk=1024), profile)
     assert reliefs("stream-overlap", config, long.plan("stream-overlap", config), long) == []
+
+
+def test_arithmetic_of_the_update_is_no_wait_for_the_link() -> None:
+    """With 100 ms of computation: 15 ms beyond it, of which 10 are arithmetic, and 25."""
+    assert [Time(100, 50, exposed, update=10).is_limited_by_link for exposed in (15, 25)] == [False, True]
 
 
 @pytest.mark.parametrize("layers", [2, 30])

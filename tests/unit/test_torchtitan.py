@@ -197,6 +197,24 @@ def test_a_checkpoint_goes_on_in_another_division(tmp_path: Path, parameters: st
     assert any(key.startswith("loss_scale") for key in mine) == (parameters == "float16")
 
 
+def test_a_state_of_other_groups_changes_nothing() -> None:
+    container = container_of(stages(*PARTS), strategy_for())
+    state = container.state_dict()
+    rates = [key for key in state if key.startswith("param_groups.") and key.endswith(".lr")]
+    for changed, message in (
+        (state | {rates[1]: 5.0}, "are in one group, and were saved with different hyper-parameters"),
+        ({key: value for key, value in state.items() if key not in rates[:1]}, "different hyper-parameters"),
+        (
+            {key: value for key, value in state.items() if not key.startswith("param_groups.")},
+            "has no hyper-parameters",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            container.load_state_dict(changed)
+    assert container.state_dict().keys() == state.keys()
+    assert all(container.state_dict()[key] == state[key] for key in rates)
+
+
 def test_modules_of_a_single_part_may_be_named_part0() -> None:
     def model() -> nn.Module:
         return nn.ModuleDict({f"part{number}": nn.Linear(3, 3, bias=False) for number in range(2)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import re
 import signal
@@ -600,6 +601,10 @@ def test_a_hugging_face_folder_with_its_own_tokenizer(
     assert outcome.validation_before == pytest.approx(torch.tensor(16.0).log().item() / 5, rel=0.1), "per byte"
     assert outcome.validation_after is not None and outcome.validation_after < outcome.validation_before
     assert outcome.samples[0].startswith("red")
+    text.write_text("red " * 4750 + "green " * 167)  # validation has longer words
+    first, _ = _train(configured(model=str(folder), name="words", steps=1, sample=None))
+    in_nats = first.losses[1] * len("red "), first.validation_before * len("green ")
+    assert in_nats == pytest.approx([math.log(16)] * 2, rel=0.05), "each by its own text's bytes"
 
 
 @pytest.mark.parametrize("tied", [False, True])
