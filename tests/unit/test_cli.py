@@ -86,6 +86,7 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for said in (
         "strategy resident",
+        "planned: ",
         "validation loss before",
         "step 4/4",
         "measured: ",

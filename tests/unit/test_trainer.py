@@ -27,6 +27,7 @@ from lightstep.checkpoint import save
 from lightstep.checkpoint.layout import is_complete
 from lightstep.checkpoint.retention import Retention
 from lightstep.plan.cost import cost
+from lightstep.plan.planning import Plan, plan_one
 from lightstep.trainer import output, session
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.loop import Loop
@@ -57,8 +58,9 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def configured(tmp_path: Path, text: Path) -> Callable[..., TrainConfig]:
-    """A tiny run of six steps, with changes."""
+def configured(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainConfig]:
+    """A tiny run of six steps, with changes. What a step takes is not planned: training such a model takes less."""
+    monkeypatch.setattr(session, "plan_one", _no_plan)
 
     def make(**changes: Any) -> TrainConfig:
         values: dict[str, Any] = {
@@ -79,6 +81,10 @@ def configured(tmp_path: Path, text: Path) -> Callable[..., TrainConfig]:
         return TrainConfig.model_validate(values | changes)
 
     return make
+
+
+def _no_plan(*_: Any) -> Plan:
+    raise ValueError("not asked for")
 
 
 @pytest.fixture
@@ -134,8 +140,11 @@ def _stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals)
     monkeypatch.setattr(Loop, "_accumulate", interrupted)
 
 
-def test_what_a_run_will_take_is_said_where_it_can_be_told(configured: Callable[..., TrainConfig]) -> None:
+def test_what_a_run_will_take_is_said_where_it_can_be_told(
+    configured: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = configured(model={"config": MODEL})
+    monkeypatch.setattr(session, "plan_one", plan_one)
     strategy = session.load_strategy(config)
     architecture = session.model_config(config.model, session.load_tokenizer(config.model), config.batch.length)
     said = session.expectation(config, strategy, architecture, profile="H100")
@@ -155,6 +164,35 @@ def test_masters_on_a_cpu_are_whole_under_resident_alone() -> None:
         held = [cost(given, on_cpu=on_cpu) for on_cpu in (False, True)]
         gpu, cpu = (each.device_state.count + each.host_state.count for each in held)
         assert cpu - gpu == more, name
+
+
+def test_micro_batches_are_parts_of_one_batch(configured: Callable[..., TrainConfig], loops: list[Loop]) -> None:
+    plain = {"optimizer": {"name": "SGD", "lr": 0.1}, "strategy_overrides": {"clipping.max_norm": None}}
+    for count in (1, 4):
+        batch, model = {"sequences": 4, "length": 32, "accumulation": count}, MODEL | {"attention_dropout": 0.0}
+        _train(configured(name=f"in-{count}", batch=batch, model={"config": model}, **plain))
+    whole, parts = loops
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-4)
+    weights = [[p.detach() for p in loop.components.model.parameters()] for loop in loops]
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-6)
+
+
+def test_saves_and_validations_are_no_time_of_steps(
+    configured: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("lightstep.trainer.loop.time.perf_counter", lambda: now)
+    nothing: Any = None
+    loop = Loop(configured(), nothing, nothing, nothing)
+
+    def save() -> None:
+        nonlocal now
+        now += 100
+
+    loop._restart_clock()
+    now, loop.step = 2.0, 2
+    loop._untimed(save)
+    assert (loop._tokens_per_second(), loop.step_ms) == (4 * 32, 1000)
 
 
 # -- resuming
