@@ -33,7 +33,7 @@ def name_lost_ranks() -> None:
         return
     with suppress(RuntimeError):
         store = _connect()
-        store.delete_key(_report(dist.get_rank()))  # of an earlier group of this process
+        store.delete_key(_report(dist.get_rank()))  # of an earlier group, maybe of a process before a restart
         store.set(_host(dist.get_rank()), socket.gethostname())
     if sys.excepthook is not _excepthook:
         _earlier_hooks.append(sys.excepthook)
@@ -92,7 +92,7 @@ def _connect() -> dist.Store:
     client = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False, timeout=REPORTING
     )
-    return dist.PrefixStore(f"lightstep-lost-ranks-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", client)
+    return dist.PrefixStore("lightstep-lost-ranks", client)
 
 
 def _report(rank: int) -> str:

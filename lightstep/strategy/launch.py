@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
+import uuid
 
 import torch
 import torch.distributed as dist
@@ -35,24 +37,38 @@ def start_process_group(why: str) -> None:
     _initialise("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
-_groups_in_agent_store = 0
-"""How many groups this process has initialised with torchrun's store."""
-
-
 def _initialise(backend: str) -> None:
-    """Initialise the group. From the second one on, it gets a prefix of its own in torchrun's store.
+    """Initialise the group, in torchrun's store under a prefix that no group before has used.
 
-    The store keeps the addresses of groups that have ended.
+    That store lasts as long as torchrun. It has the addresses of this process's earlier groups, and after a restart
+    those of processes that have ended.
     """
-    global _groups_in_agent_store
-    in_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    _groups_in_agent_store += in_agent_store
-    if not in_agent_store or _groups_in_agent_store == 1:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend)
         return
     store, rank, world_size = next(rendezvous("env://"))
-    store = dist.PrefixStore(f"lightstep-{_groups_in_agent_store}", store)
+    store = dist.PrefixStore(f"lightstep-{_fresh_prefix(store, rank, world_size)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def _fresh_prefix(store: dist.Store, rank: int, world_size: int) -> str:
+    """Rank 0's new prefix, on every rank.
+
+    An answer is to a question that this process alone has asked, so it is not one that an earlier process got. Rank 0
+    answers until it has been heard: what it answers first may be a question of a process that has ended.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"lightstep-question-{rank}", own)
+        prefix = store.get(f"lightstep-answer-{own}").decode()
+        store.set(f"lightstep-heard-{prefix}-{rank}", "")
+        return prefix
+    for other in range(1, world_size):
+        while not store.check([f"lightstep-heard-{own}-{other}"]):
+            question = store.get(f"lightstep-question-{other}").decode()
+            store.set(f"lightstep-answer-{question}", own)
+            time.sleep(0.01)
+    return own
 
 
 def _command() -> str:

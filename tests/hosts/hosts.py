@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ ADDRESSES = ("10.213.0.1", "10.213.0.2")
 RANKS = 2
 """Ranks of each host."""
 LINK = "link0"
-_PORT = 29400
+PORT = 29400
 
 
 @functools.cache
@@ -43,6 +43,17 @@ def why_not() -> str | None:
         text=True,
     )
     return made.stderr.strip() or "unshare failed" if made.returncode else None
+
+
+@functools.cache
+def lacks_discipline(name: str) -> str | None:
+    """Why links cannot have a queueing discipline here (``tbf``, ``netem``); ``None`` if they can."""
+    if shutil.which("tc") is None:
+        return "tc not found"
+    made = subprocess.run(
+        ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *name.split()], capture_output=True, text=True
+    )
+    return made.stderr.strip() or "tc failed" if made.returncode else None
 
 
 class Hosts:
@@ -73,7 +84,8 @@ class Hosts:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for holder in self._holders:
+        for host, holder in enumerate(self._holders):
+            self.kill(host)
             holder.kill()
         for holder in self._holders:
             holder.wait()
@@ -85,6 +97,22 @@ class Hosts:
     def set_link(self, state: str) -> None:
         """``"up"`` or ``"down"``: a link that is down drops what is sent, and neither side is told."""
         self.on(1, "ip", "link", "set", LINK, state)
+
+    @contextlib.contextmanager
+    def slow_link(self, *discipline: str) -> Iterator[None]:
+        """The link delays, or drops, what either host sends, as a queueing discipline of ``tc`` says."""
+        for host in range(len(NAMES)):
+            self.on(host, "tc", "qdisc", "add", "dev", LINK, "root", *discipline)
+        try:
+            yield
+        finally:
+            for host in range(len(NAMES)):
+                self.on(host, "tc", "qdisc", "del", "dev", LINK, "root")
+
+    def held_back(self) -> int:
+        """How often the discipline of the first host's end of the link has delayed or dropped packets."""
+        told = _run(*self._inside(0), "tc", "-s", "-j", "qdisc", "show", "dev", LINK)
+        return sum(int(each["drops"]) + int(each["overlimits"]) for each in json.loads(told))
 
     def run(self, check: Callable[..., Any], **arguments: Any) -> list[Any]:
         """What ``check(rank, world_size, **arguments)`` returned, by rank.
@@ -107,7 +135,10 @@ class Hosts:
         answers = self.folder / f"answers-{time.monotonic_ns()}"
         answers.mkdir()
         program = [f"{check.__module__}:{check.__qualname__}", json.dumps(arguments), str(answers), str(timeout_s)]
-        processes = [self._torchrun(host, answers, program) for host in range(len(NAMES))]
+        processes = [
+            self.torchrun(host, answers, ["-m", "tests.hosts.rank", *program], rdzv_conf=f"is_host={1 - host}")
+            for host in range(len(NAMES))
+        ]
         try:
             yield Run(answers, processes)
         finally:
@@ -116,23 +147,58 @@ class Hosts:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def _torchrun(self, host: int, answers: Path, program: list[str]) -> subprocess.Popen[bytes]:
+    def torchrun(
+        self,
+        host: int,
+        answers: Path,
+        program: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        launcher: str = "torch.distributed.run",
+        **changes: Any,
+    ) -> subprocess.Popen[bytes]:
+        """torchrun on one host. Its output is added to a log in ``answers``, whose name is that of the run.
+
+        Args:
+            launcher: a module with torchrun's options.
+            changes: options of torchrun, with underscores.
+        """
         options = {
             "nnodes": len(NAMES),
-            "nproc-per-node": RANKS,
-            "rdzv-backend": "c10d",
-            "rdzv-endpoint": f"{ADDRESSES[0]}:{_PORT}",
-            "rdzv-id": answers.name,
-            "rdzv-conf": f"is_host={1 - host}",
-            "local-addr": ADDRESSES[host],
+            "nproc_per_node": RANKS,
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": f"{ADDRESSES[0]}:{PORT}",
+            "rdzv_id": answers.name,
+            "local_addr": ADDRESSES[host],
+            **changes,
         }
-        arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-        command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "tests.hosts.rank", *program]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": LINK, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        with (answers / f"{NAMES[host]}.log").open("wb") as log:
+        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        command = [sys.executable, "-m", launcher, *arguments, *program]
+        return self.start(host, answers / f"{NAMES[host]}.log", command, environment)
+
+    def start(
+        self, host: int, log: Path, command: list[str], environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on a host, in a session of its own. Its output is added to ``log``."""
+        defaults = {"GLOO_SOCKET_IFNAME": LINK, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        variables = {**os.environ, **defaults, **(environment or {})}
+        with log.open("ab") as output:
             return subprocess.Popen(
-                [*self._inside(host), *command], env=environment, stdout=log, stderr=log, start_new_session=True
+                [*self._inside(host), *command], env=variables, stdout=output, stderr=output, start_new_session=True
             )
+
+    def kill(self, host: int, spared: Collection[int] = ()) -> None:
+        """Kill all processes of a host at once, as when its power fails.
+
+        Args:
+            spared: processes that stay, as if they were on a third host.
+        """
+        network = os.readlink(f"/proc/{self._holders[host].pid}/ns/net")
+        for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            if process in {self._holders[host].pid, *spared}:
+                continue
+            with contextlib.suppress(OSError):  # it has ended
+                if os.readlink(f"/proc/{process}/ns/net") == network:
+                    os.kill(process, signal.SIGKILL)
 
     def _inside(self, host: int) -> list[str]:
         where = ["--net", "--uts", "--mount", f"--wd={os.getcwd()}"]
@@ -203,7 +269,8 @@ def _hold(name: str, disk: Path, shared_path: Path) -> subprocess.Popen[bytes]:
     return holder
 
 
-def _run(*command: str) -> None:
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

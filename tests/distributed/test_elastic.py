@@ -1,0 +1,116 @@
+"""Ranks are killed: torchrun starts them again, and the run ends with the bits of one that nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.distributed.test_trainer_ranks import _contents
+from tests.elastic_run import Options
+from tests.measure_kills import FORKING, Found, Kill, OneHost, run_with_kills, uninterrupted
+from tests.patience import PATIENCE
+from tests.unit.test_trainer import MODEL
+
+KILLS = [
+    Kill(rank=1, phase="forward", delay=0, steps=1),
+    Kill(rank=0, phase="save", delay=0.01, steps=2),
+    Kill(rank=1, phase="backward", delay=0, steps=1),
+    Kill(rank=0, phase="step", delay=0, steps=4),
+    Kill(rank=1, phase="save", delay=0.03, steps=1),
+]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_kills_in_every_phase(tmp_path: Path, asynchronous: bool) -> None:
+    def options(name: str) -> Options:
+        places = [tmp_path / name / kind for kind in ("checkpoints", "notes")]
+        for place in places:
+            place.mkdir(parents=True)
+        return Options(*map(str, places), steps=40, asynchronous=asynchronous)
+
+    cluster, found = OneHost(tmp_path, FORKING), Found()
+    try:
+        expected = uninterrupted(cluster, options("whole"))
+        run_with_kills(cluster, options("killed"), expected, KILLS, found)
+    finally:
+        cluster.close()
+    assert len(found.kills) == len(KILLS)
+    assert all(kill.from_newest and kill.equal for kill in found.kills), found.kills
+    assert found.equal_ends == 1
+    assert {path.name for path in (tmp_path / "killed/checkpoints").iterdir()} == {"step-39", "step-40"}
+
+
+LATE = """
+import os, time
+import lightstep, torch
+
+restarts, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
+if restarts and rank == 0:
+    time.sleep(2)  # until the other rank has looked in the store for the first one's address
+with lightstep.Strategy.load("ddp") as strategy:
+    strategy.start()
+    torch.distributed.all_reduce(torch.ones(1))
+    if not restarts:
+        os._exit(rank)  # the second rank fails
+"""
+
+
+def test_a_restarted_rank_does_not_look_for_one_that_has_ended(tmp_path: Path) -> None:
+    """torchrun's store still has the addresses of the first try."""
+    (tmp_path / "late.py").write_text(LATE)
+    ended = _torchrun(["--max-restarts=1", str(tmp_path / "late.py")], tmp_path).wait(PATIENCE)
+    assert ended == 0, (tmp_path / "log").read_text()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text that says {n * n % 97}\n" for n in range(200)))
+    values: dict[str, Any] = {
+        "output": str(tmp_path / "runs"),
+        "model": {"config": MODEL},
+        "data": str(tmp_path / "text.txt"),
+        "strategy": "fsdp2",
+        "steps": 60,
+        "batch": {"sequences": 4, "length": 32},
+        "validation": {"sequences": 4},
+        "checkpoint": {"every": 4, "keep": 100},
+        "sample": None,
+        "trackers": [],
+    }
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path / "train.yaml"
+
+
+def test_lightstep_train_goes_on_by_itself(config: Path, tmp_path: Path) -> None:
+    program = ["-m", "lightstep", "train", str(config), "--resume", "auto"]
+    whole = _torchrun([*program, "--set", "name=whole"], tmp_path)
+    assert whole.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
+    killed = _torchrun(["--max-restarts=1", *program, "--set", "name=killed"], tmp_path)
+    end = time.monotonic() + PATIENCE
+    while not (tmp_path / "runs/killed/checkpoint-8").exists():
+        assert killed.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
+        time.sleep(0.01)
+    os.kill(_children(killed.pid)[-1], signal.SIGKILL)
+    assert killed.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
+    assert "continuing from" in (tmp_path / "log").read_text()
+    runs = [tmp_path / "runs" / name / "checkpoint-60" for name in ("whole", "killed")]
+    assert _contents(runs[0]) == _contents(runs[1])
+
+
+def _torchrun(arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+
+def _children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
