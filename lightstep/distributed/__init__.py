@@ -19,7 +19,7 @@ from lightstep.distributed.groups import (
     role_group,
     world_size,
 )
-from lightstep.distributed.lost_ranks import LostRankError, name_lost_ranks
+from lightstep.distributed.lost_ranks import LostRankError, is_failed_collective, name_lost_ranks
 from lightstep.distributed.matrices import MatrixExchange, MatrixTransfer, Rows, rows_of
 from lightstep.distributed.norms import NormReduction
 from lightstep.distributed.ranks import Ranks, RemoteRankError
@@ -57,6 +57,7 @@ __all__ = [
     "gather_tensor",
     "initialized",
     "is_divided",
+    "is_failed_collective",
     "is_sharded",
     "layout_of",
     "let_gloo_finish_at_exit",

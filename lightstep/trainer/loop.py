@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightstep.checkpoint import CheckpointError, latest_checkpoint
 from lightstep.checkpoint.background import PendingSave
 from lightstep.chunked_loss import whole_loss
-from lightstep.distributed import Ranks, world_size
+from lightstep.distributed import Ranks, is_failed_collective, world_size
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.plan.report import peak_memory
@@ -35,6 +35,7 @@ class Interrupt:
     """Within this context a signal is recorded instead of raised, so that steps and saves are not interrupted.
 
     A second signal ends the process at once, except under torchrun, which forwards signals its workers already got.
+    So does a collective that fails after a signal: torchrun ends the ranks that are left when one is gone.
     """
 
     def __init__(self) -> None:
@@ -48,13 +49,18 @@ class Interrupt:
             self._previous = {}
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._restore()
+        if self._received and error is not None and is_failed_collective(error):
+            signal.raise_signal(self._received)
+
+    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._received and "RANK" not in os.environ:
-            self.__exit__()
+            self._restore()
             signal.raise_signal(number)
         self._received = self._received or number
 

@@ -90,6 +90,7 @@ def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: 
         ConfigError: a setting in the file is wrong.
         CheckpointError: a checkpoint could not be written; the one before it is kept.
     """
+    _check_restarts(resume)
     with _quiet_transformers(), load_strategy(config) as strategy:
         join(strategy)
         together = Ranks().together  # an error on one rank is raised on all: none keeps waiting
@@ -152,6 +153,16 @@ def join(strategy: Strategy) -> None:
         raise ConfigError(
             f"torchrun started {started} processes, and strategy {strategy.name} is for one; "
             "choose a sharded strategy (sharding.kind ddp, fsdp2 or deepspeed) or start without torchrun"
+        )
+
+
+def _check_restarts(resume: bool | Literal["auto"]) -> None:
+    """Refuse a run that would begin anew whenever torchrun starts it again."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and not resume:
+        raise ConfigError(
+            f"torchrun starts the ranks again if one fails (--max-restarts {restarts}), and the run would begin anew; "
+            "add --resume auto to lightstep train, or leave --max-restarts out"
         )
 
 

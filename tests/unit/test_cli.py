@@ -310,6 +310,24 @@ def _signal_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("noted", [True, False], ids=["after a signal", "without one"])
+def test_a_collective_that_fails_after_a_signal_ends_at_once(noted: bool) -> None:
+    """torchrun ends the ranks that are left when one is gone, and waits for them before it starts them again."""
+
+    def fail() -> None:
+        with Interrupt():
+            if noted:
+                signal.raise_signal(signal.SIGINT)
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    own = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt if noted else RuntimeError):
+            fail()
+    finally:
+        signal.signal(signal.SIGINT, own)
+
+
 # -- paths
 
 

@@ -413,6 +413,14 @@ def test_resuming_with_other_settings_or_text_warns(
     assert loops[-1].components.scheduler.base_lrs == [0.01]
 
 
+def test_a_run_that_torchrun_would_begin_anew_is_refused(
+    configured: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ConfigError, match=r"\(--max-restarts 3\), and the run would begin anew; add --resume auto"):
+        train(configured())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
