@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, HSDP, load, same_weights, train, weights_of
-from tests.hosts.hosts import NAMES, Hosts
+from tests.hosts.hosts import NAMES, Hosts, lacks_discipline
 
 STREAM = {"backend": "stream", "ring_mib": 1}
 OVERLAP = {"backend": "stream", "update": "overlap", "ring_mib": 1}
@@ -33,10 +34,11 @@ def _groups(model: Any) -> list[dict[str, Any]]:
     return [matrices, {"params": [p for p in parameters if p.dim() != 2]}]
 
 
-def check_weights(rank: int, world_size: int) -> dict[str, Any]:
-    """The weights of all cases after two steps, the host's name, and which hosts share HSDP's shards with this rank."""
+def check_weights(rank: int, world_size: int, cases: Sequence[str] = tuple(CASES)) -> dict[str, Any]:
+    """The weights of the cases after two steps, the host's name, and which hosts share HSDP's shards with this rank."""
     found: dict[str, Any] = {"host": socket.gethostname()}
-    for case, options in CASES.items():
+    for case in cases:
+        options = CASES[case]
         sections = {key: value for key, value in options.items() if key == "optimizer_state"}
         strategy = load(options["sharding"], clipping={"max_norm": 0.5}, **sections)
         torch.manual_seed(0)
@@ -86,3 +88,22 @@ def test_weights(case: str, on_one_host: list[dict[str, Any]], on_two_hosts: lis
 
 def test_hsdp_shards_within_a_host(on_two_hosts: list[dict[str, Any]]) -> None:
     assert [rank["shards on"] for rank in on_two_hosts] == [[NAMES[0]] * 2] * 2 + [[NAMES[1]] * 2] * 2
+
+
+SLOW = {
+    "1 Mbit/s": "tbf rate 1mbit burst 4kb limit 32kb",
+    "20 ms, and 2 % is lost": "netem delay 20ms loss 2%",
+}
+
+
+@pytest.mark.parametrize("discipline", SLOW.values(), ids=SLOW)
+def test_weights_over_a_slow_link(hosts: Hosts, on_one_host: list[dict[str, Any]], discipline: str) -> None:
+    if reason := lacks_discipline(discipline):
+        pytest.skip(f"the link cannot be made slow: tc qdisc add {discipline}: {reason}")
+    with hosts.slow_link(*discipline.split()):
+        found = hosts.run(check_weights, cases=["fsdp2-stream-overlap", "hsdp"])
+        held_back = hosts.held_back()
+    assert held_back > 0
+    for one, two in zip(on_one_host, found, strict=True):
+        for case in ("fsdp2-stream-overlap", "hsdp"):
+            same_weights(two[case], one[case])
