@@ -68,8 +68,6 @@ class Killed:
 
     phase: str
     """What the rank was doing when it ended."""
-    saving: bool
-    """Whether a checkpoint was being written."""
     host: bool
     seconds: float
     """From the kill to the end of the first step after it."""
@@ -90,10 +88,10 @@ class Found:
     def __str__(self) -> str:
         seconds = [kill.seconds for kill in self.kills]
         phases = Counter(kill.phase for kill in self.kills)
-        hosts, saving = sum(kill.host for kill in self.kills), sum(kill.saving for kill in self.kills)
+        hosts = sum(kill.host for kill in self.kills)
         newest, equal = sum(kill.from_newest for kill in self.kills), sum(kill.equal for kill in self.kills)
         lines = [
-            f"kills {len(self.kills)}, of a host {hosts}, while a checkpoint was written {saving}; in "
+            f"kills {len(self.kills)}, of a host {hosts}; in "
             + ", ".join(f"{phase} {count}" for phase, count in phases.items()),
             f"resumes {len(self.kills)}, of the newest whole checkpoint {newest}, equal {equal}",
             f"runs {self.runs}, equal ends {self.equal_ends}",
@@ -268,13 +266,11 @@ def _carry_out(kill: Kill, cluster: Any, options: Options, expected: dict[int, i
         os.kill(place.process, signal.SIGKILL)
     else:
         cluster.kill_host(kill.host)
-    saving = any(folder.glob(".*.saving-*"))
     died = place_of(notes, kill.rank)
     newest = latest_checkpoint(folder)
     step = wait_for_step(lambda step: step.started > began, cluster, notes)
     return Killed(
         died.phase if died is not None else place.phase,
-        saving,
         kill.host is not None,
         step.time - began,
         newest is None or step.resumed >= int(newest.name.removeprefix("step-")),

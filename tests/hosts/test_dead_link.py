@@ -31,6 +31,7 @@ def check_failure(rank: int, world_size: int, disk: str, what: str) -> None:
         else:
             for _ in range(1000):
                 run.train()
+                (answers / f"trains{rank}").touch()
     finally:
         (answers / f"seconds{rank}").write_text(f"{time.monotonic() - started}")
 
@@ -43,9 +44,14 @@ SECOND = (
 
 @pytest.mark.parametrize("what", ["step", "save", "hsdp"])
 def test_the_link_goes_down(hosts: Hosts, what: str) -> None:
+    """``step``: at any moment of training. Else before the next step, or the save, begins."""
     with hosts.started(check_failure, timeout_s=TIMEOUT_S, disk=str(hosts.disk), what=what) as run:
         for rank in range(4):
             run.wait(f"ready{rank}")
+        if what == "step":
+            (run.answers / "go").touch()
+            for rank in range(4):
+                run.wait(f"trains{rank}")
         hosts.set_link("down")
         try:
             (run.answers / "go").touch()
