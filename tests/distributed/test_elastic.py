@@ -78,7 +78,7 @@ def config(tmp_path: Path) -> Path:
         "model": {"config": MODEL},
         "data": str(tmp_path / "text.txt"),
         "strategy": "fsdp2",
-        "steps": 60,
+        "steps": 40,
         "batch": {"sequences": 4, "length": 32},
         "validation": {"sequences": 4},
         "checkpoint": {"every": 4, "keep": 100},
@@ -101,7 +101,7 @@ def test_lightstep_train_goes_on_by_itself(config: Path, tmp_path: Path) -> None
     os.kill(_children(killed.pid)[-1], signal.SIGKILL)
     assert killed.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
     assert "continuing from" in (tmp_path / "log").read_text()
-    runs = [tmp_path / "runs" / name / "checkpoint-60" for name in ("whole", "killed")]
+    runs = [tmp_path / "runs" / name / "checkpoint-40" for name in ("whole", "killed")]
     assert _contents(runs[0]) == _contents(runs[1])
 
 
