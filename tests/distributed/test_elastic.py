@@ -39,13 +39,15 @@ def test_kills_in_every_phase(tmp_path: Path, asynchronous: bool) -> None:
     cluster, found = OneHost(tmp_path, FORKING), Found()
     try:
         expected = uninterrupted(cluster, options("whole"))
-        run_with_kills(cluster, options("killed"), expected, KILLS, found)
+        while len(found.kills) < len(KILLS):  # a run may end before its time has come on a busy machine
+            run_with_kills(cluster, options(f"killed-{found.runs}"), expected, KILLS[len(found.kills) :], found)
     finally:
         cluster.close()
-    assert len(found.kills) == len(KILLS)
     assert all(kill.from_newest and kill.equal for kill in found.kills), found.kills
-    assert found.equal_ends == 1
-    assert {path.name for path in (tmp_path / "killed/checkpoints").iterdir()} == {"step-39", "step-40"}
+    assert found.equal_ends == found.runs
+    for number in range(found.runs):
+        left = {path.name for path in (tmp_path / f"killed-{number}/checkpoints").iterdir()}
+        assert left == {"step-39", "step-40"}
 
 
 LATE = """
@@ -95,7 +97,7 @@ def test_lightstep_train_goes_on_by_itself(config: Path, tmp_path: Path) -> None
     assert whole.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
     killed = _torchrun(["--max-restarts=1", *program, "--set", "name=killed"], tmp_path)
     end = time.monotonic() + PATIENCE
-    while not (tmp_path / "runs/killed/checkpoint-8").exists():
+    while not (tmp_path / "runs/killed/checkpoint-4").exists():
         assert killed.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
         time.sleep(0.01)
     os.kill(_children(killed.pid)[-1], signal.SIGKILL)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.elastic_run import Options, steps_of
 from tests.hosts.hosts import Hosts
-from tests.measure_kills import FORKING, Found, Kill, TwoHosts, checksums, run_with_kills, wait_for_step
+from tests.measure_kills import FORKING, Found, Kill, TwoHosts, run_with_kills, uninterrupted, wait_for_step
 
 KILLS = [
     Kill(rank=0, phase="backward", delay=0, steps=2, host=0),
@@ -19,11 +19,10 @@ KILLS = [
 STEPS = 18
 
 
-@pytest.fixture
-def options(tmp_path: Path) -> Options:
-    places = [tmp_path / kind for kind in ("checkpoints", "notes")]
+def options_in(folder: Path) -> Options:
+    places = [folder / kind for kind in ("checkpoints", "notes")]
     for place in places:
-        place.mkdir()
+        place.mkdir(parents=True)
     return Options(*map(str, places), steps=STEPS)
 
 
@@ -41,20 +40,18 @@ def elastic(hosts: Hosts, tmp_path: Path) -> Iterator[TwoHosts]:
     cluster.close()
 
 
-def test_a_host_comes_back(fixed: TwoHosts, options: Options, tmp_path: Path) -> None:
-    whole = replace(options, folder=str(tmp_path / "whole"), notes=str(tmp_path / "whole"))
-    (tmp_path / "whole").mkdir()
-    fixed.start(whole)
-    assert fixed.wait() == 0, fixed.logs()
-    found = Found()
-    run_with_kills(fixed, options, checksums(steps_of(tmp_path / "whole")), KILLS, found)
-    assert len(found.kills) == len(KILLS)
+def test_a_host_comes_back(fixed: TwoHosts, tmp_path: Path) -> None:
+    expected, found = uninterrupted(fixed, options_in(tmp_path / "whole")), Found()
+    while len(found.kills) < len(KILLS):  # a run may end before its time has come on a busy machine
+        left = KILLS[len(found.kills) :]
+        run_with_kills(fixed, options_in(tmp_path / f"killed-{found.runs}"), expected, left, found)
     assert all(kill.from_newest and kill.equal for kill in found.kills), found.kills
-    assert found.equal_ends == 1
+    assert found.equal_ends == found.runs
 
 
-def test_a_run_goes_on_with_fewer_hosts_and_then_with_more(elastic: TwoHosts, options: Options) -> None:
+def test_a_run_goes_on_with_fewer_hosts_and_then_with_more(elastic: TwoHosts, tmp_path: Path) -> None:
     """What is loaded has the bits of what was saved, and the loss goes on as it was."""
+    options = options_in(tmp_path)
     notes = Path(options.notes)
     elastic.start(replace(options, steps=100_000))
     saved = wait_for_step(lambda step: step.ranks == 2 and step.number > options.save_every, elastic, notes)
