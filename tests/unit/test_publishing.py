@@ -20,6 +20,7 @@ from lightstep import Strategy, TransformersEngine, WeightInfo, WeightTransferEr
 from lightstep.rollout.transport import Bucket
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.covering import every_pair
+from tests.patience import PATIENCE
 from tests.reference.tiny_model import TinyModel, loss_of
 from tests.rollout_servers import FakeServer
 from tests.unit.test_rollout_servers import KINDS, Training, both
@@ -332,14 +333,16 @@ def test_servers_that_die_while_training_goes_on_serve_a_whole_set_or_nothing(ki
 def test_servers_change_while_a_set_is_on_its_way() -> None:
     training = Training("vllm", servers=1)
     (first,) = training.fakes
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
 
     def before(path: str) -> None:
         if path == "/start_weight_update":
-            assert gate.wait(10)
+            begun.set()
+            assert gate.wait(PATIENCE)
 
     first.before = before
     training.strategy.publish_weights(training.model, to=training.servers, wait=False)
+    assert begun.wait(PATIENCE)
     second: FakeServer = KINDS["vllm"][0](training.initial, 10.0)
     training.servers.add(second.url)
     training.fakes.append(second)
