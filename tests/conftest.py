@@ -38,6 +38,21 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models have several units, as large ones have."""
+    monkeypatch.setattr("lightstep.state.units.CUT_ELEMENTS", 64)
+    monkeypatch.setattr("lightstep.state.units.SMALL_UNIT", 1 << 10)
+    monkeypatch.setattr("lightstep.state.ring_plan.RingPlan.BULK_UNIT", 1 << 12)
+    monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1 << 7)
+
+
+@pytest.fixture
+def inputs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of recomputed blocks rest on the host, however small they are."""
+    monkeypatch.setattr("lightstep.state.host_activations.HostActivations.SMALLEST", 1)
+
+
 def pytest_collection_finish() -> None:
     """The collector, which some tests call, need not look at a million objects of imported modules each time."""
     gc.collect()

@@ -56,6 +56,9 @@ def _fresh_prefix(store: dist.Store, rank: int, world_size: int) -> str:
 
     An answer is to a question that this process alone has asked, so it is not one that an earlier process got. Rank 0
     answers until it has been heard: what it answers first may be a question of a process that has ended.
+
+    Raises:
+        RuntimeError: a rank has not answered within the store's time limit.
     """
     own = uuid.uuid4().hex
     if rank:
@@ -63,8 +66,15 @@ def _fresh_prefix(store: dist.Store, rank: int, world_size: int) -> str:
         prefix = store.get(f"lightstep-answer-{own}").decode()
         store.set(f"lightstep-heard-{prefix}-{rank}", "")
         return prefix
+    limit: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs lack it
+    end = time.monotonic() + limit
     for other in range(1, world_size):
         while not store.check([f"lightstep-heard-{own}-{other}"]):
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"rank {other} has not joined the process group within {limit:g} s: its process ended, "
+                    "or the network to it is down"
+                )
             question = store.get(f"lightstep-question-{other}").decode()
             store.set(f"lightstep-answer-{question}", own)
             time.sleep(0.01)

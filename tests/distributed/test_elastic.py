@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 
+from lightstep.strategy import launch
 from tests.distributed.test_trainer_ranks import _contents
 from tests.elastic_run import Options
 from tests.measure_kills import FORKING, Found, Kill, OneHost, run_with_kills, uninterrupted
@@ -70,6 +73,15 @@ def test_a_restarted_rank_does_not_look_for_one_that_has_ended(tmp_path: Path) -
     (tmp_path / "late.py").write_text(LATE)
     ended = _torchrun(["--max-restarts=1", str(tmp_path / "late.py")], tmp_path).wait(PATIENCE)
     assert ended == 0, (tmp_path / "log").read_text()
+
+
+def test_a_rank_that_asked_and_then_ended_is_named() -> None:
+    """The first rank does not answer it for ever."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
+    store.set("lightstep-question-1", "of a process that has ended")
+    with pytest.raises(RuntimeError, match=r"rank 1 has not joined the process group within 0\.3 s"):
+        launch._fresh_prefix(store, rank=0, world_size=2)
 
 
 @pytest.fixture

@@ -9,12 +9,10 @@ import torch
 
 from tests.covering import every_pair, every_value
 from tests.gpu.test_next_forward_gpu import Training
-from tests.unit.test_homes_and_times import HOMES, LIMITS, TIMES, expected_of, make, small_units
+from tests.unit.test_homes_and_times import HOMES, LIMITS, TIMES, expected_of, make
 from tests.unit.test_next_forward import assert_same
 
-__all__ = ["small_units"]
-
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("small_units")]
 
 
 @every_pair(home=HOMES, time=TIMES, limit=LIMITS, parameters=["bfloat16", "float16", "float32"])

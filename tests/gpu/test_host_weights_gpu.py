@@ -15,12 +15,10 @@ from lightstep.bench.llama import Llama, LlamaShape
 from tests.covering import every_pair
 from tests.gpu.test_next_forward_gpu import Training
 from tests.unit.test_homes_and_times import HOMES, LIMITS
-from tests.unit.test_host_weights import TIMES, clean, inputs_leave, make, small_units
+from tests.unit.test_host_weights import TIMES, clean, make
 from tests.unit.test_next_forward import assert_same
 
-__all__ = ["inputs_leave", "small_units"]
-
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("small_units")]
 
 
 @every_pair(

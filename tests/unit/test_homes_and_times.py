@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightstep.state import units as units_module
-from lightstep.state.ring_plan import RingPlan
 from lightstep.state.schema import Managed
 from tests import stores
 from tests.covering import every_pair, every_value
@@ -26,13 +24,7 @@ TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
 LIMITS = {"clipped": 0.3, "not clipped": 1e3}
 
 
-@pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny models have several units, as large ones have."""
-    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
-    monkeypatch.setattr(units_module, "SMALL_UNIT", 1 << 10)
-    monkeypatch.setattr(RingPlan, "BULK_UNIT", 1 << 12)
-    monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1 << 7)
+pytestmark = pytest.mark.usefixtures("small_units")
 
 
 def make(home: str, time: str, limit: str, parameters: str, kind: type[Training] = Training) -> Training:

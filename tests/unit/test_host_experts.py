@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.sharding.weight_visits import VisitOrder
-from lightstep.state import units as units_module
-from lightstep.state.host_activations import HostActivations
 from lightstep.state.host_weights import Field, HostWeights, WeightGroup
-from lightstep.state.ring_plan import RingPlan
 from tests.covering import every_pair
 from tests.distributed.models import CLASSES, VOCABULARY
 from tests.reference.tiny_models import CONVERTED
@@ -26,17 +23,7 @@ from tests.unit.test_next_forward import Training, assert_same
 EXPERTS, BLOCKS = 4, 3
 
 
-@pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
-    monkeypatch.setattr(units_module, "SMALL_UNIT", 1 << 10)
-    monkeypatch.setattr(RingPlan, "BULK_UNIT", 1 << 12)
-    monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1 << 7)
-
-
-@pytest.fixture
-def inputs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostActivations, "SMALLEST", 1)
+pytestmark = pytest.mark.usefixtures("small_units")
 
 
 class Expert(nn.Module):

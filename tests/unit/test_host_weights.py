@@ -15,10 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lightstep import Strategy
 from lightstep.sharding.weight_average import WeightAverage
-from lightstep.state import units as units_module
-from lightstep.state.host_activations import HostActivations
 from lightstep.state.host_weights import HostWeights, WeightGroup
-from lightstep.state.ring_plan import RingPlan
 from tests.covering import every_pair
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.unit.test_homes_and_times import HOMES, LIMITS
@@ -27,17 +24,7 @@ from tests.unit.test_next_forward import Training, assert_same
 TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
 
 
-@pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
-    monkeypatch.setattr(units_module, "SMALL_UNIT", 1 << 10)
-    monkeypatch.setattr(RingPlan, "BULK_UNIT", 1 << 12)
-    monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1 << 7)
-
-
-@pytest.fixture
-def inputs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostActivations, "SMALLEST", 1)
+pytestmark = pytest.mark.usefixtures("small_units")
 
 
 def make(
