@@ -97,32 +97,32 @@ class StandIn:
 
 
 class _Generating(FakeServer):
+    """Tells which weights it would generate with."""
+
     def answer(self, process: Process, path: str, payload: dict[str, Any]) -> Any:
         if path == "/weights" or (path == "/answer" and not process.paused):
-            return {name: _checksum(tensor) for name, tensor in process.weights.items()}
+            return {name: checksum(tensor) for name, tensor in process.weights.items()}
         if path == "/answer":
             raise Refusal(503, "paused")
         return super().answer(process, path, payload)
 
 
-class _GeneratingVllm(_Generating, FakeVllm):
+class GeneratingVllm(_Generating, FakeVllm):
     pass
 
 
-class _GeneratingSglang(_Generating, FakeSglang):
+class GeneratingSglang(_Generating, FakeSglang):
     pass
 
 
-def _checksum(tensor: Tensor) -> str:
+def checksum(tensor: Tensor) -> str:
     return str(zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
 
 
 def _serve(kind: str, port: int) -> None:
     torch.set_num_threads(1)
     weights = {name: tensor.bfloat16() for name, tensor in made_model().state_dict().items()}
-    server = {"vllm": _GeneratingVllm, "sglang": _GeneratingSglang}[kind](weights, timeout_s=LIMIT)
-    server._http.shutdown()
-    server._http = server._start(port)
+    {"vllm": GeneratingVllm, "sglang": GeneratingSglang}[kind](weights, timeout_s=LIMIT, port=port)
     threading.Event().wait()
 
 

@@ -82,6 +82,8 @@ class FakeServer:
         weights: the model's, by the names that the engine has for them.
         timeout_s: for a broadcast.
         device: of what is received.
+        address: of the interface that requests come by.
+        port: 0 for any.
 
     Attributes:
         calls: the paths that were asked for, in order.
@@ -92,7 +94,13 @@ class FakeServer:
     has_plugin = True
 
     def __init__(
-        self, weights: dict[str, Tensor], timeout_s: float = 10.0, workers: int = 1, device: torch.device = CPU
+        self,
+        weights: dict[str, Tensor],
+        timeout_s: float = 10.0,
+        workers: int = 1,
+        device: torch.device = CPU,
+        address: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
         self.process = Process(_copied(weights))
         self.workers, self._timeout, self.device = workers, timeout_s, device
@@ -100,7 +108,8 @@ class FakeServer:
         self.before: Callable[[str], object] = lambda path: None
         self._links: dict[str, list[WeightLink]] = {}  # of each worker, by group
         self._unread: list[Exception | None] = []  # answers of the second worker
-        self._http = self._start(0)
+        self._address = address
+        self._http = self._start(port)
 
     @property
     def port(self) -> int:
@@ -108,7 +117,7 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self._address}:{self.port}"
 
     def _start(self, port: int) -> ThreadingHTTPServer:
         server, process = self, self.process
@@ -140,7 +149,7 @@ class FakeServer:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        http = ThreadingHTTPServer((server._address, port), Handler)
         http.daemon_threads = True
         threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
         return http

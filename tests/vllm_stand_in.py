@@ -19,9 +19,7 @@ class Generating(FakeVllm):
 
     def __init__(self, folder: Path, port: int) -> None:
         self._model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        super().__init__({name: p.detach() for name, p in self._model.named_parameters()}, timeout_s=60.0)
-        self._http.shutdown()
-        self._http = self._start(port)
+        super().__init__({name: p.detach() for name, p in self._model.named_parameters()}, timeout_s=60.0, port=port)
 
     def answer(self, process: Process, path: str, payload: dict[str, Any]) -> Any:
         if path == "/health":

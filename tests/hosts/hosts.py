@@ -90,9 +90,13 @@ class Hosts:
         for holder in self._holders:
             holder.wait()
 
-    def on(self, host: int, *command: str) -> None:
-        """Run a command on a host."""
-        _run(*self._inside(host), *command)
+    def on(self, host: int, *command: str) -> str:
+        """Run a command on a host. Returns its output.
+
+        Raises:
+            OSError: it failed.
+        """
+        return _run(*self._inside(host), *command)
 
     def set_link(self, state: str) -> None:
         """``"up"`` or ``"down"``: a link that is down drops what is sent, and neither side is told."""
@@ -111,7 +115,7 @@ class Hosts:
 
     def held_back(self) -> int:
         """How often the discipline of the first host's end of the link has delayed or dropped packets."""
-        told = _run(*self._inside(0), "tc", "-s", "-j", "qdisc", "show", "dev", LINK)
+        told = self.on(0, "tc", "-s", "-j", "qdisc", "show", "dev", LINK)
         return sum(int(each["drops"]) + int(each["overlimits"]) for each in json.loads(told))
 
     def run(self, check: Callable[..., Any], **arguments: Any) -> list[Any]:
@@ -124,20 +128,27 @@ class Hosts:
             return run.results()
 
     @contextlib.contextmanager
-    def started(self, check: Callable[..., Any], timeout_s: float = PATIENCE, **arguments: Any) -> Iterator[Run]:
+    def started(
+        self,
+        check: Callable[..., Any],
+        timeout_s: float = PATIENCE,
+        on: Sequence[int] = range(len(NAMES)),
+        **arguments: Any,
+    ) -> Iterator[Run]:
         """torchrun on both hosts, which calls ``check(rank, world_size, **arguments)`` on every rank.
 
         Args:
             check: importable.
             timeout_s: of one collective.
+            on: the hosts; with the first one.
             arguments: as JSON has them.
         """
         answers = self.folder / f"answers-{time.monotonic_ns()}"
         answers.mkdir()
         program = [f"{check.__module__}:{check.__qualname__}", json.dumps(arguments), str(answers), str(timeout_s)]
+        module = ["-m", "tests.hosts.rank", *program]
         processes = [
-            self.torchrun(host, answers, ["-m", "tests.hosts.rank", *program], rdzv_conf=f"is_host={1 - host}")
-            for host in range(len(NAMES))
+            self.torchrun(host, answers, module, rdzv_conf=f"is_host={1 - host}", nnodes=len(on)) for host in on
         ]
         try:
             yield Run(answers, processes)
@@ -245,7 +256,7 @@ class Run:
         Raises:
             AssertionError: with every failed rank's traceback.
         """
-        outcomes = [self.outcome(rank) for rank in range(len(NAMES) * RANKS)]
+        outcomes = [self.outcome(rank) for rank in range(len(self._processes) * RANKS)]
         failures = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
         assert not failures, "\n".join(failures)
         return [value for _, value in outcomes]
