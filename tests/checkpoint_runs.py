@@ -10,14 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.checkpoint import save
+from lightstep.checkpoint import CheckpointError, save
 from lightstep.checkpoint.background import finish_pending
 from tests.patience import PATIENCE
 from tests.reference.pair import scale_for, strategy_values
@@ -38,16 +37,55 @@ def values_of(model: nn.Module) -> set[float]:
     return {float(x) for parameter in model.parameters() for x in parameter.detach().flatten()}
 
 
-def trained(backend: str, steps: int = 2, **changes: Any) -> tuple[Any, nn.Module, Any]:
-    strategy = lightstep.Strategy.load({"optimizer_state": {"backend": backend}, **changes})
-    torch.manual_seed(0)
-    model = strategy.prepare_model(nn.Linear(5, 3))
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
-    for step in range(steps):
-        torch.manual_seed(10 + step)
-        optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
-        optimizer.step()
-    return strategy, model, optimizer
+class Run:
+    """A small run under a strategy, whose steps are the same every time."""
+
+    def __init__(
+        self,
+        backend: str = "resident",
+        steps: int = 2,
+        module: nn.Module | None = None,
+        lr: float = 1e-2,
+        **changes: Any,
+    ) -> None:
+        self.strategy = lightstep.Strategy.load({"optimizer_state": {"backend": backend}, **changes})
+        torch.manual_seed(0)
+        self.model = self.strategy.prepare_model(nn.Linear(5, 3) if module is None else module)
+        self.optimizer: Any = self.make_optimizer(lr)
+        self.steps = 0
+        self.train(steps)
+
+    def make_optimizer(self, lr: float) -> Any:
+        return self.strategy.create_optimizer(self.model, torch.optim.AdamW, lr=lr)
+
+    def backward(self) -> None:
+        width, chance = next(self.model.parameters()).shape[-1], torch.Generator().manual_seed(10 + self.steps)
+        rows = torch.randn(4, width, generator=chance).to(self.strategy.device, torch.bfloat16)
+        loss = self.model(rows).float().square().sum()
+        self.optimizer.backward(loss) if hasattr(self.optimizer, "backward") else loss.backward()
+        self.steps += 1
+
+    def train(self, steps: int = 1) -> Run:
+        for _ in range(steps):
+            self.backward()
+            self.optimizer.step()
+        return self
+
+    def save(self, path: Any, **options: Any) -> Any:
+        return self.strategy.save_checkpoint(path, self.model, self.optimizer, **options)
+
+    def load(self, path: Any, **options: Any) -> dict[str, Any]:
+        return self.strategy.load_checkpoint(path, self.model, self.optimizer, **options)
+
+    def content(self) -> dict[str, Tensor]:
+        return content(self.model, self.optimizer)
+
+
+class PlainRun(Run):
+    """With an optimizer of torch."""
+
+    def make_optimizer(self, lr: float) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
 
 
 def tiny_run(parameters: str = "bfloat16", steps: int = 3) -> tuple[Any, Any, Any]:
@@ -63,28 +101,31 @@ def tiny_run(parameters: str = "bfloat16", steps: int = 3) -> tuple[Any, Any, An
     return strategy, model, optimizer
 
 
-def partly_frozen(backend: str, steps: int, frozen_in_groups: bool) -> tuple[Any, nn.Module, Any]:
+class PartlyFrozen(Run):
     """The first of two layers is frozen. Groups of the previous version held no frozen parameters."""
-    strategy = lightstep.Strategy.load({"optimizer_state": {"backend": backend}})
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    model[0].requires_grad_(False)
-    model = strategy.prepare_model(model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = None if frozen_in_groups else [{"params": trainable}]
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, param_groups=groups, lr=1e-2 / (1 + steps))
-    for step in range(steps):
-        torch.manual_seed(10 + step)
-        optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
-        optimizer.step()
-    return strategy, model, optimizer
+
+    def __init__(self, backend: str, steps: int, frozen_in_groups: bool) -> None:
+        self.frozen_in_groups = frozen_in_groups
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+        model[0].requires_grad_(False)
+        super().__init__(backend, steps, model, lr=1e-2 / (1 + steps))
+
+    def make_optimizer(self, lr: float) -> Any:
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        groups = None if self.frozen_in_groups else [{"params": trainable}]
+        return self.strategy.create_optimizer(self.model, torch.optim.AdamW, param_groups=groups, lr=lr)
 
 
 def content(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    optimizer.synchronize()
-    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """Weights and state, whole, on the CPU."""
+    getattr(optimizer, "synchronize", lambda: None)()
+    found = {}
     for name, parameter in model.named_parameters():
-        found |= {f"{name}.{k}": torch.as_tensor(v).clone() for k, v in optimizer.state.get(parameter, {}).items()}
+        for key, value in {"weight": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
+            value = torch.as_tensor(value)
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[name if key == "weight" else f"{name}.{key}"] = whole.cpu().clone()
     return found
 
 
@@ -112,17 +153,6 @@ class Adapted(nn.Module):
         return self.norm(self.base(rows)) + self.adapter(rows)
 
 
-def adapted(steps: int, backend: str = "resident", **arguments: Any) -> tuple[Any, Adapted, Any]:
-    strategy = lightstep.Strategy.load({"optimizer_state": {"backend": backend}})
-    model = strategy.prepare_model(Adapted(**arguments))
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
-    for step in range(steps):
-        torch.manual_seed(step)
-        optimizer.backward(model(torch.randn(4, 6, dtype=torch.bfloat16)).float().square().sum())
-        optimizer.step()
-    return strategy, model, optimizer
-
-
 class Tied(nn.Module):
     def __init__(self, tie: bool = True) -> None:
         super().__init__()
@@ -142,6 +172,21 @@ class Tied(nn.Module):
 
 def contents(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
+
+
+def write_user_files(folder: Path) -> None:
+    (folder / "templates").mkdir(parents=True, exist_ok=True)
+    (folder / "eval" / "empty").mkdir(parents=True, exist_ok=True)
+    for file in ("notes.txt", "templates/mine.jinja", "eval/model.safetensors"):
+        (folder / file).write_text("mine")
+    if not (folder / "link").is_symlink():
+        (folder / "link").symlink_to(folder.parent, target_is_directory=True)
+
+
+def has_user_files(folder: Path) -> bool:
+    files = ("notes.txt", "templates/mine.jinja", "eval/model.safetensors")
+    whole = all((folder / file).read_text() == "mine" for file in files)
+    return whole and (folder / "eval" / "empty").is_dir() and (folder / "link").is_symlink()
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -173,18 +218,20 @@ class limited_file_size:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
-def dies_at(operation: int, where: Path, work: Callable[[], object]) -> bool:
-    """Do the work in a forked child that dies without a word at its n-th file operation in ``where``.
+def dies_at(operation: int, where: Path, work: Callable[[], object]) -> str:
+    """Do the work in a forked child that dies without a word at its n-th change of a file in ``where``.
 
-    Returns whether it got that far.
+    Returns:
+        ``"died"``, or ``"ended"`` before it got that far.
     """
     child = os.fork()
     if child == 0:
         remaining = [operation]
 
         def watch(event: str, args: tuple[Any, ...]) -> None:
-            changes = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
-            if event in changes and str(where) in f"{args[0]!r} {args[1:2]!r}":
+            changes = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+            writes = event == "open" and (args[1] != "rb" if args[1] else args[2] & (os.O_WRONLY | os.O_RDWR))
+            if (event in changes or writes) and str(where) in f"{args[0]!r} {args[1:2]!r}":
                 remaining[0] -= 1
                 if remaining[0] == 0:
                     os._exit(9)
@@ -195,9 +242,35 @@ def dies_at(operation: int, where: Path, work: Callable[[], object]) -> bool:
         except BaseException:
             os._exit(1)
         os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, 9)
-    return code == 9
+    return {9: "died", 0: "ended"}[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+
+
+def fails_at(number: int, error: BaseException, work: Callable[[], object]) -> str:
+    """Do the work, in which the n-th call that flushes, renames or makes a folder raises.
+
+    Returns:
+        ``"raised"``, ``"went on"`` without an error of its own, or ``"ended"`` before it got that far.
+    """
+    calls = [0]
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == number:
+                raise error
+            return call(*args, **kwargs)
+
+        return failing
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "replace", "mkdir"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        try:
+            work()
+        except (CheckpointError, KeyboardInterrupt) as caught:
+            assert caught is error or str(caught).endswith(": No space left on device")
+            return "raised"
+    return "went on" if calls[0] >= number else "ended"
 
 
 @pytest.fixture
@@ -216,21 +289,3 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 DISK_IS_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def failing_calls(name: str, error: BaseException = DISK_IS_FULL) -> Iterator[Any]:
-    """Patches of ``os.name`` whose n-th call raises, for every n that the work in the block reaches."""
-    real = getattr(os, name)
-    for number in range(50):
-        calls = [0]
-
-        def failing(*args: Any, number: int = number, calls: list[int] = calls, **kwargs: Any) -> Any:
-            calls[0] += 1
-            if calls[0] == number + 1:
-                raise error
-            return real(*args, **kwargs)
-
-        yield mock.patch.object(os, name, failing)
-        if calls[0] <= number:
-            assert number > 0, f"{name} was never called"
-            return

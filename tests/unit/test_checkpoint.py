@@ -32,15 +32,14 @@ from lightstep.checkpoint.formats import read_checkpoint
 from lightstep.checkpoint.optimizer_state import OptimizerContent
 from tests.checkpoint_runs import (
     OLD,
+    Adapted,
+    PartlyFrozen,
+    Run,
     Tied,
-    adapted,
-    content,
     held,
     model_of,
-    partly_frozen,
     same,
     tiny_run,
-    trained,
     values_of,
 )
 from tests.covering import every_pair, every_value
@@ -243,18 +242,16 @@ def test_gradients_of_an_unfinished_step_are_in_no_checkpoint(
     tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A save says so; a load drops those of the weights that it replaces."""
-    strategy, model, optimizer = trained(backend)
     ends = []
     for unfinished in (False, True):
+        run = Run(backend)
         if unfinished:
-            optimizer.backward(model(torch.ones(4, 5, dtype=torch.bfloat16)).float().sum())
-        strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+            run.backward()
+        run.save(tmp_path / "a")
         assert ("saved between backward() and step()" in caplog.text) == unfinished
-        strategy.load_checkpoint(tmp_path / "a", model, optimizer)
-        optimizer.backward(model(torch.full((4, 5), 2.0, dtype=torch.bfloat16)).float().sum())
-        optimizer.step()
-        ends.append(content(model, optimizer))
-        strategy.load_checkpoint(tmp_path / "a", model, optimizer)
+        run.load(tmp_path / "a")
+        run.steps = 5
+        ends.append(run.train().content())
     same(*ends)
 
 
@@ -356,39 +353,38 @@ def test_groups_are_matched_by_name_and_told_when_they_were_one(
 def test_groups_with_and_without_frozen_parameters_load_each_other(
     tmp_path: Path, backend: str, saved_with: bool
 ) -> None:
-    strategy, model, optimizer = partly_frozen(backend, 3, saved_with)
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
-    other, model2, optimizer2 = partly_frozen(backend, 1, not saved_with)
-    other.load_checkpoint(tmp_path / "a", model2, optimizer2)
-    same(content(model2, optimizer2), content(model, optimizer))
-    assert optimizer2.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    assert all(p not in optimizer2.state for p in model2[0].parameters())
+    run, other = PartlyFrozen(backend, 3, saved_with), PartlyFrozen(backend, 1, not saved_with)
+    run.save(tmp_path / "a")
+    other.load(tmp_path / "a")
+    same(other.content(), run.content())
+    assert other.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
+    assert all(p not in other.optimizer.state for p in other.model[0].parameters())
 
 
 def test_a_frozen_base_that_was_saved_in_fp32_gets_no_masters(tmp_path: Path) -> None:
     whole = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     save_checkpoint(tmp_path / "a", whole, torch.optim.AdamW(whole.parameters()))
-    strategy, model, optimizer = partly_frozen("resident", 1, frozen_in_groups=True)
-    strategy.load_checkpoint(tmp_path / "a", model, optimizer)
-    masters = [optimizer.parameter_state(p).get("master") for p in model.parameters()]
+    run = PartlyFrozen("resident", 1, frozen_in_groups=True)
+    run.load(tmp_path / "a")
+    masters = [run.optimizer.parameter_state(p).get("master") for p in run.model.parameters()]
     assert [master is not None for master in masters] == [False, False, True, True]
     assert torch.equal(masters[2], whole[1].weight)
 
 
 @every_value(backend=BACKENDS, how=["checkpoint", "state dict"])
 def test_masters_in_the_file_follow_an_edit_after_a_load(tmp_path: Path, backend: str, how: str) -> None:
-    strategy, model, optimizer = trained(backend)
+    run = Run(backend)
     if how == "checkpoint":
-        strategy.save_checkpoint(tmp_path / "a", model, optimizer)
-        strategy.load_checkpoint(tmp_path / "a", model, optimizer)
+        run.save(tmp_path / "a")
+        run.load(tmp_path / "a")
     else:
-        optimizer.load_state_dict(optimizer.state_dict())
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
     with torch.no_grad():
-        model.weight.mul_(3)
-    strategy.save_checkpoint(tmp_path / "b", model, optimizer)
+        run.model.weight.mul_(3)
+    run.save(tmp_path / "b")
     saved = read_checkpoint(tmp_path / "b")
-    assert torch.equal(saved.weights["weight"].read(), model.weight)
-    assert torch.equal(saved.entries["weight"]["master"].read(), model.weight.float())
+    assert torch.equal(saved.weights["weight"].read(), run.model.weight)
+    assert torch.equal(saved.entries["weight"]["master"].read(), run.model.weight.float())
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -471,54 +467,59 @@ def stored(folder: Path) -> set[str]:
     return {key.removeprefix("model.") for key in json.loads((folder / "tensors.json").read_text())["tensors"]}
 
 
+def adapted(steps: int, backend: str = "resident", **arguments: Any) -> Run:
+    return Run(backend, steps, Adapted(**arguments))
+
+
 @every_value(backend=BACKENDS, tied=[False, True])
 def test_of_an_adapter_only_what_is_trained_is_saved(
     tmp_path: Path, backend: str, tied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strategy, model, optimizer = adapted(3, backend, tied=tied)
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    run, other, third = (
+        adapted(3, backend, tied=tied),
+        adapted(1, backend, tied=tied),
+        adapted(0, backend, base="org/other", seed=5, tied=tied),
+    )
+    run.save(tmp_path / "a")
     assert {name.split(".")[0] for name in stored(tmp_path / "a")} == {"adapter", "norm", "optimizer"}
     assert not stored(tmp_path / "a") & {"base.weight", "base.bias", "norm.weight"}
     base = json.loads((tmp_path / "a" / "lightstep.json").read_text())["base"]
     assert base["name"] == "org/base" and base["shapes"]["base.weight"] == [6, 6]
     assert any("the frozen base (org/base) is not in it" in note for note in read_checkpoint(tmp_path / "a").notes)
-
-    other, model2, optimizer2 = adapted(1, backend, tied=tied)
-    other.load_checkpoint(tmp_path / "a", model2, optimizer2)
-    same(content(model2, optimizer2), content(model, optimizer))
-    assert torch.equal(model2.norm.running_mean, model.norm.running_mean)
+    other.load(tmp_path / "a")
+    same(other.content(), run.content())
+    assert torch.equal(other.model.norm.running_mean, run.model.norm.running_mean)
     assert all(record.levelno < logging.WARNING for record in caplog.records)
-
-    third, model3, optimizer3 = adapted(0, backend, base="org/other", seed=5, tied=tied)
-    frozen = model3.base.weight.clone()
-    third.load_checkpoint(tmp_path / "a", model3, optimizer3)
-    assert torch.equal(model3.base.weight, frozen) and torch.equal(model3.adapter.weight, model.adapter.weight)
+    frozen = third.model.base.weight.clone()
+    third.load(tmp_path / "a")
+    assert torch.equal(third.model.base.weight, frozen)
+    assert torch.equal(third.model.adapter.weight, run.model.adapter.weight)
     assert "trained on 'org/base', and the model's base is 'org/other'" in caplog.text
 
 
-@pytest.mark.parametrize("frozen_now", [False, True])
-@pytest.mark.parametrize("options", [{}, {"trainable_only": False}, {"weights_only": True}, "the model alone"])
+@every_pair(
+    options=[{}, {"trainable_only": False}, {"weights_only": True}, "the model alone"], frozen_now=[False, True]
+)
 def test_what_was_trained_is_saved_and_loaded_and_the_base_when_asked_for(
     tmp_path: Path, options: Any, frozen_now: bool
 ) -> None:
     """Also what is frozen when it is saved, and when it is loaded."""
-    strategy, model, optimizer = adapted(2)
-    model.adapter.weight.requires_grad_(not frozen_now)
+    run, other = adapted(2), adapted(0, seed=5)
+    for model in (run.model, other.model):
+        model.adapter.weight.requires_grad_(not frozen_now)
     if options == "the model alone":
-        strategy.save_checkpoint(tmp_path / "a", model)
+        save_checkpoint(tmp_path / "a", run.model)
     else:
-        strategy.save_checkpoint(tmp_path / "a", model, optimizer, **options)
-    is_whole = options == {"trainable_only": False}
+        run.save(tmp_path / "a", **options)
+    is_whole, frozen = options == {"trainable_only": False}, other.model.base.weight.clone()
     assert "adapter.weight" in stored(tmp_path / "a") and ("base.weight" in stored(tmp_path / "a")) == is_whole
-    other, model2, optimizer2 = adapted(0, seed=5)
-    model2.adapter.weight.requires_grad_(not frozen_now)
-    frozen = model2.base.weight.clone()
     if options in ({}, {"trainable_only": False}):
-        other.load_checkpoint(tmp_path / "a", model2, optimizer2, trainable_only=True)
-        assert torch.equal(model2.adapter.weight, model.adapter.weight) and torch.equal(model2.base.weight, frozen)
-    other.load_checkpoint(tmp_path / "a", model2, optimizer2)
-    assert torch.equal(model2.adapter.weight, model.adapter.weight)
-    assert torch.equal(model2.base.weight, model.base.weight if is_whole else frozen)
+        other.load(tmp_path / "a", trainable_only=True)
+        assert torch.equal(other.model.adapter.weight, run.model.adapter.weight)
+        assert torch.equal(other.model.base.weight, frozen)
+    other.load(tmp_path / "a")
+    assert torch.equal(other.model.adapter.weight, run.model.adapter.weight)
+    assert torch.equal(other.model.base.weight, run.model.base.weight if is_whole else frozen)
 
 
 # -- earlier versions --------------------------------------------------------------------------------------------------
@@ -526,17 +527,16 @@ def test_what_was_trained_is_saved_and_loaded_and_the_base_when_asked_for(
 
 @every_value(name=["stream", "fsdp2-2"], backend=BACKENDS)
 def test_checkpoints_of_the_previous_version_load_to_the_same_bits(name: str, backend: str) -> None:
-    strategy, model, optimizer = trained(backend, steps=1)
-    scheduler = lr_scheduler.LinearLR(optimizer, 0.5, total_iters=10)
-    assert strategy.load_checkpoint(OLD / name, model, optimizer, scheduler) == {"epoch": 3}
-    same(content(model, optimizer), load_file(OLD / f"{name}.safetensors"))
-    assert scheduler.last_epoch == 3 and optimizer.param_groups[0]["lr"] == pytest.approx(0.0065)
+    run = Run(backend, steps=1)
+    scheduler = lr_scheduler.LinearLR(run.optimizer, 0.5, total_iters=10)
+    assert run.load(OLD / name, scheduler=scheduler) == {"epoch": 3}
+    same(run.content(), load_file(OLD / f"{name}.safetensors"))
+    assert scheduler.last_epoch == 3 and run.optimizer.param_groups[0]["lr"] == pytest.approx(0.0065)
 
 
 def test_a_checkpoint_has_what_the_previous_version_reads(tmp_path: Path) -> None:
     """The files and keys of format 1; the manifest has the sizes that the writers saw."""
-    strategy, model, optimizer = trained("stream")
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    Run("stream").save(tmp_path / "a")
     old, new = (json.loads((folder / "lightstep.json").read_text()) for folder in (OLD / "stream", tmp_path / "a"))
     assert old["format"] == new["format"] and old["files"].keys() == new["files"].keys() and new.keys() == old.keys()
     indices = [json.loads((folder / "tensors.json").read_text()) for folder in (OLD / "stream", tmp_path / "a")]
@@ -598,12 +598,12 @@ def test_loaded_state_is_handed_over_parameter_by_parameter(tmp_path: Path, monk
 def test_a_load_reads_once_where_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, times: int
 ) -> None:
-    strategy, model, optimizer = trained("resident")
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    run = Run()
+    run.save(tmp_path / "a")
     read, places = tensors.read_chunk, []
     monkeypatch.setattr(tensors, "read_chunk", lambda *where: places.append(where[1]) or read(*where))
     monkeypatch.setattr("lightstep.checkpoint.load.available_bytes", lambda: 3 * room)
-    strategy.load_checkpoint(tmp_path / "a", model, optimizer)
+    run.load(tmp_path / "a")
     assert {places.count(key) for key in places} == {times}
 
 

@@ -31,8 +31,7 @@ from lightstep.checkpoint import (
 )
 from lightstep.checkpoint.layout import seal
 from lightstep.cli import app
-from tests import faults
-from tests.checkpoint_runs import content, flip, model_of, same, trained, values_of
+from tests.checkpoint_runs import Run, flip, model_of, same, values_of
 from tests.covering import every_value
 from tests.faults import forge
 from tests.reference.pair import BACKENDS
@@ -65,13 +64,11 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
 def test_damage_in_any_file_is_found_and_changes_nothing(tmp_path: Path, name: str, backend: str, scheme: str) -> None:
     """By verify; and by a load of what it reads (all but torch's index, of which it knows the size)."""
     folder = f"{scheme}{tmp_path}/step"
-    strategy, model, optimizer = trained(backend, steps=4)
-    strategy.save_checkpoint(folder, model, optimizer)
+    Run(backend, steps=4).save(folder)
     (file,) = (tmp_path / "step").rglob(name)
-    before = file.read_bytes()
-    strategy, model, optimizer = trained(backend)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=10)
-    expected, drawn = content(model, optimizer), torch.get_rng_state()
+    before, run = file.read_bytes(), Run(backend)
+    scheduler = torch.optim.lr_scheduler.LinearLR(run.optimizer, 0.5, total_iters=10)
+    expected, drawn = run.content(), torch.get_rng_state()
     for damage, change in DAMAGE.items():
         changed = change(before)
         file.unlink()
@@ -85,22 +82,15 @@ def test_damage_in_any_file_is_found_and_changes_nothing(tmp_path: Path, name: s
             assert any(name in text for text in verified.damage), damage
         if name != ".metadata" or len(changed or b"") != len(before):
             with pytest.raises(CheckpointError, match=r"step was not loaded: ") as raised:
-                strategy.load_checkpoint(folder, model, optimizer, scheduler)
+                run.load(folder, scheduler=scheduler)
             assert name in str(raised.value), damage
-            same(content(model, optimizer), expected)
+            same(run.content(), expected)
             assert torch.equal(torch.get_rng_state(), drawn), damage
         if len(changed or b"") != len(before):
             assert latest_checkpoint(f"{scheme}{tmp_path}") is None, damage
         file.write_bytes(before)
-    strategy.save_checkpoint(tmp_path / "other", model, optimizer)  # no refused load has marked the model
-    strategy.load_checkpoint(folder, model, optimizer)
-
-
-def test_every_sector_and_random_bits(tmp_path: Path) -> None:
-    """``python -m tests.faults`` tries more of them."""
-    for counts in (faults.cut_and_zeroed(tmp_path), faults.flipped_bits(tmp_path, 15)):
-        assert counts.pop("tried") > 60
-        assert not any(counts.values()), counts
+    run.save(tmp_path / "other")  # no refused load has marked the model
+    run.load(folder)
 
 
 # -- what the error says -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightstep import Strategy
 from lightstep.checkpoint import (
     CheckpointError,
     export_model,
@@ -23,12 +23,12 @@ from lightstep.checkpoint import (
 )
 from lightstep.checkpoint.formats import convert_checkpoint, describe_checkpoint
 from lightstep.extras import MissingLibraryError
-from tests.checkpoint_runs import Adapted, Tied, Unloadable, contents, model_of, partly_frozen, trained, values_of
+from tests.checkpoint_runs import Adapted, PartlyFrozen, Run, Tied, Unloadable, contents, model_of, values_of
 from tests.faults import forge
 from tests.patience import PATIENCE
 from tests.reference.pair import BACKENDS, same_tree
 
-Run = tuple[nn.Module, torch.optim.Optimizer | None]
+Trained = tuple[nn.Module, torch.optim.Optimizer | None]
 
 # -- loads of what does not fit ----------------------------------------------------------------------------------------
 
@@ -43,18 +43,18 @@ def layers(value: float = 1.0, **changes: nn.Module) -> nn.Sequential:
     return model
 
 
-def counted(dtype: torch.dtype) -> Run:
+def counted(dtype: torch.dtype) -> Trained:
     """A whole number that an 8-bit buffer cannot hold."""
     model = layers()
     model[1].num_batches_tracked = torch.tensor(99, dtype=dtype)
     return model, None
 
 
-def adam(model: nn.Module, parameters: nn.Module | None = None, kind: Any = torch.optim.AdamW) -> Run:
+def adam(model: nn.Module, parameters: nn.Module | None = None, kind: Any = torch.optim.AdamW) -> Trained:
     return model, kind((parameters or model).parameters())
 
 
-def sgd(*groups: int, model: Any = None) -> Run:
+def sgd(*groups: int, model: Any = None) -> Trained:
     """A group for the first so many layers, and so on."""
     model = model or layers()
     parts, each = [list(layer.parameters()) for layer in model], iter(range(3))
@@ -66,30 +66,33 @@ def sgd(*groups: int, model: Any = None) -> Run:
     )
 
 
-def changed(model: nn.Module, **modules: nn.Module | None) -> Run:
+def changed(model: nn.Module, **modules: nn.Module | None) -> Trained:
     for name, module in modules.items():
         setattr(model, name, module)
     return model, None
 
 
-def frozen_in_part(steps: int, in_groups: bool, thawed: bool = False) -> Run:
-    _, model, optimizer = partly_frozen("resident", 0 if thawed else steps, in_groups)
+def frozen_in_part(steps: int, in_groups: bool, thawed: bool = False) -> Trained:
+    run = PartlyFrozen("resident", 0 if thawed else steps, in_groups)
     if thawed:
-        model[0].requires_grad_(True)
-        optimizer = Strategy.load("resident").create_optimizer(model, torch.optim.AdamW)
-        for _ in range(steps):
-            optimizer.backward(model(torch.ones(4, 5, dtype=torch.bfloat16)).float().sum())
-            optimizer.step()
-    return model, optimizer
+        run.model[0].requires_grad_(True)
+        run.optimizer = run.strategy.create_optimizer(run.model, torch.optim.AdamW)
+        run.train(steps)
+    return run.model, run.optimizer
 
 
-def with_nan() -> Run:
-    _, model, optimizer = trained("resident", steps=4)
-    optimizer.state[model.weight]["exp_avg_sq"].view(-1)[-1] = torch.nan
-    return model, optimizer
+def with_nan() -> Trained:
+    run = Run(steps=4)
+    run.optimizer.state[run.model.weight]["exp_avg_sq"].view(-1)[-1] = torch.nan
+    return run.model, run.optimizer
 
 
-MISFITS: dict[str, tuple[Callable[[], Run], Callable[[], Run], str]] = {
+def fresh(backend: str) -> Trained:
+    run = Run(backend)
+    return run.model, run.optimizer
+
+
+MISFITS: dict[str, tuple[Callable[[], Trained], Callable[[], Trained], str]] = {
     "a weight of another shape, and two more": (
         lambda: (layers(), None),
         lambda: (layers(_2=nn.Linear(4, 3), _3=nn.Linear(1, 1)), None),
@@ -164,7 +167,7 @@ MISFITS: dict[str, tuple[Callable[[], Run], Callable[[], Run], str]] = {
     **{
         f"state with NaN into {backend}": (
             with_nan,
-            lambda backend=backend: trained(backend)[1:],  # type: ignore[misc]
+            partial(fresh, backend),
             r"state 'exp_avg_sq' of weight holds 1 NaN .*load an",
         )
         for backend in BACKENDS

@@ -6,10 +6,10 @@ import errno
 import os
 import random
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,24 @@ from lightstep.checkpoint.background import finish_pending
 from lightstep.checkpoint.layout import remove_checkpoint
 from lightstep.checkpoint.storage import location
 from lightstep.checkpoint.verify import is_undamaged
-from tests.checkpoint_runs import DISK_IS_FULL, contents, dies_at, model_of, trained, values_of
+from tests.checkpoint_runs import (
+    DISK_IS_FULL,
+    Run,
+    contents,
+    dies_at,
+    model_of,
+    values_of,
+    write_user_files,
+)
+from tests.covering import every_pair
+
+STORAGES = ["", "file://", "memory://"]
 
 
-@pytest.fixture(params=["", "file://", "memory://"], ids=["folder", "file", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+@pytest.fixture
+def run(tmp_path: Path, storage: str) -> Iterator[str]:
     """A run's folder, or a URL."""
-    yield f"memory://{uuid.uuid4().hex}" if request.param == "memory://" else f"{request.param}{tmp_path}/run"
+    yield f"memory://{uuid.uuid4().hex}" if storage == "memory://" else f"{storage}{tmp_path}/run"
     fsspec.filesystem("memory").store.clear()
 
 
@@ -79,7 +90,7 @@ ROTATIONS: dict[str, list[tuple[int, dict[str, Any], list[int]]]] = {
 }
 
 
-@pytest.mark.parametrize("what", ROTATIONS)
+@every_pair(what=ROTATIONS, storage=STORAGES)
 def test_what_a_save_keeps(run: str, what: str) -> None:
     for number, options, expected in ROTATIONS[what]:
         saved(run, number, **options)
@@ -92,10 +103,11 @@ def test_only_checkpoints_of_the_same_name_are_removed_and_no_users_files(tmp_pa
     for name in ("step-0", "step-01b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights.distcp").write_text("of another library")
-    (tmp_path / "step-2" / "notes.txt").write_text("precious")
+    write_user_files(tmp_path / "step-2")
     saved(tmp_path, 4, keep_last=1)
     assert contents(tmp_path) == ["other-1", "step-0", "step-01b", "step-2", "step-4"]
-    assert contents(tmp_path / "step-2") == ["notes.txt"] and contents(tmp_path / "step-0") == ["weights.distcp"]
+    assert contents(tmp_path / "step-0") == ["weights.distcp"]
+    assert contents(tmp_path / "step-2") == ["eval", "link", "notes.txt", "templates"]
 
 
 # before: which are damaged, keep_last; after a save that fails; after one that succeeds
@@ -109,8 +121,7 @@ ROOM: dict[str, tuple[list[int], int, list[int], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("what", ROOM)
-@pytest.mark.parametrize("asynchronous", [False, True])
+@every_pair(what=ROOM, storage=STORAGES, asynchronous=[False, True])
 def test_a_full_disk_with_a_lower_number_makes_room(
     run: str, what: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +147,7 @@ def test_a_full_disk_with_a_lower_number_makes_room(
     assert left(run) == after_success
 
 
+@pytest.mark.parametrize("storage", STORAGES)
 def test_the_manifest_is_written_last_and_older_checkpoints_go_after_it(
     run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +173,7 @@ def test_a_crash_at_any_moment_of_a_rotation_leaves_a_whole_one(tmp_path: Path) 
     for number in range(2, 14):
         if not folder.exists():
             saved(folder, 1)
-        died += dies_at(seed.randrange(1, 26), folder, lambda number=number: saved(folder, number, keep_last=1))
+        died += dies_at(seed.randrange(1, 18), folder, partial(saved, folder, number, keep_last=1)) == "died"
         newest = latest_checkpoint(folder)
         assert newest is not None and is_undamaged(newest)
         load_checkpoint(newest, model := model_of(0.0))
@@ -172,6 +184,7 @@ def test_a_crash_at_any_moment_of_a_rotation_leaves_a_whole_one(tmp_path: Path) 
 # -- which is the newest -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("storage", STORAGES)
 def test_the_newest_is_the_one_saved_last_whatever_the_clock_says(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert latest_checkpoint(run) is None
     for hours, number in enumerate((9, 10, 7)):  # the last one of a run that went back and saved again
@@ -196,43 +209,25 @@ def test_what_is_incomplete_is_not_the_newest_and_what_a_crash_renamed_may_be(tm
 
 def test_the_newest_has_optimizer_state_if_any_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A model that was saved alone afterwards (``best``), or weights alone, is not what a run continues from."""
-    strategy, model, optimizer = trained("resident")
-    strategy.save_checkpoint(tmp_path / "weights", model, optimizer, weights_only=True)
+    run = Run()
+    saves = {
+        "weights": lambda: run.save(tmp_path / "weights", weights_only=True),
+        "best": lambda: save_checkpoint(tmp_path / "best", run.model),
+    }
+    saves["weights"]()
     assert latest_checkpoint(tmp_path) is None
-    strategy.save_checkpoint(tmp_path / "best", model)
+    saves["best"]()
     assert latest_checkpoint(tmp_path) == tmp_path / "best"
-    strategy.save_checkpoint(tmp_path / "step-1", model, optimizer)
-    for name, options in (("best", {}), ("weights", {"weights_only": True})):
-        strategy.save_checkpoint(tmp_path / name, model, *([] if not options else [optimizer]), **options)
+    run.save(tmp_path / "step-1")
+    for name, save_again in saves.items():
+        save_again()
         assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
-        strategy.load_checkpoint(tmp_path / name, model)
+        load_checkpoint(tmp_path / name, run.model)
         assert f"{name} holds no optimizer state" not in caplog.text
-        strategy.load_checkpoint(tmp_path / name, model, optimizer)
+        run.load(tmp_path / name)
         assert f"{name} holds no optimizer state; only its weights were loaded" in caplog.text
     sizes = [sum(file.stat().st_size for file in (tmp_path / n).glob("*.distcp")) for n in ("weights", "step-1")]
     assert sizes[0] < sizes[1] / 2
-
-
-def test_looking_for_the_newest_beside_a_process_that_rotates(tmp_path: Path) -> None:
-    looks = threading.Semaphore(0)
-
-    def rotate() -> None:
-        for number in range(15):
-            saved(tmp_path, number)
-            looks.acquire()  # not faster than somebody looks, and beside the looks
-            if number >= 2:
-                remove_checkpoint(tmp_path / f"step-{number - 2}")
-
-    thread = threading.Thread(target=rotate)
-    thread.start()
-    try:
-        while thread.is_alive():
-            latest_checkpoint(tmp_path)
-            looks.release()
-    finally:
-        looks.release(15)
-        thread.join()
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-14"
 
 
 def test_what_is_removed_during_a_look_was_not_the_newest_any_more(
