@@ -8,6 +8,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.checkpoint import CheckpointError, save
+from lightstep.checkpoint import CheckpointError, load, save
 from lightstep.checkpoint.background import finish_pending
 from tests.patience import PATIENCE
 from tests.reference.pair import scale_for, strategy_values
@@ -122,16 +123,19 @@ def content(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     getattr(optimizer, "synchronize", lambda: None)()
     found = {}
     for name, parameter in model.named_parameters():
-        for key, value in {"weight": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
-            value = torch.as_tensor(value)
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        entries = {"weight": parameter.detach()}
+        if parameter in optimizer.state:
+            entries |= optimizer.state[parameter]
+        for key, value in entries.items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
             found[name if key == "weight" else f"{name}.{key}"] = whole.cpu().clone()
     return found
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    assert all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items())
+    others = [n for n, value in expected.items() if found[n].dtype != value.dtype or not torch.equal(found[n], value)]
+    assert not others
 
 
 class Adapted(nn.Module):
@@ -202,6 +206,26 @@ def flip(file: Path, bit: int) -> None:
 
 class Unloadable:
     """What a weights-only load refuses."""
+
+
+@contextmanager
+def at_read(call: int, fault: Callable[[], object]) -> Iterator[None]:
+    """At the first read everything is only tried, at the second weights are loaded, at the third state."""
+    read, calls = load.read_tensors, []
+
+    def faulty(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == call:
+            fault()
+        read(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(load, "read_tensors", faulty)
+        yield
+
+
+def broken_disk() -> Any:
+    raise OSError(5, "Input/output error")
 
 
 class limited_file_size:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import resource
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,21 +16,31 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import lightstep
 from lightstep import CheckpointError, WeightAverage
-from lightstep.checkpoint import export_model, load, load_checkpoint, save, save_checkpoint
+from lightstep.checkpoint import save
 from lightstep.distributed import local_tensor
-from tests.checkpoint_runs import OLD, Adapted, Tied, Unloadable, contents, limited_file_size, same
+from tests.checkpoint_runs import (
+    DISK_IS_FULL,
+    OLD,
+    Adapted,
+    Run,
+    Unloadable,
+    at_read,
+    broken_disk,
+    content,
+    contents,
+    flip,
+    limited_file_size,
+    same,
+)
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
 from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import full, same_weights, weights_of
+from tests.distributed.sharding_runs import same_weights, weights_of
 from tests.patience import PATIENCE
-
-Content = dict[str, dict[str, Tensor]]
 
 FP16 = {"parameters": "float16", "loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "growth_interval": 2}}
 
@@ -43,7 +55,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 """World size, sharding, and where the state lives."""
 
 
-class Run:
+class LayoutRun(Run):
     """One model, optimizer and scheduler under one layout."""
 
     def __init__(self, layout: str, seed: int) -> None:
@@ -56,71 +68,52 @@ class Run:
         self.optimizer = self.strategy.create_optimizer(self.model, param_groups=groups, lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.5, total_iters=10)
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int = 1) -> Run:
         for step in range(steps):
             self.optimizer.backward(loss_of(self.model, step, 0, self.strategy.rank, self.strategy.device))
             if self.optimizer.step():
                 self.scheduler.step()
+        return self
 
-    def content(self) -> Content:
-        """Weights, masters and state of every parameter, whole, on the CPU."""
-        self.optimizer.synchronize()
-        found: Content = {}
-        for name, parameter in self.strategy.unwrap_model(self.model).named_parameters():
-            entries = dict(self.optimizer.state[parameter]) if parameter in self.optimizer.state else {}
-            found[name] = {
-                key: (full(value).cpu().clone() if isinstance(value, Tensor) else torch.tensor(value))
-                for key, value in {"weight": parameter, **entries}.items()
-            }
-        return found
+    def save(self, path: Any, **options: Any) -> Any:
+        return super().save(path, scheduler=self.scheduler, **options)
+
+    def load(self, path: Any, **options: Any) -> dict[str, Any]:
+        return super().load(path, scheduler=self.scheduler, **options)
+
+    def content(self) -> dict[str, Tensor]:
+        return content(self.strategy.unwrap_model(self.model), self.optimizer)
 
     def settings(self) -> dict[str, Any]:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         scheduler = {k: v for k, v in self.scheduler.state_dict().items() if not k.startswith("_")}
         return {"groups": groups, "scheduler": scheduler, "loss_scale": self.optimizer.loss_scale.state_dict()}
 
-    def save(self, folder: Path) -> None:
-        self.strategy.save_checkpoint(folder, self.model, self.optimizer, self.scheduler, {"epoch": 3})
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        return self.strategy.load_checkpoint(folder, self.model, self.optimizer, self.scheduler)
-
-
-def check_save(rank: int, world_size: int, folder: str, layout: str) -> None:
-    run = Run(layout, seed=0)
-    run.train(3)
-    run.save(Path(folder, layout))
-    content, settings = run.content(), run.settings()
+def save_layout(rank: int, world_size: int, folder: str, layout: str) -> None:
+    run = LayoutRun(layout, seed=0)
+    run.train(3).save(Path(folder, layout), extra={"epoch": 3})
+    at = {"content": run.content(), "settings": run.settings()}
     torch.save(torch.rand(3), Path(folder, f"{layout}-{rank}.rng"))
-    run.train(3)
-    after = run.content()
+    after = run.train(3).content()
     if rank == 0:
-        torch.save({"content": content, "settings": settings, "after": after}, Path(folder, f"{layout}.pt"))
+        torch.save({**at, "after": after}, Path(folder, f"{layout}.pt"))
 
 
-def check_load(rank: int, world_size: int, folder: str, layout: str, saved_by: list[str]) -> None:
-    run = Run(layout, seed=1 + rank)
+def load_layouts(rank: int, world_size: int, folder: str, layout: str, saved_by: list[str]) -> None:
+    run = LayoutRun(layout, seed=1 + rank)
     for other in saved_by:
         expected = torch.load(Path(folder, f"{other}.pt"), weights_only=False)
         assert run.load(Path(folder, other)) == {"epoch": 3}, other
-        check_content(f"{other} loaded by {layout}", run.content(), expected["content"])
+        same(run.content(), expected["content"])
         assert run.settings() == expected["settings"], other
         drawn = Path(folder, f"{other}-{rank}.rng")
         if drawn.exists():
             assert torch.equal(torch.rand(3), torch.load(drawn)), f"{other}: random numbers of rank {rank}"
         run.train(3 if other == layout else 1)
         if other == layout:
-            check_content(f"{other} continued", run.content(), expected["after"])
+            same(run.content(), expected["after"])
         assert all(parameter.grad is None for parameter in run.model.parameters())
-
-
-def check_content(where: str, found: Content, expected: Content) -> None:
-    assert found.keys() == expected.keys()
-    for name, entries in expected.items():
-        assert found[name].keys() == entries.keys(), f"{where}: {name} has {sorted(found[name])}, not {sorted(entries)}"
-        for key, value in entries.items():
-            assert found[name][key].dtype == value.dtype, f"{where}: {key} of {name}"
-            assert torch.equal(found[name][key], value), f"{where}: {key} of {name}"
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +121,7 @@ def checkpoints(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One checkpoint of every layout."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for layout, (world_size, sharding, _) in LAYOUTS.items():
-        pool.run(check_save, world_size, group=sharding["kind"] != "single", folder=str(folder), layout=layout)
+        pool.run(save_layout, world_size, group=sharding["kind"] != "single", folder=str(folder), layout=layout)
     return folder
 
 
@@ -136,134 +129,241 @@ def checkpoints(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_layouts_load_each_others_checkpoints(pool: Pool, checkpoints: Path, layout: str) -> None:
     """Each its own, and continues as the run did; that of one process, and those of two others."""
     world_size, sharding, _ = LAYOUTS[layout]
-    group = sharding["kind"] != "single"
     names, number = list(LAYOUTS), list(LAYOUTS).index(layout)
-    others = {layout: None, "single": None, **{names[(number + step) % len(names)]: None for step in (1, 3)}}
-    arguments = {"folder": str(checkpoints), "layout": layout, "saved_by": list(others)}
-    pool.run(check_load, world_size, group=group, **arguments)
+    others = list(dict.fromkeys([layout, "single", *(names[(number + step) % len(names)] for step in (1, 3))]))
+    arguments = {"folder": str(checkpoints), "layout": layout, "saved_by": others}
+    pool.run(load_layouts, world_size, group=sharding["kind"] != "single", **arguments)
 
 
-def check_unfinished(rank: int, world_size: int, folder: str, layout: str) -> None:
-    """A load drops gradients of an unfinished step, those inside FSDP2 too."""
-    run = Run(layout, seed=0)
-    run.train(2)
-    run.save(Path(folder, layout))
-    ends = []
-    for last in (None, True, False):
-        if last is not None:
-            with run.strategy.accumulate(run.model, last=last):
-                run.optimizer.backward(loss_of(run.model, 9, 0, rank, run.strategy.device))
-        run.load(Path(folder, layout))
-        run.train(2)
-        ends.append(run.content())
-        run.load(Path(folder, layout))
-    for end in ends[1:]:
-        check_content(layout, end, ends[0])
+# -- what two ranks promise each other ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["fsdp2-2", "ddp-2"])
-def test_a_load_in_the_middle_of_a_step(pool: Pool, tmp_path: Path, layout: str) -> None:
-    pool.run(check_unfinished, LAYOUTS[layout][0], folder=str(tmp_path), layout=layout)
+def sharded(steps: int, module: nn.Module | None = None) -> Run:
+    return Run("stream", steps, module, sharding={"kind": "fsdp2"})
 
 
-def check_extra(rank: int, world_size: int, folder: str) -> list[str]:
-    """The warnings of two saves: with the same ``extra`` on all ranks, and with another one on each."""
+def a_load_drops_gradients_of_an_unfinished_step(rank: int, world_size: int, folder: str) -> None:
+    """Those inside FSDP2 too."""
+    for layout in ("fsdp2-2", "ddp-2"):
+        run, ends = LayoutRun(layout, seed=0), []
+        run.train(2).save(Path(folder, layout))
+        for last in (None, True, False):
+            if last is not None:
+                with run.strategy.accumulate(run.model, last=last):
+                    run.optimizer.backward(loss_of(run.model, 9, 0, rank, run.strategy.device))
+            run.load(Path(folder, layout))
+            ends.append(run.train(2).content())
+            run.load(Path(folder, layout))
+        for end in ends[1:]:
+            same(end, ends[0])
+
+
+def extra_that_differs_is_named(rank: int, world_size: int, folder: str) -> None:
+    """By the first rank."""
     said: list[str] = []
-    with mock.patch.object(save.logger, "warning", lambda text, *values: said.append(text % values)):
-        run = Run("fsdp2-2", seed=0)
+    with mock.patch.object(save.logger, "warning", lambda text, *values: said.append((text % values).split(",")[0])):
+        run = sharded(1)
         for number in (0, rank):
-            extra = {"epoch": 3, "order": torch.arange(4), "place": number}
-            run.strategy.save_checkpoint(Path(folder, "extra"), run.model, run.optimizer, extra=extra)
+            run.save(Path(folder, "extra"), extra={"epoch": 3, "order": torch.arange(4), "place": number})
             said.append("saved")
-    return said
+    assert said == ["saved", *(["extra differs over the ranks"] if rank == 0 else []), "saved"]
 
 
-def test_extra_that_differs_over_ranks_is_named(pool: Pool, tmp_path: Path) -> None:
-    first, second = pool.run(check_extra, 2, folder=str(tmp_path))
-    assert [text.split(",")[0] for text in first] == ["saved", "extra differs over the ranks", "saved"]
-    assert second == ["saved", "saved"]
-
-
-def check_model_only(rank: int, world_size: int, folder: str) -> None:
-    """Loading only the weights rebuilds the masters from them."""
-    run = Run("fsdp2-2", seed=0)
-    run.train(2)
-    run.strategy.save_checkpoint(Path(folder, "model"), run.model)
-    other = Run("fsdp2-2", seed=5)
-    other.train(2)
-    other.strategy.load_checkpoint(Path(folder, "model"), other.model)
-    same_weights(weights_of(other.strategy, other.model), weights_of(run.strategy, run.model))
-    before = {p: local_tensor(p).float().clone() for p in other.model.parameters()}
+def weights_alone_rebuild_the_masters(rank: int, world_size: int, folder: str) -> None:
+    """And those of other shapes change nothing."""
+    run, other = LayoutRun("fsdp2-2", seed=0), LayoutRun("fsdp2-2", seed=5)
+    run.train(2).strategy.save_checkpoint(Path(folder, "model"), run.model)
+    other.train(2).strategy.load_checkpoint(Path(folder, "model"), other.model)
+    expected = weights_of(run.strategy, run.model)
+    same_weights(weights_of(other.strategy, other.model), expected)
     for group in other.optimizer.param_groups:
         group["lr"] = 0.0
-    other.train(1)
-    for parameter in other.model.parameters():
-        if parameter in other.optimizer.state:
-            assert torch.equal(
-                local_tensor(other.optimizer.state[parameter]["master"]).to(before[parameter].device), before[parameter]
-            )
-
-
-def test_model_only_load_refreshes_the_masters(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_model_only, 2, folder=str(tmp_path))
-
-
-def check_other_shapes(rank: int, world_size: int, folder: str) -> None:
-    run = Run("fsdp2-2", seed=0)
-    run.train(1)
-    run.save(Path(folder, "narrow"))
+    found = other.train(1).content()
+    for name, weight in expected.items():
+        master = found.get(f"{name}.master", weight.cpu())
+        assert torch.equal(master, weight.cpu().to(master.dtype)), name
     wide = run.strategy.prepare_model(TinyTransformer(width=9))
     before = weights_of(run.strategy, wide)
-    with pytest.raises(CheckpointError, match="shape"):
-        run.strategy.load_checkpoint(Path(folder, "narrow"), wide)
+    with pytest.raises(CheckpointError, match="different: "):
+        run.strategy.load_checkpoint(Path(folder, "model"), wide)
     same_weights(weights_of(run.strategy, wide), before)
 
 
-def test_checkpoint_of_other_shapes(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_other_shapes, 2, folder=str(tmp_path))
+def transformers_reads_an_export(rank: int, world_size: int, folder: str) -> None:
+    for kind in ("fsdp2", "ddp"):
+        strategy = lightstep.Strategy.load({"sharding": {"kind": kind}})
+        torch.manual_seed(0)
+        model = strategy.prepare_model(tiny_llama())
+        strategy.export_model(Path(folder, kind), model)
+        expected = {name: value.cpu() for name, value in weights_of(strategy, model).items()}
+        dist.barrier()
+        read: nn.Module = type(tiny_llama()).from_pretrained(Path(folder, kind), dtype="auto")
+        same_weights({name: p.detach() for name, p in read.named_parameters()}, expected)
+        assert json.loads(Path(folder, kind, "config.json").read_text())["tie_word_embeddings"] is True
 
 
-def check_plain_torch(rank: int, world_size: int, folder: str) -> None:
-    """A plain AdamW's state dict of one device, loaded by sharded and replicated optimizers."""
-    saved = torch.load(Path(folder, "adamw.pt"))
-    strategy = lightstep.Strategy.load({"sharding": {"kind": "ddp", "find_unused_parameters": True}})
-    torch.manual_seed(0)
-    model = strategy.prepare_model(TinyTransformer())
-    optimizer = strategy.create_optimizer(model, param_groups=list(model.parameters()), lr=1.0)
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["lr"] == 1e-2
-    for index, parameter in enumerate(model.parameters()):
-        entries = saved["state"].get(index, {})
-        for key, value in entries.items():
-            assert torch.equal(torch.as_tensor(optimizer.state[parameter][key]).cpu(), value), key
+def checkpoints_of_the_previous_version_load(rank: int, world_size: int, folder: str) -> None:
+    run = sharded(1)
+    for name in ("stream", "fsdp2-2"):
+        assert run.load(OLD / name) == {"epoch": 3}
+        same(run.content(), load_file(OLD / f"{name}.safetensors"))
 
 
-def test_plain_torch_state_dict(pool: Pool, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = TinyTransformer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loss_of(model, 0, 0, 0, torch.device("cpu")).backward()
-    optimizer.step()
-    torch.save(optimizer.state_dict(), tmp_path / "adamw.pt")
-    pool.run(check_plain_torch, 2, folder=str(tmp_path))
-
-
-def check_export(rank: int, world_size: int, folder: str, sharding: dict[str, Any]) -> None:
-    """One folder that ``from_pretrained`` reads, equal to the model."""
-    strategy = lightstep.Strategy.load({"sharding": sharding})
-    torch.manual_seed(0)
-    model = strategy.prepare_model(tiny_llama())
-    strategy.export_model(Path(folder, "out"), model)
-    expected = {name: value.cpu() for name, value in weights_of(strategy, model).items()}
+def a_save_fails_on_all_ranks(rank: int, world_size: int, folder: str) -> None:
+    """The second one's disk is full, or what it has cannot be saved; what was there is still there."""
+    run, path = sharded(2), Path(folder, "step")
+    run.save(path)
+    random.seed(rank)
+    run.save(path)
+    drawn, expected = random.random(), run.content()
+    run.train()
+    full = limited_file_size(100 if rank == 1 else resource.RLIM_INFINITY)
+    with full, pytest.raises(CheckpointError, match="File too large" if rank == 1 else "rank 1: File too large"):
+        run.save(path)
+    with pytest.raises(TypeError, match=r"step was not saved: .*extra\['a'\] is a"):
+        run.save(path, extra={"a": Unloadable()} if rank == 1 else {})
     dist.barrier()
-    read: nn.Module = type(tiny_llama()).from_pretrained(Path(folder, "out"), dtype="auto")
-    same_weights({name: p.detach() for name, p in read.named_parameters()}, expected)
-    assert json.loads(Path(folder, "out", "config.json").read_text())["tie_word_embeddings"] is True
+    assert contents(path.parent) == ["step"]
+    run.load(path)
+    assert random.random() == drawn, "each rank has its own"
+    same(run.content(), expected)
 
 
-@pytest.mark.parametrize("sharding", [{"kind": "fsdp2"}, {"kind": "ddp"}], ids=["fsdp2", "ddp"])
-def test_export(pool: Pool, tmp_path: Path, sharding: dict[str, Any]) -> None:
-    pool.run(check_export, 2, folder=str(tmp_path), sharding=sharding)
+def a_checkpoint_that_is_replaced_is_loaded_by_no_rank(rank: int, world_size: int, folder: str) -> None:
+    """Before a read of one rank: all ranks are told to load again, and get the new one."""
+    for moment in (1, 2, 3):
+        path, newer, other = Path(folder, f"step-{moment}"), Path(folder, f"newer-{moment}"), sharded(0)
+        sharded(1).save(path)
+        (expected := sharded(3)).save(newer)
+
+        def replace(path: Path = path, newer: Path = newer) -> None:
+            path.rename(path.with_suffix(".aside"))
+            newer.rename(path)
+
+        fault = at_read(moment, replace) if rank == 1 else nullcontext()
+        sentence = "was replaced or removed while it was read; load again"
+        with fault, pytest.raises(CheckpointError, match=sentence):
+            other.load(path)
+        other.load(path)
+        same(other.content(), expected.content())
+
+
+def a_rank_that_cannot_read_stops_all(rank: int, world_size: int, folder: str) -> None:
+    """No rank has changed anything, or all of them are marked."""
+    run, other = sharded(3), sharded(1)
+    run.save(Path(folder, "a"))
+    before = other.content()
+    for when in (1, 3):
+        fault = at_read(when, broken_disk) if rank == 1 else nullcontext()
+        with fault, pytest.raises(CheckpointError, match="Input/output error"):
+            other.load(Path(folder, "a"))
+        if when == 1:
+            same(other.content(), before)
+            other.save(Path(folder, "b"))
+    with pytest.raises(CheckpointError, match="failed after a part of it had been loaded"):
+        other.save(Path(folder, "b"))
+    other.load(Path(folder, "a"))
+    same(other.content(), run.content())
+    other.save(Path(folder, "b"))
+
+
+def an_adapter_has_no_base(rank: int, world_size: int, folder: str) -> None:
+    run, other, path = sharded(3, Adapted()), sharded(1, Adapted()), Path(folder, "a")
+    run.save(path)
+    dist.barrier()
+    names = {key.split(".")[1] for key in json.loads((path / "tensors.json").read_text())["tensors"]}
+    assert names == {"adapter", "norm"}
+    other.load(path)
+    same(other.content(), run.content())
+
+
+def damage_is_told_to_all_and_a_url_is_written_by_all(rank: int, world_size: int, folder: str) -> None:
+    """One manifest has the checksums of both ranks; whichever finds damage, all raise, and the first advises."""
+    run = sharded(2)
+    expected = run.content()
+    for place in (folder, f"file://{folder}/at-a-url"):
+        for number in (1, 2, 3):
+            run.save(f"{place}/step-{number}", keep_last=2, extra={"at": number})
+        other = sharded(1)
+        assert other.load(f"{place}/step-3") == {"at": 3}
+        same(other.content(), expected)
+        written = sorted(Path(place.removeprefix("file://")).glob("step-3/**/*.distcp"))
+        assert [file.name.split("_")[2] for file in written] == ["0", "1"], "each rank writes"
+        assert {path.name for path in Path(place.removeprefix("file://")).glob("step-*")} == {"step-2", "step-3"}
+        dist.barrier()
+        if rank == 0:
+            flip(written[1], 4 * written[1].stat().st_size)
+        dist.barrier()
+        with pytest.raises(CheckpointError) as raised:
+            other.load(f"{place}/step-3")
+        assert "__1_0_0.distcp is damaged" in str(raised.value)
+        assert (f"{place}/step-2 is undamaged: load that one" in str(raised.value)) == (rank == 0)
+        same(other.content(), expected)
+        dist.barrier()
+
+
+def both_write_while_they_train(rank: int, world_size: int, folder: str) -> None:
+    """With collectives of their own, while threads of both write what was there."""
+    run, other = sharded(2), sharded(1)
+    expected = run.content()
+    pending = run.save(f"{folder}/step-1", asynchronous=True, keep_last=1, extra={"at": 1})
+    run.train(3)
+    pending.result(PATIENCE)
+    assert other.load(f"{folder}/step-1") == {"at": 1}
+    same(other.content(), expected)
+    pending = run.save(f"{folder}/step-2", asynchronous=True, keep_last=1)
+    assert run.save(f"{folder}/step-3", keep_last=1) is None
+    assert pending.done()
+    dist.barrier()
+    assert contents(Path(folder)) == ["step-3"]
+
+
+def an_error_of_one_writer_is_raised_by_the_next_save_of_all(rank: int, world_size: int, folder: str) -> None:
+    """No rank's step raises, so none waits for another."""
+    run = sharded(2)
+    run.save(f"{folder}/step-1")
+
+    def fails(*_: Any) -> None:
+        raise DISK_IS_FULL
+
+    for failing, raises in ((0, lambda: run.save(f"{folder}/step-3")), (1, run.strategy.close)):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == failing:
+                patch.setattr(save, "write_tensors", fails)
+            pending = run.save(f"{folder}/step-2", asynchronous=True, keep_last=1)
+            run.train()
+            assert isinstance(pending.exception(PATIENCE), CheckpointError)
+        run.train()
+        expected = "No space left on device" if rank == failing else f"rank {failing}: No space left on device"
+        with pytest.raises(CheckpointError, match=f"step-2 was not saved: {expected}$"):
+            raises()
+    run.save(f"{folder}/step-4", asynchronous=True).result(PATIENCE)
+    dist.barrier()
+    assert contents(Path(folder)) == ["step-1", "step-4"]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        a_load_drops_gradients_of_an_unfinished_step,
+        extra_that_differs_is_named,
+        weights_alone_rebuild_the_masters,
+        transformers_reads_an_export,
+        checkpoints_of_the_previous_version_load,
+        a_save_fails_on_all_ranks,
+        a_checkpoint_that_is_replaced_is_loaded_by_no_rank,
+        a_rank_that_cannot_read_stops_all,
+        an_adapter_has_no_base,
+        damage_is_told_to_all_and_a_url_is_written_by_all,
+        both_write_while_they_train,
+        an_error_of_one_writer_is_raised_by_the_next_save_of_all,
+    ],
+)
+def test_of_two_ranks(pool: Pool, tmp_path: Path, check: Callable[..., None]) -> None:
+    pool.run(check, 2, folder=str(tmp_path))
+
+
+# -- tensors that not all ranks have -----------------------------------------------------------------------------------
 
 
 class Experts(nn.Module):
@@ -283,15 +383,6 @@ class Experts(nn.Module):
         self.again = self.expert
         if kind == "marked":
             self.expert.differs_across_ranks = True
-
-    def content(self, optimizer: Any) -> Content:
-        entries = {
-            name: {"weight": parameter.detach(), **optimizer.state[parameter]}
-            for name, parameter in self.named_parameters()
-        }
-        return {
-            name: {key: local_tensor(value).clone() for key, value in found.items()} for name, found in entries.items()
-        }
 
 
 def expert_run(rank: int, world_size: int, kind: str, seed: int, steps: int) -> tuple[Any, Experts, Any]:
@@ -315,7 +406,7 @@ def check_experts(rank: int, world_size: int, folder: str, kind: str) -> None:
     again.load_checkpoint(Path(folder, "all"), other, fresh)
     for name, tensor in average.tensors.items():
         assert torch.equal(local_tensor(restored.tensors[name]), local_tensor(tensor)), name
-    check_content(f"{kind} on rank {rank}", other.content(fresh), model.content(optimizer))
+    same(content(other, fresh), content(model, optimizer))
     assert not Path(folder, "weights").exists()
     with pytest.raises(CheckpointError, match=r"weights was not exported.*expert is another tensor on ranks"):
         strategy.export_model(Path(folder, "weights"), model)
@@ -325,11 +416,11 @@ def check_experts_elsewhere(rank: int, world_size: int, folder: str, kind: str) 
     """Two experts on two meshes of one rank are loaded; where their number differs the checkpoint is refused."""
     strategy, model, optimizer = expert_run(rank, world_size, kind, seed=2, steps=1)
     if kind == "marked":
-        before = model.content(optimizer)
+        before = content(model, optimizer)
         names = rf"not in the checkpoint: expert\[{rank} of 2\]; not in the model: expert\[0 of 4\], expert\[1 of 4\]"
         with pytest.raises(CheckpointError, match=names):
             strategy.load_checkpoint(Path(folder, "all"), model, optimizer)
-        check_content("refused", model.content(optimizer), before)
+        same(content(model, optimizer), before)
         return
     strategy.load_checkpoint(Path(folder, "all"), model, optimizer)
     torch.manual_seed(rank)
@@ -379,274 +470,3 @@ def check_ranks_without_a_part(rank: int, world_size: int, folder: str) -> None:
 
 def test_ranks_outside_the_mesh_of_a_weight(pool: Pool, tmp_path: Path) -> None:
     pool.run(check_ranks_without_a_part, 3, folder=str(tmp_path))
-
-
-def check_full_disk(rank: int, world_size: int, root: str) -> None:
-    """A sharded model saved by two ranks; then the second one's disk is full, and both raise."""
-    torch.manual_seed(3)
-    model, mesh = Tied(), init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.arange(5)).square().sum().backward()
-    optimizer.step()
-    folder = Path(root) / "checkpoints" / "step"
-    random.seed(rank)
-    save_checkpoint(folder, model, optimizer)
-    drawn = random.random()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        model.embed.weight.zero_()
-    full = limited_file_size(100 if rank == 1 else resource.RLIM_INFINITY)
-    with full, pytest.raises(CheckpointError, match="File too large" if rank == 1 else "rank 1: File too large"):
-        save_checkpoint(folder, model, optimizer)
-    with pytest.raises(TypeError, match=r"step was not saved: .*extra\['a'\] is a"):
-        save_checkpoint(folder, model, optimizer, extra={"a": Unloadable()} if rank == 1 else {})
-    dist.barrier()
-    assert contents(folder.parent) == ["step"]
-    load_checkpoint(folder, model, optimizer)
-    assert random.random() == drawn
-    assert all(torch.equal(value.to_local(), before[name].to_local()) for name, value in model.state_dict().items())
-    export_model(Path(root) / "export", model)
-
-
-def test_two_ranks_save_together_and_fail_together(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_full_disk, 2, cpu=True, root=str(tmp_path))
-    model = Tied()
-    optimizer = torch.optim.AdamW(model.parameters())
-    random.seed(5)
-    load_checkpoint(tmp_path / "checkpoints" / "step", model, optimizer)
-    torch.manual_seed(3)
-    expected = Tied()
-    reference = torch.optim.AdamW(expected.parameters(), lr=0.1)
-    expected(torch.arange(5)).square().sum().backward()
-    reference.step()
-    torch.testing.assert_close(dict(model.state_dict()), dict(expected.state_dict()))
-    weights = load_file(tmp_path / "export" / "model.safetensors")
-    assert all(torch.equal(weights[name], value) for name, value in model.named_parameters())
-    random.seed(0)
-    assert random.random() == pytest.approx(0.8444218515250481), "rank 0 started from its own seed"
-
-
-# -- what several ranks promise each other ----------------------------------------------------------------------------
-
-
-def made(module: nn.Module, steps: int, width: int) -> tuple[Any, nn.Module, Any]:
-    strategy = lightstep.Strategy.load({"sharding": {"kind": "fsdp2"}, "optimizer_state": {"backend": "stream"}})
-    model = strategy.prepare_model(module)
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
-    for step in range(steps):
-        torch.manual_seed(step)
-        rows = torch.randn(4, width, dtype=torch.bfloat16, device=strategy.device)
-        optimizer.backward(model(rows).float().square().sum())
-        optimizer.step()
-    return strategy, model, optimizer
-
-
-def content(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    optimizer.synchronize()
-    found = {}
-    for name, parameter in model.named_parameters():
-        found[name] = full(parameter).detach().cpu().clone()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{name}.{key}"] = full(torch.as_tensor(value)).cpu().clone()
-    return found
-
-
-def check_old(rank: int, world_size: int) -> None:
-    strategy, model, optimizer = made(nn.Linear(5, 3), 1, 5)
-    for name in ("stream", "fsdp2-2"):
-        assert strategy.load_checkpoint(OLD / name, model, optimizer) == {"epoch": 3}
-        same(content(model, optimizer), load_file(OLD / f"{name}.safetensors"))
-
-
-def test_checkpoints_of_the_previous_version_load_to_the_same_bits(pool: Pool) -> None:
-    pool.run(check_old, 2)
-
-
-def check_replaced(rank: int, world_size: int, folder: str) -> None:
-    """The checkpoint is replaced after one rank has read it: all ranks are told to load again, and get the new one."""
-    path = Path(folder, "step")
-    strategy, model, optimizer = made(nn.Linear(5, 3), 1, 5)
-    strategy.save_checkpoint(path, model, optimizer)
-    newer, model2, optimizer2 = made(nn.Linear(5, 3), 3, 5)
-    expected, read, calls = content(model2, optimizer2), load.read_tensors, []
-    newer.save_checkpoint(Path(folder, "newer"), model2, optimizer2)
-
-    def replacing(*arguments: Any) -> None:
-        calls.append(arguments)
-        read(*arguments)
-        if len(calls) == moments[0] and rank == 1:
-            path.rename(path.with_name("aside"))
-            Path(folder, "newer").rename(path)
-
-    moments = [1, 2, 3]  # after which reading it is replaced
-    while moments:
-        other, model3, optimizer3 = made(nn.Linear(5, 3), 0, 5)
-        load.read_tensors = replacing
-        try:
-            with pytest.raises(CheckpointError, match="step was replaced or removed while it was read; load again"):
-                other.load_checkpoint(path, model3, optimizer3)
-        finally:
-            load.read_tensors = read
-        other.load_checkpoint(path, model3, optimizer3)
-        same(content(model3, optimizer3), expected)
-        dist.barrier()
-        if rank == 1:
-            path.rename(Path(folder, "newer"))
-            path.with_name("aside").rename(path)
-        calls.clear()
-        moments.pop(0)
-        dist.barrier()
-
-
-def test_all_ranks_load_one_save(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_replaced, 2, folder=str(tmp_path))
-
-
-def check_failing(rank: int, world_size: int, folder: str) -> None:
-    """One rank cannot read its part: no rank has changed anything, or all of them are marked."""
-    strategy, model, optimizer = made(nn.Linear(5, 3), 3, 5)
-    strategy.save_checkpoint(Path(folder, "a"), model, optimizer)
-    other, model2, optimizer2 = made(nn.Linear(5, 3), 1, 5)
-    before, read, calls = content(model2, optimizer2), load.read_tensors, []
-
-    def failing(*arguments: Any) -> None:
-        calls.append(arguments)
-        if rank == 1 and len(calls) == when:
-            raise OSError(5, "Input/output error")
-        read(*arguments)
-
-    for when in (1, 3):
-        calls.clear()
-        load.read_tensors = failing
-        try:
-            with pytest.raises(CheckpointError, match="Input/output error"):
-                other.load_checkpoint(Path(folder, "a"), model2, optimizer2)
-        finally:
-            load.read_tensors = read
-        if when == 1:
-            same(content(model2, optimizer2), before)
-            other.save_checkpoint(Path(folder, "b"), model2, optimizer2)
-    with pytest.raises(CheckpointError, match="failed after a part of it had been loaded"):
-        other.save_checkpoint(Path(folder, "b"), model2, optimizer2)
-    other.load_checkpoint(Path(folder, "a"), model2, optimizer2)
-    same(content(model2, optimizer2), content(model, optimizer))
-    other.save_checkpoint(Path(folder, "b"), model2, optimizer2)
-
-
-def test_a_rank_that_cannot_read_stops_all(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_failing, 2, folder=str(tmp_path))
-
-
-def check_adapter(rank: int, world_size: int, folder: str) -> None:
-    strategy, model, optimizer = made(Adapted(), 3, 6)
-    path = Path(folder, "a")
-    strategy.save_checkpoint(path, model, optimizer)
-    dist.barrier()
-    names = {key.split(".")[1] for key in json.loads((path / "tensors.json").read_text())["tensors"]}
-    assert names == {"adapter", "norm"}
-    other, model2, optimizer2 = made(Adapted(), 1, 6)
-    other.load_checkpoint(path, model2, optimizer2)
-    same(content(model2, optimizer2), content(model, optimizer))
-
-
-def test_an_adapter_without_its_base(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_adapter, 2, folder=str(tmp_path))
-
-
-def check_damage_and_urls(rank: int, world_size: int, folder: str) -> None:
-    """One manifest has the checksums of both ranks; whichever finds damage, all raise, and the first advises."""
-    strategy, model, optimizer = made(nn.Linear(6, 4), 2, 6)
-    for place in (folder, f"file://{folder}/at-a-url"):
-        for number in (1, 2, 3):
-            strategy.save_checkpoint(f"{place}/step-{number}", model, optimizer, keep_last=2, extra={"at": number})
-        expected = content(model, optimizer)
-        other, model2, optimizer2 = made(nn.Linear(6, 4), 1, 6)
-        assert other.load_checkpoint(f"{place}/step-3", model2, optimizer2) == {"at": 3}
-        same(content(model2, optimizer2), expected)
-        written = sorted(Path(place.removeprefix("file://")).glob("step-3/**/*.distcp"))
-        assert [file.name.split("_")[2] for file in written] == ["0", "1"], "each rank writes"
-        assert {path.name for path in Path(place.removeprefix("file://")).glob("step-*")} == {"step-2", "step-3"}
-        dist.barrier()
-        if rank == 0:
-            data = bytearray(written[1].read_bytes())
-            data[len(data) // 2] ^= 1
-            written[1].write_bytes(bytes(data))
-        dist.barrier()
-        before = content(model2, optimizer2)
-        with pytest.raises(CheckpointError) as raised:
-            other.load_checkpoint(f"{place}/step-3", model2, optimizer2)
-        assert "__1_0_0.distcp is damaged" in str(raised.value)
-        assert (f"{place}/step-2 is undamaged: load that one" in str(raised.value)) == (rank == 0)
-        same(content(model2, optimizer2), before)
-        dist.barrier()
-
-
-def test_damage_is_told_to_all_ranks_and_a_url_is_written_by_all(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_damage_and_urls, 2, folder=str(tmp_path))
-
-
-def check_asynchronous(rank: int, world_size: int, folder: str) -> None:
-    """Both ranks train on, with collectives of their own, while threads of both write what was there."""
-    strategy, model, optimizer = made(nn.Linear(6, 4), 2, 6)
-    expected = content(model, optimizer)
-    for number in (1, 2):
-        pending = strategy.save_checkpoint(
-            f"{folder}/step-{number}", model, optimizer, asynchronous=True, keep_last=1, extra={"at": number}
-        )
-        for step in range(3 if number == 1 else 0):
-            torch.manual_seed(step)
-            rows = torch.randn(4, 6, dtype=torch.bfloat16, device=strategy.device)
-            optimizer.backward(model(rows).float().square().sum())
-            optimizer.step()
-        if number == 1:
-            pending.result(PATIENCE)
-            other, model2, optimizer2 = made(nn.Linear(6, 4), 1, 6)
-            assert other.load_checkpoint(f"{folder}/step-1", model2, optimizer2) == {"at": 1}
-            same(content(model2, optimizer2), expected)
-    assert strategy.save_checkpoint(f"{folder}/step-3", model, optimizer, keep_last=1) is None
-    assert pending.done()
-    dist.barrier()
-    assert [path.name for path in Path(folder).iterdir()] == ["step-3"]
-
-
-def test_two_ranks_write_while_they_train(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_asynchronous, 2, folder=str(tmp_path))
-
-
-def check_asynchronous_error(rank: int, world_size: int, folder: str, failing: int) -> None:
-    """The writer of one rank fails: no rank's step raises, so none waits for another; the next save of each does."""
-    strategy, model, optimizer = made(nn.Linear(6, 4), 2, 6)
-    strategy.save_checkpoint(f"{folder}/step-1", model, optimizer)
-
-    def fails(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    def train() -> None:
-        optimizer.backward(model(torch.ones(4, 6, dtype=torch.bfloat16, device=strategy.device)).float().sum())
-        optimizer.step()
-
-    expected = "No space left on device" if rank == failing else f"rank {failing}: No space left on device"
-    for raises in (lambda: strategy.save_checkpoint(f"{folder}/step-3", model, optimizer), strategy.close):
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == failing:
-                patch.setattr(save, "write_tensors", fails)
-            pending = strategy.save_checkpoint(f"{folder}/step-2", model, optimizer, asynchronous=True, keep_last=1)
-            train()
-            assert isinstance(pending.exception(PATIENCE), CheckpointError)
-        train()
-        with pytest.raises(CheckpointError, match=f"step-2 was not saved: {expected}$"):
-            raises()
-    strategy.save_checkpoint(f"{folder}/step-4", model, optimizer, asynchronous=True).result(PATIENCE)
-    dist.barrier()
-    assert {path.name for path in Path(folder).iterdir()} == {"step-1", "step-4"}
-    dist.barrier()
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_of_one_writer_is_raised_by_the_next_save_of_all_ranks(
-    pool: Pool, tmp_path: Path, failing: int
-) -> None:
-    pool.run(check_asynchronous_error, 2, folder=str(tmp_path), failing=failing)

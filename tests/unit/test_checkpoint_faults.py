@@ -9,7 +9,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from lightstep.checkpoint import (
     CheckpointError,
     export_model,
     latest_checkpoint,
-    load,
     load_checkpoint,
     save,
     save_checkpoint,
@@ -41,6 +40,8 @@ from tests.checkpoint_runs import (
     PlainRun,
     Run,
     Tied,
+    at_read,
+    broken_disk,
     contents,
     dies_at,
     fails_at,
@@ -332,26 +333,6 @@ def test_what_another_saver_is_about_to_replace_is_no_strangers(tmp_path: Path) 
 
 
 # -- fault × moment of loading -----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def at_read(call: int, fault: Callable[[], object]) -> Iterator[None]:
-    """At the first read everything is only tried, at the second weights are loaded, at the third state."""
-    read, calls = load.read_tensors, []
-
-    def faulty(*arguments: Any) -> None:
-        calls.append(arguments)
-        if len(calls) == call:
-            fault()
-        read(*arguments)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(load, "read_tensors", faulty)
-        yield
-
-
-def broken_disk() -> Any:
-    raise OSError(5, "Input/output error")
 
 
 @pytest.mark.parametrize("backend", ["stream", "torch"])
