@@ -1,11 +1,12 @@
-"""torchrun for :mod:`tests.elastic_run`, whose ranks are forked: ``python -m tests.forking_torchrun OPTIONS JSON``.
+"""torchrun whose ranks are forked: ``python -m tests.forking_torchrun OPTIONS MODULE ARGUMENTS``.
 
-The options and the agent are torchrun's. A restart takes no time to import torch, so that many can be tried.
+The options and the agent are torchrun's. A start takes no time to import torch, so that many can be tried.
 """
 
 from __future__ import annotations
 
-import json
+import importlib
+import runpy
 import signal
 import sys
 
@@ -14,15 +15,24 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
 import lightstep.strategy.fsdp2  # noqa: F401  (by the strategy's first use)
-from tests.elastic_run import Options, run
+
+IMPORTED = {"lightstep": "lightstep.trainer.session", "tests.elastic_run": "tests.distributed.models"}
+"""What programs import."""
 
 
-def _rank(options: Options) -> None:
+def _rank(module: str, *arguments: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the agent's handler
-    run(options)
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:  # the agent waits for this function to return
+        if end.code:
+            raise
 
 
 if __name__ == "__main__":
-    config, _, program = config_from_args(parse_args([*sys.argv[1:-1], "elastic_run", sys.argv[-1]]))
+    config, _, program = config_from_args(parse_args(sys.argv[1:]))
+    module, *arguments = program[1:]  # after -u, for the interpreter that torchrun would start
+    importlib.import_module(IMPORTED[module])
     config.start_method = "fork"
-    elastic_launch(config, _rank)(Options(**json.loads(program[-1])))
+    elastic_launch(config, _rank)(module, *arguments)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lightstep.checkpoint import latest_checkpoint
 from tests.elastic_run import PHASES, Options, Step, place_of, steps_of
@@ -41,8 +41,16 @@ class Launcher:
     """Before the options of the run."""
 
 
+class Program(Protocol):
+    """What distinguishes a run."""
+
+    @property
+    def text(self) -> str:
+        """The last argument of the program."""
+
+
 TORCHRUN = Launcher("torch.distributed.run", ["-m", "tests.elastic_run"])
-FORKING = Launcher("tests.forking_torchrun", [])
+FORKING = Launcher("tests.forking_torchrun", ["tests.elastic_run"])
 """torchrun's agent, whose ranks do not import torch again."""
 
 
@@ -157,12 +165,12 @@ class TwoHosts:
         self._hosts, self._folder, self._nodes, self._launcher, self._each = hosts, folder, nodes, launcher, each
         self.ranks = each * len(NAMES)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._options: Options | None = None
+        self._options: Program | None = None
         self._runs = 0
         store = [sys.executable, "-m", "tests.hosts.store", ADDRESSES[0], str(PORT + 1)]
         self._store = hosts.start(0, folder / "store.log", store)
 
-    def start(self, options: Options) -> None:
+    def start(self, options: Program) -> None:
         self._options = options
         self._runs += 1
         self._processes = [self.start_host(host) for host in range(len(NAMES))]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import socket
 import statistics
 import threading
 import time
@@ -31,9 +32,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from lightstep.checkpoint.layout import MANIFEST, checkpoints_in, has_complete_checkpoint
+from lightstep.checkpoint import CheckpointError
+from lightstep.checkpoint.layout import (
+    MANIFEST,
+    Manifest,
+    checkpoints_in,
+    find_checkpoint,
+    has_complete_checkpoint,
+    read_manifest,
+)
 from lightstep.checkpoint.verify import is_undamaged
 from lightstep.config import ConfigError
+from lightstep.distributed import Ranks
 from lightstep.trainer.config import TrainConfig
 
 CONFIG = "config.yaml"
@@ -52,20 +62,47 @@ def newest_checkpoint(folder: Path) -> Path:
     return newest
 
 
-def newest_undamaged(folder: Path) -> Path | None:
+def newest_undamaged(folder: Path, ranks: Ranks) -> Path | None:
     """The newest undamaged checkpoint of a run, checked byte by byte; ``None`` if there are no checkpoints.
 
+    Called by all ranks. Of a save in parts, the first rank of each disk checks its own part.
+
     Raises:
-        ConfigError: all checkpoints are damaged.
+        ConfigError: all checkpoints are damaged, or the first rank has none and another one has.
     """
-    found = _checkpoints(folder)
-    newest = next(filter(is_undamaged, found), None)
-    if newest is None and found:
+    found = ranks.together(lambda: [path.name for path in _checkpoints(folder)])
+    (first, names), *others = ranks.gather((socket.gethostname(), found))
+    for rank, (host, there) in enumerate(others, 1):
+        if there and not names:
+            raise ConfigError(
+                f"--resume auto: rank 0 on {first} has no checkpoints in {folder}, and rank {rank} on {host} has "
+                f"{', '.join(there)}; start the hosts in the order of the run that saved them"
+            )
+    newest = next((name for name in names if _is_undamaged_everywhere(folder / name, ranks)), None)
+    if newest is None and names:
         raise ConfigError(
-            f"--resume auto: all checkpoints in {folder} are damaged ({', '.join(path.name for path in found)}); "
+            f"--resume auto: all checkpoints in {folder} are damaged or have parts that are ({', '.join(names)}); "
             "start without --resume, which moves the folder aside"
         )
-    return newest
+    return None if newest is None else folder / newest
+
+
+def _is_undamaged_everywhere(path: Path, ranks: Ranks) -> bool:
+    """Whether all parts of a checkpoint are there, undamaged and of one save. Called by all ranks."""
+    manifest = ranks.together(lambda: _manifest_of_undamaged(path), only_first=True)
+    if manifest is None:
+        return False
+    is_lead = ranks.rank in [part["ranks"][0] for part in manifest.get("parts") or ()]
+    own = ranks.together(lambda: _manifest_of_undamaged(path) if is_lead and not ranks.is_first else manifest)
+    return all(each is not None and each["save_id"] == manifest["save_id"] for each in ranks.gather(own))
+
+
+def _manifest_of_undamaged(path: Path) -> Manifest | None:
+    """``None`` if the checkpoint is damaged, or another process removes it."""
+    try:
+        return read_manifest(find_checkpoint(path)) if is_undamaged(path) else None
+    except CheckpointError:
+        return None
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -93,13 +93,13 @@ def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: 
     _check_restarts(resume)
     with _quiet_transformers(), load_strategy(config) as strategy:
         join(strategy)
-        together = Ranks().together  # an error on one rank is raised on all: none keeps waiting
+        ranks = Ranks()
+        together = ranks.together  # an error on one rank is raised on all: none keeps waiting
         together(lambda: check_trackers(config.trackers), only_first=True)
         together(lambda: check_optimization(config, strategy.device))
         check_batch(config.batch, strategy.world_size)
         display = Display(console or Console(), strategy.is_main, config.lines.seconds, config.lines.steps)
-        find = newest_undamaged if resume == "auto" else newest_checkpoint
-        checkpoint = together(lambda: find(config.folder), only_first=True) if resume else None
+        checkpoint = _checkpoint_to_resume(config.folder, resume, ranks)
         components, tokenizer = _assemble(config, strategy, display)
         start = 0 if checkpoint is None else _resume(config, components, checkpoint, display)
         moved = together(lambda: start_run(config, checkpoint is not None), only_first=True)
@@ -154,6 +154,12 @@ def join(strategy: Strategy) -> None:
             f"torchrun started {started} processes, and strategy {strategy.name} is for one; "
             "choose a sharded strategy (sharding.kind ddp, fsdp2 or deepspeed) or start without torchrun"
         )
+
+
+def _checkpoint_to_resume(folder: Path, resume: bool | Literal["auto"], ranks: Ranks) -> Path | None:
+    if resume == "auto":
+        return newest_undamaged(folder, ranks)
+    return ranks.together(lambda: newest_checkpoint(folder), only_first=True) if resume else None
 
 
 def _check_restarts(resume: bool | Literal["auto"]) -> None:

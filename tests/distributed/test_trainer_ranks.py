@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightstep
 from lightstep.config import ConfigError
-from lightstep.distributed import RemoteRankError
+from lightstep.distributed import Ranks, RemoteRankError
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.loop import Loop
+from lightstep.trainer.output import newest_undamaged
 from lightstep.trainer.session import train
 from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.ranks import Pool
@@ -199,6 +200,41 @@ def test_a_folder_that_is_no_run_ends_all(pool: Pool, values: dict[str, Any], tm
     told = pool.run(refused, 2, group=False, values={**values, "strategy": "fsdp2"}, missing_on=None)
     assert all("is not a run of lightstep" in text for text in told)
     assert [path.name for path in (tmp_path / "runs/train").iterdir()] == ["thesis.txt"]
+
+
+def check_newest(rank: int, world_size: int, folder: str) -> list[str]:
+    """What is resumed from, where each rank has a disk of its own."""
+    own, ranks = Path(folder) / f"disk{rank}", Ranks()
+    strategy = lightstep.Strategy.load("fsdp2")
+    model = strategy.prepare_model(torch.nn.Linear(8, 8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os.path, "exists", lambda path: Path(path).is_relative_to(own))
+        for step in range(1, 5):
+            strategy.save_checkpoint(own / f"checkpoint-{step}", model)
+    found = [newest_undamaged(own, ranks)]
+    if rank == 1:
+        (own / "checkpoint-4").rename(own / "lost")
+    found.append(newest_undamaged(own, ranks))
+    if rank == 1:
+        file = next((own / "checkpoint-3").glob("*.distcp"))
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    found.append(newest_undamaged(own, ranks))
+    if rank == 0:
+        own.rename(own.with_name("gone"))
+    with pytest.raises(ConfigError) as raised:
+        newest_undamaged(own, ranks)
+    assert all(path is not None and path.parent == own for path in found)
+    return [*(path.name for path in found if path is not None), str(raised.value)]
+
+
+def test_all_parts_of_what_is_resumed_are_whole(pool: Pool, tmp_path: Path) -> None:
+    for rank, found in enumerate(pool.run(check_newest, 2, folder=str(tmp_path))):
+        *names, refused = found
+        assert names == ["checkpoint-4", "checkpoint-3", "checkpoint-2"]
+        assert re.search(
+            rf"rank 0 on \S+ has no checkpoints in {tmp_path}/disk{rank}, and rank 1 on \S+ has checkpoint-3, checkp",
+            refused,
+        )
 
 
 def test_torchrun_reports_once_and_passes_a_signal_on(values: dict[str, Any], tmp_path: Path) -> None:

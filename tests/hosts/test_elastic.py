@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.elastic_run import Options, steps_of
 from tests.hosts.hosts import Hosts
-from tests.measure_kills import FORKING, Found, Kill, TwoHosts, run_with_kills, uninterrupted, wait_for_step
+from tests.measure_kills import FORKING, Found, Kill, Launcher, TwoHosts, run_with_kills, uninterrupted, wait_for_step
+from tests.patience import PATIENCE
 
 KILLS = [
     Kill(rank=0, phase="backward", delay=0, steps=2, host=0),
@@ -68,3 +72,64 @@ def test_a_run_goes_on_with_fewer_hosts_and_then_with_more(elastic: TwoHosts, tm
         assert resumed.resumed_checksum == at_save.checksum
         again = [step.loss for step in before if step.number == resumed.number]
         assert all(abs(loss - resumed.loss) < 0.02 for loss in again)
+
+
+MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+LAST = "checkpoint-24"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A run of ``lightstep train``."""
+
+    name: str
+
+    @property
+    def text(self) -> str:
+        return f"--set=name={self.name}"
+
+
+@pytest.fixture
+def training(hosts: Hosts, tmp_path: Path) -> Iterator[TwoHosts]:
+    """``lightstep train``, with checkpoints on each host's own disk."""
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text that says {n * n % 97}\n" for n in range(200)))
+    values: dict[str, Any] = {
+        "output": str(hosts.disk),
+        "model": {"config": {**MODEL, "num_attention_heads": 2, "num_key_value_heads": 1}},
+        "data": str(tmp_path / "text.txt"),
+        "strategy": "fsdp2",
+        "steps": 24,
+        "batch": {"sequences": 4, "length": 32},
+        "validation": {"sequences": 4},
+        "checkpoint": {"every": 4, "keep": 100},
+        "sample": None,
+        "trackers": [],
+    }
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(values))
+    program = ["lightstep", "train", str(tmp_path / "train.yaml"), "--resume", "auto"]
+    cluster = TwoHosts(hosts, tmp_path, launcher=Launcher(FORKING.module, program), each=1)
+    yield cluster
+    cluster.close()
+
+
+def finished(training: TwoHosts, hosts: Hosts, name: str) -> list[dict[str, bytes]]:
+    """What each host's part of the last checkpoint has: tensors, and where they are."""
+    assert training.wait() == 0, training.logs()
+    parts = [disk / name / LAST for disk in hosts.disks]
+    files = ("*.distcp", "tensors.json")
+    return [{path.name: path.read_bytes() for each in files for path in part.glob(each)} for part in parts]
+
+
+def test_lightstep_train_without_a_shared_disk(training: TwoHosts, hosts: Hosts) -> None:
+    """The host with the first rank is killed."""
+    training.start(Named("whole"))
+    expected = finished(training, hosts, "whole")
+    assert [set(part) for part in expected] == [{f"__{rank}_0_0.distcp", "tensors.json"} for rank in range(2)]
+    training.start(Named("killed"))
+    end = time.monotonic() + PATIENCE
+    while not all((disk / "killed/checkpoint-4").exists() for disk in hosts.disks):
+        assert training.is_running() and time.monotonic() < end, training.logs()
+        time.sleep(0.01)
+    training.kill_host(0)
+    assert finished(training, hosts, "killed") == expected
+    assert "continuing from" in training.logs()
