@@ -33,7 +33,6 @@ from lightstep.integrations.folders import PendingFolder, SavedFolders
 from lightstep.integrations.trainer_checkpoints import CHECKPOINTS, is_read_on_save
 from lightstep.integrations.transformers import LightstepTrainer
 from tests.patience import PATIENCE
-from tests.python import python
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
 from tests.unit.test_accelerate import VALUES, Training
 
@@ -143,8 +142,8 @@ def names(folder: Path) -> list[str]:
 # -- the Trainer
 
 
-@pytest.mark.parametrize("backend", ["resident", "stream-overlap"])
-def test_each_checkpoint_is_that_of_a_synchronous_save(tmp_path: Path, slow: None, backend: str) -> None:
+def test_each_checkpoint_is_that_of_a_synchronous_save(tmp_path: Path, slow: None) -> None:
+    backend = "stream-overlap"
     make(tmp_path / "waited", backend, asynchronous_saves=False).train()
     make(tmp_path / "asked", backend).train()
     assert names(tmp_path / "asked") == [f"checkpoint-{step}" for step in range(1, 5)]
@@ -234,13 +233,25 @@ def test_reporting_callbacks_that_upload_nothing_are_not_waited_for() -> None:
         assert hasattr(integration_utils, name)
 
 
-@pytest.mark.parametrize("raised_by", ["step", "save", "end"])
-def test_an_error_of_the_writer_ends_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised_by: str) -> None:
-    """And leaves no folder; the next call trains on and saves."""
-    written = threading.Event()
+@pytest.mark.parametrize(
+    ("fails", "options"),
+    [
+        ("at once", {"save_steps": 1}),
+        ("before a save", {"save_steps": 2}),
+        ("at the end", {"save_steps": 4}),
+        ("weights", {"save_steps": 2}),
+    ],
+)
+def test_an_error_of_the_writer_ends_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, options: dict[str, int]
+) -> None:
+    """Of the checkpoint's or the model's; it leaves no folder, and the next call trains on and saves."""
+    written, complete, save_pretrained = threading.Event(), PendingFolder._complete, PreTrainedModel.save_pretrained
 
-    def fails(*_: Any) -> Any:
-        assert raised_by == "step" or written.wait(PATIENCE)
+    def full_disk(*given: Any, **keywords: Any) -> Any:
+        if fails == "weights" and threading.current_thread() is threading.main_thread():
+            return save_pretrained(*given, **keywords)
+        assert fails in ("at once", "weights") or written.wait(PATIENCE)
         raise OSError(28, "No space left on device")
 
     def late(pending: PendingFolder, writers: Ranks) -> None:
@@ -248,17 +259,15 @@ def test_an_error_of_the_writer_ends_training(tmp_path: Path, monkeypatch: pytes
         time.sleep(0.2)
         complete(pending, writers)
 
-    complete = PendingFolder._complete
-    steps = {"step": {"save_steps": 1, "max_steps": 50}, "save": {"save_steps": 2}, "end": {"save_steps": 4}}[raised_by]
-
     class Last(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 4:
                 written.set()
 
-    trainer = make(tmp_path, callbacks=[Last()], **steps)
+    trainer = make(tmp_path, callbacks=[Last()], **options)
     with monkeypatch.context() as patch:
-        patch.setattr(save, "write_tensors", fails)
+        place, name = (PreTrainedModel, "save_pretrained") if fails == "weights" else (save, "write_tensors")
+        patch.setattr(place, name, full_disk)
         patch.setattr(PendingFolder, "_complete", late)
         with pytest.raises(CheckpointError, match=r"checkpoint-\d.* was not saved: No space left on device"):
             trainer.train()
@@ -278,31 +287,31 @@ def test_an_older_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> Non
     assert names(tmp_path) == ["checkpoint-2"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from lightstep.checkpoint import save
-from tests.unit.test_asynchronous_saves import make
-write, folder = save.write_tensors, Path(sys.argv[1])
-def dies(path, *arguments):
-    index = write(path, *arguments)
-    if "checkpoint-4" in str(path):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return index
-save.write_tensors = dies
-make(folder, save_steps=2, max_steps=6, asynchronous_saves=sys.argv[2] == "asynchronous").train()
-"""
+def train_until_killed(folder: Path, asynchronous: bool) -> int:
+    """In a fork, which dies when the second of three checkpoints has been written in part; how it ended."""
+    child = os.fork()
+    if child == 0:
+        write = save.write_tensors
+
+        def dies(path: Path, *arguments: Any) -> Any:
+            index = write(path, *arguments)
+            if "checkpoint-4" in str(path):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return index
+
+        save.write_tensors = dies
+        with contextlib.suppress(BaseException):
+            make(folder, save_steps=2, max_steps=6, asynchronous_saves=asynchronous).train()
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
 def test_a_run_that_was_killed_while_it_saved_is_continued(
     tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": root}
-    arguments = ("-c", KILLED, str(tmp_path / "a"), mode)
-    killed = python(*arguments, cwd=root, env=environment, imported="transformers.trainer")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert train_until_killed(tmp_path / "a", mode == "asynchronous") == -signal.SIGKILL
     assert names(tmp_path / "a")[-1] == "checkpoint-2"
     (hidden,) = (tmp_path / "a").glob(".checkpoint-4.saving-*")
     if mode == "synchronous":  # as the plain Trainer leaves it, and in the worst order
@@ -393,23 +402,6 @@ def test_weights_are_those_that_the_trainer_writes(tmp_path: Path, monkeypatch: 
     assert len(ours) > 2 if kind == "sharded files" else "model.safetensors" in ours
 
 
-def test_weights_that_cannot_be_written_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(PreTrainedModel, "save_pretrained", fails_in_threads(PreTrainedModel.save_pretrained))
-        with pytest.raises(CheckpointError, match="checkpoint-2 was not saved: No space left on device"):
-            make(tmp_path, save_steps=2).train()
-    assert names(tmp_path) == []
-
-
-def fails_in_threads(original: Any) -> Any:
-    def save_pretrained(*given: Any, **options: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise OSError(28, "No space left on device")
-        original(*given, **options)
-
-    return save_pretrained
-
-
 def test_a_checkpoint_is_uploaded_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread uploads it, so it must not be renamed after that; its list of files goes with it."""
     uploaded = []
@@ -484,6 +476,14 @@ def test_a_checkpoint_tells_whether_a_folder_without_a_list_is_whole(tmp_path: P
 # -- accelerate
 
 
+def in_project(folder: Path, **options: Any) -> tuple[Training, ProjectConfiguration, Path]:
+    """A run after a step, whose states get numbers; and their folder."""
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, **options)
+    training = Training(VALUES | {"optimizer_state": STATES["stream"]}, project_config=project)
+    training.train(range(1))
+    return training, project, folder / "checkpoints"
+
+
 @pytest.mark.parametrize("backend", ["resident", "stream"])
 def test_save_state_goes_on_behind_training(tmp_path: Path, held: threading.Semaphore, backend: str) -> None:
     values = VALUES | {"optimizer_state": STATES[backend]}
@@ -509,36 +509,44 @@ def test_save_state_goes_on_behind_training(tmp_path: Path, held: threading.Sema
 
 
 def test_total_limit_and_the_newest_state(tmp_path: Path, held: threading.Semaphore) -> None:
-    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
-    training = Training(VALUES | {"optimizer_state": STATES["stream"]}, project_config=project)
-    training.train(range(2))
+    training, _, folder = in_project(tmp_path, total_limit=1)
     training.accelerator.save_state()
     pending = training.accelerator.save_state(asynchronous=True)
-    assert [path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")] == ["checkpoint_0"]
+    assert [path.name for path in folder.glob("checkpoint_*")] == ["checkpoint_0"]
     held.release()
     assert pending.result(PATIENCE).name == "checkpoint_1"
-    assert names(tmp_path / "checkpoints") == ["checkpoint_1"]
+    assert names(folder) == ["checkpoint_1"]
     training.accelerator.save_state(asynchronous=True)
-    threading.Timer(0.2, held.release).start()
+    threading.Timer(0.1, held.release).start()
     training.accelerator.load_state()  # waits
-    assert names(tmp_path / "checkpoints") == ["checkpoint_2"]
+    assert names(folder) == ["checkpoint_2"]
     training.accelerator.end_training()
 
 
 def test_states_are_rotated_up_to_the_saved_one(tmp_path: Path) -> None:
     """A run that was resumed from an earlier state does not remove what it has just saved, nor the user's folders."""
-    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
-    training = Training(VALUES | {"optimizer_state": STATES["stream"]}, project_config=project)
-    training.train(range(1))
+    training, project, folder = in_project(tmp_path)
     for _ in range(3):
         training.accelerator.save_state()
-    (tmp_path / "checkpoints" / "checkpoint_notes").mkdir()
-    shutil.rmtree(tmp_path / "checkpoints" / "checkpoint_1")
-    (tmp_path / "checkpoints" / ".checkpoint_7.replaced-0123abcd").mkdir()  # a removal that was killed
+    (folder / "checkpoint_notes").mkdir()
+    shutil.rmtree(folder / "checkpoint_1")
+    (folder / ".checkpoint_7.replaced-0123abcd").mkdir()  # a removal that was killed
     project.total_limit, project.iteration = 1, 1
     training.accelerator.save_state()
-    assert names(tmp_path / "checkpoints") == ["checkpoint_1", "checkpoint_2", "checkpoint_notes"]
+    assert names(folder) == ["checkpoint_1", "checkpoint_2", "checkpoint_notes"]
     training.accelerator.load_state()
+
+
+def test_the_newest_whole_state_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    training, _, folder = in_project(tmp_path)
+    training.accelerator.save_state()
+    training.accelerator.save_state()
+    (folder / "checkpoint_1" / "lightstep" / "lightstep.json").unlink()
+    training.accelerator.load_state()
+    assert "checkpoint_1 was interrupted" in caplog.text
+    (folder / "checkpoint_0" / "lightstep" / "lightstep.json").unlink()
+    with pytest.raises(CheckpointError, match="no whole state among 2"):
+        training.accelerator.load_state()
 
 
 def test_a_save_over_a_state_replaces_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,20 +583,6 @@ def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
         training.accelerator.load_state(".")
         assert Path.cwd() == tmp_path / "a"
     assert names(tmp_path) == ["a", "c"]
-
-
-def test_the_newest_whole_state_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
-    training = Training(VALUES | {"optimizer_state": STATES["stream"]}, project_config=project)
-    training.train(range(1))
-    training.accelerator.save_state()
-    training.accelerator.save_state()
-    (tmp_path / "checkpoints" / "checkpoint_1" / "lightstep" / "lightstep.json").unlink()
-    training.accelerator.load_state()
-    assert "checkpoint_1 was interrupted" in caplog.text
-    (tmp_path / "checkpoints" / "checkpoint_0" / "lightstep" / "lightstep.json").unlink()
-    with pytest.raises(CheckpointError, match="no whole state among 2"):
-        training.accelerator.load_state()
 
 
 @pytest.mark.parametrize("raised_by", ["step", "save", "result", "end"])
