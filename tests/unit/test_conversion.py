@@ -104,6 +104,10 @@ def test_a_plain_loop_loads_the_file_and_follows(saved: tuple[Path, str, Any, An
     optimizer.load_state_dict(file["optimizer"])
     scheduler.load_state_dict(file["scheduler"])
     scaler = file["scaler"] or {"scale": 1.0, "_growth_tracker": 0, "growth_interval": 2000}
+    if dtype == "float16":
+        torchs = torch.amp.GradScaler("cpu", init_scale=2.0)
+        torchs.load_state_dict(scaler)
+        assert (torchs.get_scale(), torchs.state_dict()["_growth_tracker"]) == (256.0, 3)
     for step in AFTER:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -120,15 +124,6 @@ def test_a_plain_loop_loads_the_file_and_follows(saved: tuple[Path, str, Any, An
     expected = {name: entries.get("master") for name, entries in after["state"].items()}
     for name, master in expected.items():
         assert torch.equal(masters.get_parameter(name), after["model"][name] if master is None else master), name
-
-
-def test_the_file_loads_into_torchs_grad_scaler(tmp_path: Path) -> None:
-    run = Run("float16").train(BEFORE)
-    convert_checkpoint(run.save(tmp_path / "a"), tmp_path / "run.pt", "torch")
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.load_state_dict(torch.load(tmp_path / "run.pt", weights_only=True)["scaler"])
-    assert scaler.get_scale() == run.optimizer.loss_scale.scale
-    assert scaler.state_dict()["_growth_tracker"] == 3
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -195,6 +190,12 @@ class Plain:
         return path
 
 
+def has_state_of(state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for name, parameter in model.named_parameters():
+        found = {key: value.read() for key, value in state.entries.get(name, {}).items()}
+        assert not differences(found, dict(optimizer.state.get(parameter, {}))), name
+
+
 def names_of(plain: Plain) -> list[list[str]]:
     names = {parameter: name for name, parameter in plain.model.named_parameters()}
     return [[names[p] for p in group["params"]] for group in plain.optimizer.param_groups]
@@ -230,26 +231,18 @@ def test_layouts_that_name_their_parameters(tmp_path: Path, layout: str) -> None
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     plain = Plain(named=layout == "param_names", groups=False).train(BEFORE)
-    file = tmp_path / "run.pt"
     model, packed = plain.model.state_dict(), plain.optimizer.state_dict()
     if layout == "fqns":
         packed = get_optimizer_state_dict(plain.model, plain.optimizer)
-    if layout == "in model order":
+    if layout in ("in model order", "other keys", "wrapped"):
         del model["seen"]  # a buffer cannot be told from a parameter
-    if layout == "other keys":
-        del model["seen"]
-        torch.save({"model_state_dict": model, "optimizer_state_dict": packed}, file)
-    elif layout == "wrapped":
-        del model["seen"]
-        torch.save({"model": {f"module._orig_mod.{k}": v for k, v in model.items()}, "optimizer": packed}, file)
-    else:
-        torch.save({"model": model, "optimizer": packed}, file)
-    state = read_checkpoint(file)
+    if layout == "wrapped":
+        model = {f"module._orig_mod.{name}": tensor for name, tensor in model.items()}
+    suffix = "_state_dict" if layout == "other keys" else ""
+    torch.save({f"model{suffix}": model, f"optimizer{suffix}": packed}, tmp_path / "run.pt")
+    state = read_checkpoint(tmp_path / "run.pt")
     assert state.aliases == {"head.weight": "embedding.weight"}
-    for name, parameter in plain.model.named_parameters():
-        expected = plain.optimizer.state.get(parameter, {})
-        found = {key: value.read() for key, value in state.entries.get(name, {}).items()}
-        assert not differences(found, dict(expected)), name
+    has_state_of(state, plain.model, plain.optimizer)
 
 
 def test_a_strategy_is_checked_and_named_when_it_is_not_needed(tmp_path: Path) -> None:
@@ -287,9 +280,7 @@ def test_a_folder_of_distributed_checkpoint_is_read(tmp_path: Path) -> None:
             assert {k: tuple(v) if isinstance(v, list) else v for k, v in group.settings.items()} == {
                 k: v for k, v in live.items() if k != "params"
             }
-        for name, parameter in plain.model.named_parameters():
-            found = {key: value.read() for key, value in state.entries.get(name, {}).items()}
-            assert not differences(found, dict(plain.optimizer.state.get(parameter, {}))), name
+        has_state_of(state, plain.model, plain.optimizer)
     part = next((tmp_path / "dcp-True").glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="is truncated"):
@@ -372,10 +363,8 @@ def test_a_checkpoint_of_trainer_is_read_without_being_told_the_names(tmp_path: 
     state = read_checkpoint(tmp_path / "converted")
     assert state.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
     assert state.extra == {"trainer_state": {"global_step": 1}}
-    for name, parameter in model.named_parameters():
-        found = {key: value.read() for key, value in state.entries[name].items()}
-        assert not differences(found, dict(optimizer.state[parameter])), name
-        assert torch.equal(state.weights[name].read(), parameter)
+    has_state_of(state, model, optimizer)
+    assert all(torch.equal(state.weights[name].read(), parameter) for name, parameter in model.named_parameters())
 
 
 def test_the_order_of_safetensors_names_no_parameters(tmp_path: Path) -> None:
@@ -394,8 +383,7 @@ def test_the_order_of_safetensors_names_no_parameters(tmp_path: Path) -> None:
         read_checkpoint(folder)
     (tmp_path / "names.json").write_text(json.dumps([name for name, _ in model.named_parameters()]))
     state = read_checkpoint(folder, read_naming(None, tmp_path / "names.json"))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(state.entries[name]["exp_avg"].read(), optimizer.state[parameter]["exp_avg"]), name
+    has_state_of(state, model, optimizer)
 
 
 # -- what is beside the model: source -> notes, and what is read -------------------------------------------------------
