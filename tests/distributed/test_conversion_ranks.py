@@ -16,7 +16,6 @@ import torch
 from lightstep import DynamicLossScale, Strategy
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.formats import convert_checkpoint, read_checkpoint
-from lightstep.checkpoint.formats.names import read_naming
 from lightstep.checkpoint.formats.state import TrainingState, scale_from_deepspeed
 from tests.distributed import deepspeed_runs, lightrft_runs
 from tests.distributed.ranks import Pool
@@ -350,7 +349,7 @@ def test_the_order_in_which_ranks_wrote_names_no_parameters(pool: Pool, tmp_path
     with pytest.raises(CheckpointError, match=r"does not name them\. Pass --names FILE"):
         read_checkpoint(tmp_path / "step_1")
     (tmp_path / "names.json").write_text(json.dumps([f"{number}.weight" for number in range(4)]))
-    state = read_checkpoint(tmp_path / "step_1", read_naming(None, tmp_path / "names.json"))
+    state = convert_checkpoint(tmp_path / "step_1", tmp_path / "x", "lightstep", names=tmp_path / "names.json")
     for number in range(4):
         expected = torch.full((4, 4), 0.1 * number)
         assert torch.allclose(state.entries[f"{number}.weight"]["exp_avg"].read(), expected), number

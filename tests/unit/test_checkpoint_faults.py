@@ -32,7 +32,6 @@ from lightstep.checkpoint import (
     verify_checkpoints,
 )
 from lightstep.checkpoint import huggingface as pretrained
-from lightstep.checkpoint.layout import holds_checkpoint
 from lightstep.checkpoint.storage import LocalStorage, UrlPath
 from tests import faults
 from tests.checkpoint_runs import (
@@ -133,7 +132,7 @@ def test_a_fault_at_any_change_of_a_file_leaves_the_old_one_or_the_new_one(
             write_user_files(folder)
         work, error = partial(how.write, folder, 2.0), FAULTS[fault]
         end = dies_at(count, folder.parent, work) if error is None else fails_at(count, error, work)
-        is_there = replacing or (holds_checkpoint(folder) if writer == "save" else folder.exists())
+        is_there = replacing or folder in (latest_checkpoint(folder.parent), *folder.parent.iterdir())
         assert latest_checkpoint(folder.parent) == (folder if is_there and writer == "save" else None)
         results.append(how.value(folder) if is_there else 0.0)
         if end in ("went on", "ended"):
@@ -163,7 +162,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path, limit: 
     os.replace(elsewhere, tmp_path / ".step.saving-00000000")
     if not was_whole:
         (tmp_path / ".step.saving-00000000" / "state.pt").unlink()
-    assert holds_checkpoint(folder) and not holds_checkpoint(elsewhere)
+    assert latest_checkpoint(tmp_path) == folder
     with limited_file_size(limit), pytest.raises(CheckpointError) as raised:
         save_checkpoint(folder, model_of(3.0, count=20))
     assert str(raised.value) == f"{folder} was not saved: File too large"

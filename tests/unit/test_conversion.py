@@ -26,10 +26,8 @@ from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
 from lightstep.checkpoint.formats import dcp as from_dcp
 from lightstep.checkpoint.formats.files import load_file
-from lightstep.checkpoint.formats.names import read_naming
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState
 from lightstep.cli import app
-from lightstep.config import LossScaleConfig, parse_config
 from lightstep.deepspeed.checkpoint import refuse_untrusted, trusted_loads
 from tests.reference.converted_run import (
     ADAMW,
@@ -88,14 +86,10 @@ def test_a_class_that_counts_no_steps_gets_none(tmp_path: Path) -> None:
         assert [set(own) for own in entries.values()] == [{"master", "momentum_buffer"}] * 2, name
 
 
-def scale_of_run() -> LossScaleConfig:
-    """The loss scale of the fp16 run's strategy."""
-    return parse_config({"precision": {"parameters": "float16", "loss_scale": SCALE}}, "run").precision.loss_scale
-
-
 def test_a_plain_loop_loads_the_file_and_follows(saved: tuple[Path, str, Any, Any], tmp_path: Path) -> None:
     path, dtype, _, after = saved
-    convert_checkpoint(path, tmp_path / "run.pt", "torch", loss_scale=scale_of_run() if dtype == "float16" else None)
+    scale = Strategy.load({"precision": {"parameters": "float16", "loss_scale": SCALE}}).config.precision.loss_scale
+    convert_checkpoint(path, tmp_path / "run.pt", "torch", loss_scale=scale if dtype == "float16" else None)
     file = torch.load(tmp_path / "run.pt", weights_only=True)
     masters, model = make_net(), make_net().to(getattr(torch, dtype))
     masters.load_state_dict(file["model"])
@@ -382,7 +376,7 @@ def test_the_order_of_safetensors_names_no_parameters(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not name them\. Pass --names FILE"):
         read_checkpoint(folder)
     (tmp_path / "names.json").write_text(json.dumps([name for name, _ in model.named_parameters()]))
-    state = read_checkpoint(folder, read_naming(None, tmp_path / "names.json"))
+    state = convert_checkpoint(folder, tmp_path / "x", "lightstep", names=tmp_path / "names.json")
     has_state_of(state, model, optimizer)
 
 

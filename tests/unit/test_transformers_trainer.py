@@ -22,6 +22,7 @@ from lightstep.integrations.checks import check_arguments
 from lightstep.integrations.loading import load_adapters
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.optimizer.in_backward import FinalUpdates
+from tests.covering import every_pair
 from tests.reference import peft_stand_in
 from tests.reference.lion import Lion
 from tests.reference.pair import FP16_SCALE
@@ -443,9 +444,7 @@ def peft_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
 
 
-@pytest.mark.parametrize("only_model", [False, True], ids=["", "save_only_model"])
-@pytest.mark.parametrize("backend", ["resident", "stream"])
-@pytest.mark.parametrize("kind", ["stand-in", "peft"])
+@every_pair(kind=["stand-in", "peft"], backend=["resident", "stream"], only_model=[False, True])
 def test_the_best_adapter_is_trained_on(
     tmp_path: Path, kind: str, backend: str, only_model: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
