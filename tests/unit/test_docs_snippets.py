@@ -133,3 +133,10 @@ def test_commands_run_until_one_fails(tmp_path: Path) -> None:
 def test_a_mark_that_runs_nothing_is_an_error(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         scripts_of(page(tmp_path, text))
+
+
+def test_the_tests_that_pages_name_are_there() -> None:
+    sources = [file.read_text(encoding="utf-8") for file in (CHECKOUT / "tests").rglob("*.py")]
+    defined = {name for source in sources for name in re.findall(r"^def (test_\w+)\(", source, re.MULTILINE)}
+    for page in PAGES:
+        assert {*re.findall(r"`(test_\w+)(?:\[.*?\])?`", page.read_text(encoding="utf-8"))} <= defined, page.name
