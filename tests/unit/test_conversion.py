@@ -101,7 +101,8 @@ def test_a_plain_loop_loads_the_file_and_follows(saved: tuple[Path, str, Any, An
     if dtype == "float16":
         torchs = torch.amp.GradScaler("cpu", init_scale=2.0)
         torchs.load_state_dict(scaler)
-        assert (torchs.get_scale(), torchs.state_dict()["_growth_tracker"]) == (256.0, 3)
+        found = torchs.get_scale(), torchs.state_dict()["_growth_tracker"], torchs.get_growth_interval()
+        assert found == (256.0, 3, SCALE["growth_interval"])
     for step in AFTER:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
