@@ -12,7 +12,6 @@ are an ordinary checkpoint.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.layout import absent_files, find_checkpoint, read_manifest
-from lightstep.checkpoint.storage import FolderKind, storage_for, temporary_mark
+from lightstep.checkpoint.storage import FolderKind, is_seen, storage_for, temporary_mark
 from lightstep.distributed import Ranks
 
 Result = TypeVar("Result")
@@ -52,7 +51,7 @@ class Disks:
                 marking = temporary_mark(path) if ranks.rank == lead else nullcontext()
                 own = ranks.together(partial(until_seen.enter_context, marking))
                 marked, mark = ranks.gather((path, own))[lead]
-                sees = ranks.gather(ranks.rank == lead or mark is None or os.path.exists(mark))
+                sees = ranks.gather(ranks.rank == lead or mark is None or is_seen(mark, path))
             found = [rank for rank, seen in enumerate(sees) if seen and rank not in leads]
             leads |= dict.fromkeys(found, lead)
             paths |= dict.fromkeys(found, marked)

@@ -33,7 +33,16 @@ from typing import Any
 import torch
 
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, error_text
-from lightstep.checkpoint.storage import FolderKind, final_name, leftovers, location, storage_for, write_file
+from lightstep.checkpoint.storage import (
+    FolderKind,
+    UrlPath,
+    final_name,
+    is_nothing,
+    leftovers,
+    location,
+    storage_for,
+    write_file,
+)
 from lightstep.crc32 import crc32
 from lightstep.version import __version__
 
@@ -122,7 +131,7 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: there is none, or it is incomplete.
     """
-    if not path.exists():
+    if is_nothing(path):
         newest = _newest_complete(leftovers(path))
         if newest is not None:
             return newest
@@ -139,7 +148,7 @@ def holds_checkpoint(path: Path) -> bool:
 
     A damaged one counts: loading it says what is wrong.
     """
-    return path.exists() or _newest_complete(leftovers(path)) is not None
+    return not is_nothing(path) or _newest_complete(leftovers(path)) is not None
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -168,8 +177,7 @@ def checkpoints_in(root: Path) -> list[Path]:
 
 
 def _newest_first(root: Path, entries: list[Path]) -> list[Path]:
-    names = {entry.name for entry in entries}
-    candidates = [entry for entry in entries if final_name(entry) == entry.name or final_name(entry) not in names]
+    candidates = [entry for entry in entries if final_name(entry) == entry.name or is_nothing(root / final_name(entry))]
     found: dict[Path, int] = {}
     for entry, counter in _counters(candidates, _read):
         path = root / final_name(entry)
@@ -429,10 +437,20 @@ def _check_size(folder: Path, name: str, size: int) -> None:
         raise CheckpointError(f"{folder / MANIFEST} lists {name!r}, which is not a file name")
     try:
         found = (folder / name).stat().st_size
+        if found != size:
+            found = _size_on_server(folder / name)
     except OSError:
         raise DamagedError(f"{folder} is not a complete checkpoint: {name} is missing") from None
     if found != size:
         raise DamagedError(f"{folder} is not a complete checkpoint: {name} has {found} bytes of {size}")
+
+
+def _size_on_server(file: Path) -> int:
+    """The client of a network disk remembers sizes from when another host was writing, but not those of open files."""
+    if isinstance(file, UrlPath):
+        return int(file.stat().st_size)
+    with file.open("rb") as stream:
+        return os.fstat(stream.fileno()).st_size
 
 
 # -- removing ----------------------------------------------------------------------------------------------------------

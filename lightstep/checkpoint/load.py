@@ -34,7 +34,7 @@ from lightstep.checkpoint.model_state import (
 )
 from lightstep.checkpoint.optimizer_state import OptimizerContent, entry_key, same_settings, stored_entries
 from lightstep.checkpoint.saved import SavedCheckpoint, set_random_states
-from lightstep.checkpoint.storage import location
+from lightstep.checkpoint.storage import ask_server, location
 from lightstep.checkpoint.tensors import (
     ChunkCache,
     IncompleteTensorError,
@@ -203,6 +203,7 @@ def _find(path: Path, ranks: Ranks) -> tuple[Path, Manifest]:
     except (CheckpointError, RemoteRankError):
         own_part(path, ranks)  # if another host has one, its error says what is missing here
         raise
+    ask_server(folder)
     return (own_part(path, ranks) or folder if manifest.get("parts") else folder), manifest
 
 

@@ -7,6 +7,9 @@ that it replaces is renamed to ``.step-100.replaced-<token>`` first. Files that 
 from there into the new folder, and the rest is removed. After a crash at least one complete folder has one of the three
 names. The writer holds a lock on ``.step-100.lock``, which the operating system releases when the process ends.
 
+A network disk (NFS) is a local path whose client believes what it has seen for up to a minute, although other hosts
+change it. :func:`ask_server` makes it look where that matters; an empty folder counts as nothing.
+
 URLs (fsspec: ``s3://``, ``gs://``, ``hf://``, ``memory://``, ...) have no atomic rename. A save writes its files to a
 new folder inside the checkpoint's folder, ``step-100/data-<token>``, and then ``step-100/lightstep.json``, a single
 object that names the new folder. After that it removes the folders of older saves. There are no locks: if two processes
@@ -43,6 +46,8 @@ _WRITE_BEHIND = 8 << 20
 """Bytes after which the operating system is told to write them to disk."""
 
 _SAVING, _REPLACED = ".saving-", ".replaced-"
+_REMOVED = ".nfs"
+"""How the name of a file begins that was removed from a network disk while it was open."""
 _DATA = re.compile(r"data-[0-9a-f]{16}")
 
 
@@ -99,6 +104,7 @@ class LocalStorage:
             raise CheckpointError(f"{path} is the working directory, which cannot be replaced; choose a folder in it")
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):  # before the checks: another process may be replacing the folder
+            ask_server(path)
             check_replaceable(path, kind.is_ours, kind.name)
             _recover(path, kind)
             temporary = _temporary_path(path, _SAVING)
@@ -121,11 +127,11 @@ class LocalStorage:
         """Two renames if ``path`` has content, else one."""
         for parent, _, _ in os.walk(folder):
             sync(Path(parent))
-        replaced = _temporary_path(path, _REPLACED) if path.exists() and any(path.iterdir()) else None
+        replaced = None if is_nothing(path) else _temporary_path(path, _REPLACED)
         try:
             if replaced is not None:
-                os.replace(path, replaced)
-            os.replace(folder, path)
+                _rename(path, replaced)
+            _rename(folder, path)
             sync(path.parent)
         except BaseException:
             if not folder.exists():
@@ -432,9 +438,49 @@ def was_replaced(folder: Path) -> bool:
 
 def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
     """Raise :class:`CheckpointError` unless ``path`` does not exist, is an empty folder, or ``is_ours``."""
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())) or is_ours(path):
+    if is_nothing(path) or is_ours(path):
         return
     raise CheckpointError(f"{path} exists and is not {what}; choose another path or remove it")
+
+
+def is_nothing(path: Path) -> bool:
+    """Whether nothing is at ``path``, or an empty folder (which no URL has)."""
+    return not path.exists() or (not isinstance(path, UrlPath) and path.is_dir() and not any(path.iterdir()))
+
+
+# -- network disks -----------------------------------------------------------------------------------------------------
+
+
+def ask_server(path: Path) -> None:
+    """Let the client of a network disk find out whether a folder is at ``path`` that it believes is not there.
+
+    It asks nobody before it says so, but it does to make a folder.
+    """
+    if not isinstance(path, UrlPath) and not path.exists():
+        with suppress(OSError):
+            path.mkdir()
+            path.rmdir()
+
+
+def is_seen(mark: Path, path: Path) -> bool:
+    """Whether this host, which saves to ``path``, has the :func:`temporary_mark` that another one has made."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)  # the client may believe that it is not there
+    return mark.exists()
+
+
+def _rename(source: Path, target: Path) -> None:
+    """Rename a folder.
+
+    If the answer of a network disk's server is lost, the client asks again, and is told that there is no ``source``.
+    """
+    folder = source.stat()
+    try:
+        os.replace(source, target)
+    except FileNotFoundError:
+        ask_server(target)
+        if not (target.exists() and os.path.samestat(folder, target.stat())):
+            raise
 
 
 # -- one writer --------------------------------------------------------------------------------------------------------
@@ -476,14 +522,14 @@ def _holder(file: Path) -> str:
 def _recover(path: Path, kind: FolderKind) -> None:
     """Finish what a crash interrupted: if nothing is at ``path``, move a complete folder there. Remove the others."""
     found = leftovers(path)
-    complete = [] if path.exists() else [folder for folder in found if kind.is_complete(folder)]
-    if complete:
+    complete = [folder for folder in found if kind.is_complete(folder)]  # first: ``path`` may be an old name of one
+    if complete and is_nothing(path):
         newest = min(complete, key=was_replaced)  # the new folder before the one that it replaces
-        os.replace(newest, path)
+        _rename(newest, path)
         found.remove(newest)
         sync(path.parent)
     for folder in found:
-        if was_replaced(folder) and path.exists():
+        if was_replaced(folder) and not is_nothing(path):
             _remove_replaced(folder, path, kind)
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -521,6 +567,8 @@ def _remove_replaced(old: Path, new: Path, kind: FolderKind) -> None:
 def _move_user_files(old: Path, new: Path, own: set[str], inside: str = "") -> None:
     """Move all but ``own``, and what the new folder has too. A folder that is only the user's moves whole."""
     for entry in list((old / inside).iterdir()):
+        if entry.name.startswith(_REMOVED):
+            continue
         name = f"{inside}{entry.name}"
         exists = os.path.lexists(new / name)
         is_shared = exists or any(file.startswith(f"{name}/") for file in own)
