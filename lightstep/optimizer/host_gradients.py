@@ -93,7 +93,7 @@ class HostGradients:
         updates in backward that read them."""
         group, fields, _ = self._under_way.popleft()
         for event in (group.weights.updated, *(field.returned for field in fields)):
-            self._weights.lanes.caller().wait(event)
+            self._weights.waits.wait(self._weights.lanes.caller(), event)
 
     def _add(self, group: WeightGroup, arrived: Sequence[tuple[int, Tensor]]) -> None:
         """Add these gradients to those that are on the host."""
@@ -190,7 +190,7 @@ class HostGradients:
         pairs = zip(known, gradients.values(), strict=True)
         fields = list(dict.fromkeys(field for (field, own), given in pairs if field is not None and own is given))
         for field in fields:
-            self._weights.hold(field)
+            self._weights.hold(field, update=update)
         try:
             yield
         finally:

@@ -17,12 +17,17 @@ logger = logging.getLogger(__name__)
 
 _STEP = 0.05
 
+_HELD = 16
+"""Backwards before more is tried again, after one in which the model waited for weights or gradients."""
+
 
 class LinkShare:
     """The fraction of units to update in backward: as many as the link can carry meanwhile. The forward has the rest.
 
     The fraction is adapted after each backward, by how far the compute lane was behind at its end: the next forward has
-    to wait for that. Three measurements are left out:
+    to wait for that. Weights and gradients that rest on the host cross the same link, and the lane may be in time
+    because backward itself waits for them: so what the model waited in backward counts, too. Three measurements are
+    left out:
 
     - units that are complete with the very last layer: they cross the link after backward in any case;
     - the first backward, which compiles kernels and allocates memory;
@@ -37,6 +42,7 @@ class LinkShare:
         self._ready_events: list[Any] = []  # the gradients of a batch of units are complete
         self._done_events: list[Any] = []  # the units of that batch are updated
         self._batches = 0
+        self._held = 0  # backwards before more is tried
         self._first = True
         self._advised = False
 
@@ -48,6 +54,8 @@ class LinkShare:
         """Backward begins."""
         self._batches = 0
         if self._timed:
+            if self._backend.host_weights is not None:
+                self._backend.host_weights.waits.start()
             self._begin_event = self._begin_event or self._event()
             self._backend.lanes.caller().record(self._begin_event)
 
@@ -65,6 +73,11 @@ class LinkShare:
             self._backend.lanes.compute.record(self._done_events[self._batches])
             self._batches += 1
 
+    def record_end(self) -> None:
+        """Backward is over."""
+        if self._backend.host_weights is not None:
+            self._backend.host_weights.waits.stop()
+
     def _event(self) -> Any:
         return torch.Event(self._backend.lanes.device, enable_timing=True)
 
@@ -74,6 +87,10 @@ class LinkShare:
         ready, done = self._ready_events[:batches], self._done_events[:batches]
         if batches < 3 or not (ready[-1].query() and done[-1].query()):
             return
+        host_weights = self._backend.host_weights
+        waits = [] if host_weights is None else host_weights.waits.milliseconds()
+        if waits is None:
+            return
         if self._first:
             self._first = False
             return
@@ -81,14 +98,22 @@ class LinkShare:
         layer = span / batches
         last = next((n for n in range(batches - 2, 0, -1) if ready[n].elapsed_time(ready[-1]) > layer / 2), 1)
         late = ready[last].elapsed_time(done[last - 1])
+        hidden = layer if host_weights is not None and host_weights.gathers_ahead else 0.0
+        waited = sum(max(wait - hidden, 0.0) for wait in waits)
+        self._held = _HELD if waited > layer / 2 else max(self._held - 1, 0)
         logger.debug(
-            "updated in backward: %.2f of the units; the lane was %.1f ms behind %.1f", self.fraction, late, span
+            "updated in backward: %.2f of the units; the lane was %.1f ms behind %.1f, of which the model waited %.1f",
+            self.fraction,
+            late,
+            span,
+            waited,
         )
-        if late > layer / 2:
-            self.fraction = max(self.fraction * max(span / (span + late), 0.5), 0.05)
+        if max(late, 0.0) + waited > layer / 2:
+            kept = (span - waited) / (span + max(late, 0.0))
+            self.fraction = max(self.fraction * max(kept, 0.5), 0.05)
             self._step = _STEP
             self._advise()
-        elif late < 0:
+        elif late < 0 and not self._held:
             self.fraction = min(self.fraction + self._step, 1.0)
             self._step = min(2 * self._step, 0.4)
 

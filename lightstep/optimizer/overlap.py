@@ -134,6 +134,7 @@ class SpeculativeUpdates(EarlyUpdates):
             with self._arrivals.listening(partial(self._on_gradient, step.gradients.peek)):
                 yield
                 self._speculate_shared(speculation, flush=True)
+                self._link_share.record_end()
         except BaseException:
             speculation.shared_queue.clear()
             if self._updater.broken:

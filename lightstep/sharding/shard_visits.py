@@ -115,6 +115,7 @@ class ShardVisits:
 
     def __init__(self, weights: HostWeights) -> None:
         self.weights = weights
+        weights.gathers_ahead = True
         self.takers: weakref.WeakSet[HostGradients] = weakref.WeakSet()
         self._groups: list[ShardGroup] = []
         self._forward, self._backward = VisitOrder(()), VisitOrder(())

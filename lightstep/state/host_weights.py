@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lightstep.distributed import local_tensor, writes
 from lightstep.state.host_memory import HostSlab, require
-from lightstep.state.lanes import Lanes
+from lightstep.state.lanes import Lanes, WaitTimes
 
 __all__ = ["Field", "HostWeights", "WeightGroup", "WeightHome", "groups_of", "require_room"]
 
@@ -354,13 +354,17 @@ class HostWeights:
         lock: held while fields come, go, or are held.
         is_foreign: whether another thread trains than this one, which then must not move parameters.
         on_read: called with a group whose parameters are read; returns whether they are on the device, for a module.
+        waits: those of the model's streams for weights that are brought, and for gradients that leave.
+        gathers_ahead: the model reads the weights of the next group while it computes with those of one.
     """
+
+    gathers_ahead = False
 
     def __init__(self, device: torch.device, device_bytes: int) -> None:
         self.device, self._device_bytes = device, device_bytes
         self.on_read: Callable[[WeightGroup], bool] = lambda group: group.is_entered
         self.is_foreign: Callable[[], bool] = lambda: False
-        self.lanes = Lanes(device, small_pieces=False)
+        self.lanes, self.waits = Lanes(device, small_pieces=False), WaitTimes()
         self.lock = threading.RLock()
         self._present: OrderedDict[Field, None] = OrderedDict()  # the one that will be needed last comes first
         self.groups: list[WeightGroup] = []
@@ -377,10 +381,11 @@ class HostWeights:
 
     # -- on the device
 
-    def hold(self, field: Field, group: WeightGroup | None = None) -> None:
+    def hold(self, field: Field, group: WeightGroup | None = None, update: bool = False) -> None:
         """Have the field on the device, ready for work on the caller's stream, until :meth:`release`.
 
         Args:
+            update: as for :meth:`release`.
             group: that of a field of weights, which others may have written to. The holder of any other field may write
                 to it at once, and what is on its way to the host must not change any more.
         """
@@ -388,9 +393,12 @@ class HostWeights:
             self._bring(field, group)
             field.holds += 1
             field.is_expected = False
-        self.lanes.caller().wait(field.arrived)
-        if group is None:
-            self.lanes.caller().wait(field.returned)
+        caller, events = self.lanes.caller(), [field.arrived] if group is not None else [field.arrived, field.returned]
+        for event in events:
+            if update:
+                caller.wait(event)
+            else:
+                self.waits.wait(caller, event)
 
     def prefetch(self, group: WeightGroup) -> None:
         """Bring the weights of a group that will be needed soon, unless others that will be take up the room."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightstep.error_text import error_text
 
-__all__ = ["COMPUTE", "DEVICE_TO_HOST", "HOST_TO_DEVICE", "Lane", "LaneError", "Lanes", "LanesOfDevices"]
+__all__ = ["COMPUTE", "DEVICE_TO_HOST", "HOST_TO_DEVICE", "Lane", "LaneError", "Lanes", "LanesOfDevices", "WaitTimes"]
 
 HOST_TO_DEVICE = "host_to_device"
 COMPUTE = "compute"
@@ -273,6 +273,43 @@ class CopyLane(StreamLane):
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+class WaitTimes:
+    """How long streams wait for events, measured on the device between :meth:`start` and :meth:`stop`."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.Event, torch.Event]] = []  # kept for later measurements
+        self._used, self._is_on = 0, False
+
+    def start(self) -> None:
+        """Measure the next waits, and forget the ones before."""
+        self._used, self._is_on = 0, True
+
+    def stop(self) -> None:
+        """Measure no more waits."""
+        self._is_on = False
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Make the lane wait for the event."""
+        if not self._is_on or lane.stream is None:
+            lane.wait(event)
+            return
+        if self._used == len(self._pairs):
+            device = lane.stream.device
+            self._pairs.append((torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)))
+        begin, end = self._pairs[self._used]
+        self._used += 1
+        lane.record(begin)
+        lane.wait(event)
+        lane.record(end)
+
+    def milliseconds(self) -> list[float] | None:
+        """Each wait's; ``None`` while one of them is not over."""
+        measured = self._pairs[: self._used]
+        if not all(end.query() for _, end in measured):
+            return None
+        return [begin.elapsed_time(end) for begin, end in measured]
 
 
 class CallerStream(StreamLane):

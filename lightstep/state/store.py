@@ -507,7 +507,7 @@ class Store:
         if self._host_weights is None:
             return
         for group in groups_of(part.owner.home for part in record.parts):
-            self._host_weights.hold(group.weights, group)
+            self._host_weights.hold(group.weights, group, update=True)
             self._held.append(group)
 
     def _release_weights(self, written: Record | None) -> None:
@@ -636,6 +636,11 @@ class Store:
             self._ensure_ring()
             ready = self._versions.reserve(records, self._records.fingerprints is not None)
         return [record.unit for record in ready]
+
+    @property
+    def host_weights(self) -> HostWeights | None:
+        """The weights of these units, if they rest on the host."""
+        return self._host_weights
 
     def prefer_resident(self, units: Sequence[Unit]) -> None:
         """From the next step on, prefer the state of these units when choosing what stays on the device."""

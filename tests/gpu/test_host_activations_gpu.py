@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -109,7 +109,16 @@ def test_the_sleeps_find_a_missing_wait(missing: str, monkeypatch: pytest.Monkey
     pytest.fail("10 runs did not notice")
 
 
+@pytest.fixture
+def attention_in_one_order() -> Iterator[None]:
+    """The backward of flash attention adds in any order otherwise, and two runs differ."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.usefixtures("attention_in_one_order")
 def test_device_memory(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of 24 blocks of 16 MiB each: two are on the device."""
     monkeypatch.setattr(HostActivations, "SMALLEST", 1 << 20)

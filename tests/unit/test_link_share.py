@@ -43,7 +43,8 @@ class Share(LinkShare):
     def __init__(self, fraction: float = 1.0, device: str = "cuda") -> None:
         self.main, self.compute = Lane(), Lane()
         lanes = SimpleNamespace(device=torch.device(device), caller=lambda: self.main, compute=self.compute)
-        super().__init__(SimpleNamespace(lanes=lanes))  # type: ignore[arg-type]
+        self.store = SimpleNamespace(lanes=lanes, host_weights=None)
+        super().__init__(self.store)  # type: ignore[arg-type]
         self.fraction = fraction
         self.backward(LATE)  # the first one
 
@@ -123,4 +124,66 @@ def test_a_backward_that_says_nothing(settings: dict[str, Any]) -> None:
 
 def test_on_the_cpu_all_units_are_tried() -> None:
     share = Share(device="cpu")
+    assert share.backward(LATE) == 1.0
+
+
+class Waits:
+    """Those of a model whose weights rest on the host: of each backward so many, of one length."""
+
+    def __init__(self) -> None:
+        self.of_each, self.is_on = 0.0, False
+        self.number: int | None = LAYERS
+
+    def start(self) -> None:
+        self.is_on = True
+
+    def stop(self) -> None:
+        self.is_on = False
+
+    def milliseconds(self) -> list[float] | None:
+        return None if self.number is None else [self.of_each] * self.number
+
+
+@pytest.fixture
+def waits() -> Waits:
+    return Waits()
+
+
+def share_with(waits: Waits, gathers_ahead: bool = False) -> Share:
+    share = Share()
+    share.store.host_weights = SimpleNamespace(waits=waits, gathers_ahead=gathers_ahead)
+    return share
+
+
+def test_what_the_model_waits_for_weights_counts(waits: Waits) -> None:
+    """The lane is in time, but only because backward itself was held up by four tenths."""
+    share = share_with(waits)
+    waits.of_each = 0.4
+    assert share.backward(EARLY) == pytest.approx(0.6)
+    assert waits.is_on
+    share.record_end()
+    assert not waits.is_on
+    assert share.backward(LATE) == pytest.approx(0.6 * 6 / (LAYERS + LATE), abs=0.05), "and so does the lane"
+
+
+def test_more_is_not_tried_soon_after_the_model_has_waited(waits: Waits) -> None:
+    share = share_with(waits)
+    waits.of_each = 0.4
+    tried = share.backward(EARLY)
+    waits.of_each = 0.0
+    assert {share.backward(EARLY) for _ in range(15)} == {tried}
+    assert share.backward(EARLY) == pytest.approx(tried + 0.05)
+
+
+def test_waits_that_gathering_ahead_hides_do_not_count(waits: Waits) -> None:
+    share = share_with(waits, gathers_ahead=True)
+    waits.of_each = 0.9
+    assert share.backward(ON_TIME) == 1.0
+    waits.of_each = 1.2
+    assert share.backward(ON_TIME) == pytest.approx(0.8, abs=0.03)
+
+
+def test_waits_that_are_not_over_say_nothing(waits: Waits) -> None:
+    share = share_with(waits)
+    waits.of_each, waits.number = 0.4, None
     assert share.backward(LATE) == 1.0
