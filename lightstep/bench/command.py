@@ -34,7 +34,7 @@ _DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Of each mode: on a CPU, and on a GPU."""
 
 _MEASURED = {"strategies", "peers", "steps", "warmup"}
-_TRAINED = {*_MEASURED, "optimizer", "params", "layers", "tokens", "sequence", "max_norm"}
+_TRAINED = {*_MEASURED, "optimizer", "model", "params", "layers", "tokens", "sequence", "max_norm"}
 _ALLOWED = {
     "step": {*_MEASURED, "rounds", "params", "layers", "optimizer", "checkpoints"},
     "iteration": {*_TRAINED, "rounds", "clip_every", "iteration"},
@@ -58,6 +58,12 @@ def bench(
         typer.Option(
             help="Libraries to compare with, separated by commas, or 'all' or 'none'. Default: all; "
             "with --iteration none."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Iterations: llama, or qwen3-moe, whose experts the ranks divide among themselves. Default: llama."
         ),
     ] = None,
     params: Annotated[
@@ -113,7 +119,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed for weights, gradients and tokens.")] = 0,
     iteration: Annotated[
         bool,
-        typer.Option("--iteration", help="Measure whole training iterations of a Llama: forward, backward and step."),
+        typer.Option("--iteration", help="Measure whole training iterations: forward, backward and step."),
     ] = False,
     timeline: Annotated[
         bool,
@@ -160,7 +166,7 @@ def bench(
     All of them do the same work: global norm, clipping, AdamW in fp32, new bf16 weights. Under torchrun all ranks
     measure at the same time, and each gets its share of the cores.
 
-    --iteration trains a Llama with activation checkpointing and compares time and memory with the same iterations
+    --iteration trains a model with activation checkpointing and compares time and memory with the same iterations
     without an optimizer. --tensors uses tensors so small that only Python takes time. --timeline writes traces for
     ui.perfetto.dev.
 
@@ -251,9 +257,17 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
     from lightstep.bench.contender import MAX_NORM, OPTIMIZERS
     from lightstep.bench.iteration import IterationTask, TimelineTask, token_counts
     from lightstep.bench.llama import LlamaShape
+    from lightstep.bench.qwen_moe import MoeShape
     from lightstep.bench.step import StepTask
 
-    shape = LlamaShape.nearest(int(options["params"]), options.get("layers"), released=mode != "step")
+    name, parameters, layers = str(options.get("model", "llama")), int(options["params"]), options.get("layers")
+    if name not in ("llama", "qwen3-moe"):
+        raise ValueError(f"--model {name}: allowed are llama and qwen3-moe")
+    is_mixture = name == "qwen3-moe"
+    if is_mixture and options.get("peers", "none") != "none":
+        raise ValueError(f"--peers {options['peers']}: they cannot train --model {name}; write --peers none")
+    shape = LlamaShape.nearest(parameters, layers, released=mode != "step")
+    trained = MoeShape.nearest(parameters, layers) if is_mixture else shape
     optimizer = str(options.get("optimizer", "adamw"))
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {optimizer}: allowed are {', '.join(OPTIMIZERS)}")
@@ -266,10 +280,10 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
     settings: dict[str, Any] = {"max_norm": max_norm, "optimizer": optimizer}
     if mode == "iteration":
         settings["clip_every"] = clip_every
-        return [IterationTask(device, seed, shape, sequence, case=count, **settings) for count in counts]
+        return [IterationTask(device, seed, trained, sequence, case=count, **settings) for count in counts]
     if device.type != "cuda":
         raise ValueError("--timeline needs a GPU: a CPU has no streams and no link")
-    return [TimelineTask(device, seed, shape, sequence, folder, case=count, **settings) for count in counts]
+    return [TimelineTask(device, seed, trained, sequence, folder, case=count, **settings) for count in counts]
 
 
 def measure(run: Run, folder: Path) -> Values:

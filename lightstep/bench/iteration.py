@@ -1,4 +1,4 @@
-"""`lightstep bench --iteration` and `--timeline`: whole training iterations of a Llama; forward, backward and step."""
+"""`lightstep bench --iteration` and `--timeline`: whole training iterations; forward, backward and step."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lightstep.bench.contender import OPTIMIZERS, Contender
 from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
 from lightstep.bench.machine import hidden_copies, write_timeline
 from lightstep.bench.peers import CpuAdamW, DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2Offload, TorchFsdp2, TorchResident
+from lightstep.bench.qwen_moe import MoeShape, QwenMoe
 from lightstep.bench.report import BY_HAND, Column, Panel, Values, View, size
 from lightstep.bench.run import Measurement, Row, Run, Spread, Task, add_times_by_hand
 from lightstep.bench.strategies import WithoutOptimizer
@@ -33,7 +34,7 @@ class IterationTask(Task):
     waits for the last one of the warm-up; what the last iteration defers is not counted.
     """
 
-    shape: LlamaShape
+    shape: LlamaShape | MoeShape
     sequence: int
     clip_every: int = field(default=0, kw_only=True)
     """Clip every N-th step, whatever its norm; 0: none."""
@@ -53,10 +54,10 @@ class IterationTask(Task):
             return ("fsdp2", "fsdp2-stream", "fsdp2-stream-overlap")
         return ("resident", "stream", "stream-overlap", "stream-overlap:optimizer_state.resident_gib=8")
 
-    def model(self, dtype: torch.dtype = torch.bfloat16) -> Llama:
-        return Llama.make(self.shape, self.device, dtype, self.seed, self.sequence)
+    def model(self, dtype: torch.dtype = torch.bfloat16) -> Llama | QwenMoe:
+        return self.shape.make(self.device, dtype, self.seed, self.sequence)
 
-    def model_for_peers(self, dtype: torch.dtype = torch.bfloat16) -> Llama:
+    def model_for_peers(self, dtype: torch.dtype = torch.bfloat16) -> Llama | QwenMoe:
         model = self.model(dtype)
         checkpoint_activations(model)
         return model

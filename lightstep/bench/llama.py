@@ -65,7 +65,7 @@ class LlamaShape:
             feed_forward=-(-hidden * 7 // (2 * multiple)) * multiple,
             key_value=key_value,
             layers=layers or max(2, hidden // 128),
-            vocabulary=_vocabulary(parameters, hidden),
+            vocabulary=vocabulary_for(parameters, hidden),
             head=next(size for size in _HEADS if key_value % size == 0),
         )
 
@@ -90,6 +90,10 @@ class LlamaShape:
         heads = {"heads": self.heads, "key_value_heads": self.key_value_heads}
         return {**asdict(self), **heads, "parameters": self.parameters}
 
+    def make(self, device: torch.device, dtype: torch.dtype, seed: int, length: int) -> Llama:
+        """See :meth:`Llama.make`."""
+        return Llama.make(self, device, dtype, seed, length)
+
     def config(self, **settings: Any) -> LlamaConfig:
         """The transformers configuration with these sizes and further ``settings``."""
         return LlamaConfig(
@@ -111,13 +115,30 @@ _RELEASED = (
 )
 
 
-def _vocabulary(parameters: int, hidden: int) -> int:
+def vocabulary_for(parameters: int, hidden: int) -> int:
     """A released vocabulary if embedding and head stay below a quarter of the parameters, else a smaller one."""
     limit = parameters // (8 * hidden)
     return next((size for size in _VOCABULARIES if size <= limit), max(64, limit // 64 * 64))
 
 
-class Llama(LlamaForCausalLM):
+class WithChunkedLoss:
+    """Before a causal language model of transformers among a class's bases: its blocks, and the loss as its output."""
+
+    model: Any
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        blocks: nn.ModuleList = self.model.layers
+        return blocks
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """`tokens`, `targets`: [sequences, length] token ids; `targets` are the tokens shifted by one."""
+        with ChunkedLoss(self, LOSS_CHUNK).in_place_of_logits(targets, LOSS_CHUNK):
+            loss: Tensor = super().forward(input_ids=tokens, labels=targets, use_cache=False).loss  # type: ignore[misc]
+        return loss
+
+
+class Llama(WithChunkedLoss, LlamaForCausalLM):
     """`model(tokens, targets)` returns the mean cross entropy, 0-dim fp32."""
 
     @classmethod
@@ -137,19 +158,9 @@ class Llama(LlamaForCausalLM):
         made: Llama = model.to(dtype)
         return made
 
-    @property
-    def layers(self) -> nn.ModuleList:
-        return self.model.layers
-
     def layer_indices(self) -> list[list[int]]:
         """Indices into `list(parameters())` for each block, then for all other parameters."""
         position = {parameter: i for i, parameter in enumerate(self.parameters())}
         blocks = [[position[parameter] for parameter in block.parameters()] for block in self.layers]
         taken = {i for block in blocks for i in block}
         return [*blocks, [i for i in position.values() if i not in taken]]
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """`tokens`, `targets`: [sequences, length] token ids; `targets` are the tokens shifted by one."""
-        with ChunkedLoss(self, LOSS_CHUNK).in_place_of_logits(targets, LOSS_CHUNK):
-            loss: Tensor = super().forward(input_ids=tokens, labels=targets, use_cache=False).loss
-        return loss

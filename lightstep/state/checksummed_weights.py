@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -32,7 +33,8 @@ class ChecksummedWeights:
     def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None:
         pieces: list[Any] = []
         for weight, _, ranges, index in rows:
-            codes = (weight if weight.dtype is torch.int16 else weight.view(torch.int16)).numpy()
+            # `Tensor.numpy()` would pin the storage at its size, and weights that rest on the host leave theirs.
+            codes = numpy.from_dlpack(weight.detach().view(torch.int16))
             pieces += [(index + i, codes[start:stop]) for i, (start, stop) in enumerate(ranges)]
         sums = [(crc32(codes) ^ _SIGN) - _SIGN for _, codes in pieces]  # as signed numbers
         out[[place for place, _ in pieces]] = torch.tensor(sums, dtype=torch.int32, device="cpu")

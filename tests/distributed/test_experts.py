@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import lightstep
+from lightstep.bench.qwen_moe import DividedExperts, MoeShape
 from lightstep.distributed import local_tensor
 from tests.covering import every_pair
 from tests.distributed.expert_reference import (
@@ -200,3 +204,39 @@ def check_earlier_micro_batches(rank: int, world_size: int, home: str, mib: floa
 @pytest.mark.parametrize("home", ["resident", "stream"])
 def test_gradients_of_earlier_micro_batches_count(pool: Pool, home: str, mib: float) -> None:
     pool.run(check_earlier_micro_batches, 2, home=home, mib=mib)
+
+
+def check_divided_experts(rank: int, world_size: int) -> None:
+    shape = MoeShape.nearest(200_000)
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
+    whole = Qwen3MoeExperts(shape.config(num_experts=shape.experts, experts_implementation="grouped_mm"))
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    own = Qwen3MoeExperts(shape.config(num_experts=shape.experts // world_size, experts_implementation="grouped_mm"))
+    for part, parameter in zip(own.parameters(), whole.parameters(), strict=True):
+        part.data = parameter.detach().chunk(world_size)[rank].clone()
+    divided = DividedExperts(own, mesh.get_group())
+    torch.manual_seed(rank)
+    hidden = torch.randn(20 + rank, shape.hidden, requires_grad=True)
+    chosen = torch.stack([torch.randperm(shape.experts)[: shape.chosen] for _ in hidden])
+    if rank == 0:
+        chosen %= shape.experts // world_size  # none of the other's
+    weights = torch.rand(chosen.shape)
+    made, gradients = [], []
+    for experts in (whole, divided):
+        hidden.grad = None
+        made.append(experts(hidden, chosen, weights))
+        made[-1].square().sum().backward()
+        gradients.append(hidden.grad)
+    # Sums over a token's experts, and over the tokens of both ranks, have another order.
+    torch.testing.assert_close(*made)
+    torch.testing.assert_close(*gradients)
+    for part, parameter in zip(own.parameters(), whole.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(part.grad, parameter.grad.chunk(world_size)[rank])
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_the_benchs_experts_are_transformers_own(pool: Pool, ranks: int) -> None:
+    pool.run(check_divided_experts, ranks)

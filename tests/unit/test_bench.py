@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 from typer.testing import CliRunner, Result
 
 from lightstep.bench import iteration, llama, machine, report, run, tensors
@@ -22,6 +22,7 @@ from lightstep.bench.contender import Contender, Skipped
 from lightstep.bench.iteration import IterationTask, TimelineTask
 from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.machine import Ranks, StepProfile, pinned_bytes
+from lightstep.bench.qwen_moe import MoeShape
 from lightstep.bench.step import StepTask
 from lightstep.bench.strategies import parse_overrides, parse_strategies
 from lightstep.cli import app
@@ -333,6 +334,28 @@ def test_two_ranks_train_together(tmp_path: Path) -> None:
     assert rows["fsdp2"]["tokens_per_s"] == pytest.approx(2 * 64 / rows["fsdp2"]["iteration_ms"] * 1e3)
 
 
+MIXTURE = ("--iteration", "--model", "qwen3-moe", "--params", "200000", "--device", "cpu", "--tokens", "32")
+
+
+def test_a_mixture_of_experts_trains_the_same(tmp_path: Path) -> None:
+    """Its stacked experts and router, also where weights rest on the host and are freed between visits."""
+    names = ["resident", "stream-overlap", "offload", "offload:optimizer_state.resident_gib=1:weights.device_mib=1"]
+    values, output = measured(tmp_path, *MIXTURE, "--sequence", "16", "--strategies", ",".join(names))
+    rows = rows_of(values, 32)
+    assert all(row["note"] is None for row in rows.values()), {name: row["note"] for name, row in rows.items()}
+    assert {rows[name]["loss"] for name in names} == {rows["resident"]["loss"]} and "Qwen3-MoE" in output
+    assert rows["resident"]["weight_bytes"] == 2 * values["model"]["parameters"]
+
+
+def test_two_ranks_divide_the_experts(tmp_path: Path) -> None:
+    names = ["fsdp2", "fsdp2-stream-overlap", "fsdp2-offload"]
+    values, _ = on_two_ranks(tmp_path, *MIXTURE, "--sequence", "16", "--strategies", ",".join(names))
+    rows = rows_of(values, 32)
+    assert all(row["note"] is None for row in rows.values()), {name: row["note"] for name, row in rows.items()}
+    assert {rows[name]["loss"] for name in names} == {rows["fsdp2"]["loss"]}
+    assert rows["fsdp2"]["weight_bytes"] == pytest.approx(values["model"]["parameters"], rel=0.02)  # half of 2 bytes
+
+
 class InfiniteForMany(torch.nn.Linear):
     """Its loss is infinite for more than 32 tokens."""
 
@@ -424,6 +447,10 @@ def test_the_python_time_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, 
         ("--iteration --strategies none", "nothing to measure"),
         ("--iteration --sequence 64 --tokens 100", "a multiple of --sequence 64"),
         ("--iteration --tokens many", "whole numbers separated by commas"),
+        ("--iteration --model mixtral", "--model mixtral: allowed are llama and qwen3-moe"),
+        ("--iteration --model qwen3-moe --params 1e5", "smallest mixture of experts"),
+        ("--iteration --model qwen3-moe --peers torch-fsdp2", "cannot train --model qwen3-moe"),
+        ("--model qwen3-moe", "it belongs to --iteration"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: str, message: str, tmp_path: Path) -> None:
@@ -497,6 +524,19 @@ def test_the_model_has_the_shapes_size_and_the_same_weights_in_every_dtype() -> 
     assert all(bool(parameter.any()) for parameter in parameters)
     for low, high in zip(parameters, wide.parameters(), strict=True):
         assert (low.dtype, high.dtype) == (torch.bfloat16, torch.float32) and torch.equal(low.float(), high)
+
+
+def test_mixtures_have_the_blocks_of_the_released_one() -> None:
+    released = MoeShape.nearest(30_500_000_000)
+    assert released.name == "Qwen3-30B-A3B" and released.layers == 48
+    with torch.device("meta"):
+        made = Qwen3MoeForCausalLM(released.config(num_experts=released.experts))
+    assert sum(parameter.numel() for parameter in made.parameters()) == released.parameters
+    small = MoeShape.nearest(4_000_000_000)
+    assert (
+        small.layers == 5 and small.parameters == pytest.approx(4e9, rel=0.1) and small.name.startswith("5 blocks of")
+    )
+    assert MoeShape.nearest(4_000_000_000, 2).layers == 2
 
 
 def small_task(tokens: int) -> IterationTask:

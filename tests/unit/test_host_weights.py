@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lightstep import Strategy
 from lightstep.sharding.weight_average import WeightAverage
+from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.host_weights import HostWeights, WeightGroup
 from tests.covering import every_pair
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
@@ -390,6 +392,13 @@ def test_a_run_goes_on_with_another_placement(time: str, tmp_path: Path) -> None
         assert run.train(2) == losses[2 * number : 2 * number + 2]
         run.strategy.save_checkpoint(tmp_path / str(number), run.model, run.optimizer)
     assert_same(run.snapshot(), expected.snapshot())
+
+
+def test_fingerprints_leave_memory_that_can_be_freed() -> None:
+    weight, out = torch.ones(4, 8, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    kernels: Any = SimpleNamespace(split=None, join=None, nbytes=None, free=None)
+    ChecksummedWeights(kernels).fingerprints(weight.view(-1), 0, [(0, 32)], out)
+    assert out.item() and weight.untyped_storage().resizable()
 
 
 def test_parameters_that_share_memory_are_refused_and_not_untied() -> None:
