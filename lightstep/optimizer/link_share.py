@@ -55,7 +55,7 @@ class LinkShare:
         self._batches = 0
         if self._timed:
             if self._backend.host_weights is not None:
-                self._backend.host_weights.waits.start()
+                self._backend.host_weights.measure_waits(begin=True)
             self._begin_event = self._begin_event or self._event()
             self._backend.lanes.caller().record(self._begin_event)
 
@@ -76,7 +76,7 @@ class LinkShare:
     def record_end(self) -> None:
         """Backward is over."""
         if self._backend.host_weights is not None:
-            self._backend.host_weights.waits.stop()
+            self._backend.host_weights.measure_waits(begin=False)
 
     def _event(self) -> Any:
         return torch.Event(self._backend.lanes.device, enable_timing=True)
@@ -88,8 +88,8 @@ class LinkShare:
         if batches < 3 or not (ready[-1].query() and done[-1].query()):
             return
         host_weights = self._backend.host_weights
-        waits = [] if host_weights is None else host_weights.waits.milliseconds()
-        if waits is None:
+        waited = 0.0 if host_weights is None else host_weights.waited()
+        if waited is None:
             return
         if self._first:
             self._first = False
@@ -98,8 +98,6 @@ class LinkShare:
         layer = span / batches
         last = next((n for n in range(batches - 2, 0, -1) if ready[n].elapsed_time(ready[-1]) > layer / 2), 1)
         late = ready[last].elapsed_time(done[last - 1])
-        hidden = layer if host_weights is not None and host_weights.gathers_ahead else 0.0
-        waited = sum(max(wait - hidden, 0.0) for wait in waits)
         self._held = _HELD if waited > layer / 2 else max(self._held - 1, 0)
         logger.debug(
             "updated in backward: %.2f of the units; the lane was %.1f ms behind %.1f, of which the model waited %.1f",

@@ -87,6 +87,8 @@ class GroupHooks:
         hold, release: called on that stream before and after the reads; ``release`` also if ``hold`` was interrupted.
         reducing: entered around the reduction of a backward.
         after_reduction: called on the stream that has made the gradients of the shards.
+        awaiting: called on the stream that computes, with an event that it is about to wait for: the end of an
+            all-gather, or of an earlier reduction.
         joins_unused: micro-batches between two reductions may use different parameters of the module, or none.
     """
 
@@ -96,6 +98,7 @@ class GroupHooks:
         self.release: Callable[[], None] = _nothing
         self.reducing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.after_reduction: Callable[[], None] = _nothing
+        self.awaiting: Callable[[torch.Event], None] | None = None
         self.joins_unused = False
         self._reference = weakref.ref(group)
         group.unshard, group.wait_for_unshard = self._unshard, self._wait_for_unshard
@@ -128,6 +131,7 @@ class GroupHooks:
     def _wait_for_unshard(self) -> None:
         """A group on one rank reads its shards here."""
         group = self._group
+        self._await(None if group._all_gather_result is None else group._all_gather_result.all_gather_event)
         reads_here = group._all_gather_result is not None and group.is_sharded and _is_alone(group)
         with self._reads(contextlib.nullcontext) if reads_here else contextlib.nullcontext():
             type(group).wait_for_unshard(group)
@@ -143,8 +147,13 @@ class GroupHooks:
             with on_stream():
                 self.release()
 
+    def _await(self, event: torch.Event | None) -> None:
+        if self.awaiting is not None and event is not None:
+            self.awaiting(event)
+
     def _post_backward(self, *unused: Any) -> None:
         group = self._group
+        self._await(_awaited_reduction(group))
         with self.reducing():
             if self.joins_unused:
                 _reduce_what_is_used(group, *unused)
@@ -166,6 +175,18 @@ class GroupHooks:
     def is_gathered(self) -> bool:
         """Whether the module's parameters are whole now."""
         return not self._group.is_sharded
+
+
+def _awaited_reduction(group: Any) -> torch.Event | None:
+    """The end of the reduction that ``post_backward`` of this group is about to wait for."""
+    context: Any = group.comm_ctx
+    if hasattr(context, "reduce_scatter_state"):  # torch 2.11
+        earlier = context.reduce_scatter_state
+    else:
+        is_last = group._param_group_index == group._num_param_groups - 1
+        is_due = is_last and len(context.reduce_scatter_states) >= context.reduce_scatter_max_input_buffers
+        earlier = context.reduce_scatter_states[0] if is_due else None
+    return None if earlier is None else earlier.event
 
 
 def _is_alone(group: Any) -> bool:

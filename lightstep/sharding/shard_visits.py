@@ -28,6 +28,7 @@ from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, weakly
 from lightstep.sharding.parameter_reads import await_host
 from lightstep.sharding.weight_visits import AHEAD, VisitOrder
 from lightstep.state.host_weights import HostWeights, WeightGroup
+from lightstep.state.lanes import WaitTimes
 
 __all__ = ["ShardVisits"]
 
@@ -115,7 +116,7 @@ class ShardVisits:
 
     def __init__(self, weights: HostWeights) -> None:
         self.weights = weights
-        weights.gathers_ahead = True
+        weights.stalls = WaitTimes()
         self.takers: weakref.WeakSet[HostGradients] = weakref.WeakSet()
         self._groups: list[ShardGroup] = []
         self._forward, self._backward = VisitOrder(()), VisitOrder(())
@@ -131,6 +132,8 @@ class ShardVisits:
             group.hooks.hold, group.hooks.release = partial(weakly(self, ShardVisits.hold), own), own.release
             group.hooks.reducing = partial(weakly(self, ShardVisits.reducing), own)
             group.hooks.after_reduction = partial(weakly(self, ShardVisits.take), own)
+            if self.weights.device.type != "cpu":
+                group.hooks.awaiting = weakly(self, ShardVisits.wait_for)
 
     def watch(self, model: nn.Module) -> None:
         """All modules have been added."""
@@ -160,6 +163,11 @@ class ShardVisits:
             with group.hooks.on_reducing_stream():  # their memory is that stream's
                 for taker in self.takers:
                     taker.release()
+
+    def wait_for(self, event: torch.Event) -> None:
+        """The computation waits for FSDP2, which may have waited for shards or for gradients that leave."""
+        assert self.weights.stalls is not None
+        self.weights.stalls.wait(self.weights.lanes.caller(), event)
 
     @contextlib.contextmanager
     def reducing(self, group: ShardGroup) -> Iterator[None]:

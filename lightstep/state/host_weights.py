@@ -354,17 +354,16 @@ class HostWeights:
         lock: held while fields come, go, or are held.
         is_foreign: whether another thread trains than this one, which then must not move parameters.
         on_read: called with a group whose parameters are read; returns whether they are on the device, for a module.
-        waits: those of the model's streams for weights that are brought, and for gradients that leave.
-        gathers_ahead: the model reads the weights of the next group while it computes with those of one.
+        waits: those of the streams that read weights and make gradients, for the copies from and to the host.
+        stalls: those of the stream that computes for these, if they are others.
     """
-
-    gathers_ahead = False
 
     def __init__(self, device: torch.device, device_bytes: int) -> None:
         self.device, self._device_bytes = device, device_bytes
         self.on_read: Callable[[WeightGroup], bool] = lambda group: group.is_entered
         self.is_foreign: Callable[[], bool] = lambda: False
         self.lanes, self.waits = Lanes(device, small_pieces=False), WaitTimes()
+        self.stalls: WaitTimes | None = None
         self.lock = threading.RLock()
         self._present: OrderedDict[Field, None] = OrderedDict()  # the one that will be needed last comes first
         self.groups: list[WeightGroup] = []
@@ -378,6 +377,25 @@ class HostWeights:
     def home_of(self, parameter: Tensor) -> WeightHome | None:
         """``None`` if the parameter is none of these."""
         return self._homes.get(parameter)  # type: ignore[call-overload]
+
+    # -- how long the model waits
+
+    def measure_waits(self, begin: bool) -> None:
+        """Begin, or end, to measure how long the model waits for copies from and to the host."""
+        for times in filter(None, (self.waits, self.stalls)):
+            if begin:
+                times.start()
+            else:
+                times.stop()
+
+    def waited(self) -> float | None:
+        """Milliseconds that the computation has waited for the copies; ``None`` while it may still wait.
+
+        Where other streams wait for the copies, the computation waits no longer than they do for this reason.
+        """
+        found = [times.milliseconds() for times in (self.waits, self.stalls) if times is not None]
+        sums = [sum(times) for times in found if times is not None]
+        return min(sums) if len(sums) == len(found) else None
 
     # -- on the device
 

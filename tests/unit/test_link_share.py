@@ -127,63 +127,45 @@ def test_on_the_cpu_all_units_are_tried() -> None:
     assert share.backward(LATE) == 1.0
 
 
-class Waits:
-    """Those of a model whose weights rest on the host: of each backward so many, of one length."""
+class HostWeights:
+    """The model waits in each backward so long, in layers, for weights and gradients that rest on the host."""
 
     def __init__(self) -> None:
-        self.of_each, self.is_on = 0.0, False
-        self.number: int | None = LAYERS
+        self.of_each: float | None = 0.0
+        self.is_measuring = False
 
-    def start(self) -> None:
-        self.is_on = True
+    def measure_waits(self, begin: bool) -> None:
+        self.is_measuring = begin
 
-    def stop(self) -> None:
-        self.is_on = False
-
-    def milliseconds(self) -> list[float] | None:
-        return None if self.number is None else [self.of_each] * self.number
+    def waited(self) -> float | None:
+        return self.of_each
 
 
 @pytest.fixture
-def waits() -> Waits:
-    return Waits()
-
-
-def share_with(waits: Waits, gathers_ahead: bool = False) -> Share:
+def share() -> Share:
     share = Share()
-    share.store.host_weights = SimpleNamespace(waits=waits, gathers_ahead=gathers_ahead)
+    share.store.host_weights = HostWeights()
     return share
 
 
-def test_what_the_model_waits_for_weights_counts(waits: Waits) -> None:
+def test_what_the_model_waits_for_weights_counts(share: Share) -> None:
     """The lane is in time, but only because backward itself was held up by four tenths."""
-    share = share_with(waits)
-    waits.of_each = 0.4
+    share.store.host_weights.of_each = 4.0
     assert share.backward(EARLY) == pytest.approx(0.6)
-    assert waits.is_on
+    assert share.store.host_weights.is_measuring
     share.record_end()
-    assert not waits.is_on
+    assert not share.store.host_weights.is_measuring
     assert share.backward(LATE) == pytest.approx(0.6 * 6 / (LAYERS + LATE), abs=0.05), "and so does the lane"
 
 
-def test_more_is_not_tried_soon_after_the_model_has_waited(waits: Waits) -> None:
-    share = share_with(waits)
-    waits.of_each = 0.4
+def test_more_is_not_tried_soon_after_the_model_has_waited(share: Share) -> None:
+    share.store.host_weights.of_each = 4.0
     tried = share.backward(EARLY)
-    waits.of_each = 0.0
+    share.store.host_weights.of_each = 0.0
     assert {share.backward(EARLY) for _ in range(15)} == {tried}
     assert share.backward(EARLY) == pytest.approx(tried + 0.05)
 
 
-def test_waits_that_gathering_ahead_hides_do_not_count(waits: Waits) -> None:
-    share = share_with(waits, gathers_ahead=True)
-    waits.of_each = 0.9
-    assert share.backward(ON_TIME) == 1.0
-    waits.of_each = 1.2
-    assert share.backward(ON_TIME) == pytest.approx(0.8, abs=0.03)
-
-
-def test_waits_that_are_not_over_say_nothing(waits: Waits) -> None:
-    share = share_with(waits)
-    waits.of_each, waits.number = 0.4, None
+def test_waits_that_are_not_over_say_nothing(share: Share) -> None:
+    share.store.host_weights.of_each = None
     assert share.backward(LATE) == 1.0
