@@ -31,16 +31,23 @@ class GradientNorm:
             depend on it), the same on all ranks of a mesh.
         norm_type: p of the norm, 1 to 8; ``math.inf`` is the largest element.
         everywhere: agree on overflow over all ranks of the default process group; ``None`` decides by the parameters.
+        compared: see :class:`NormReduction`.
 
     Attributes:
         device: the device of the norm.
         dtype: the dtype of each gradient's own norm.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], norm_type: float = 2.0, everywhere: bool | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        norm_type: float = 2.0,
+        everywhere: bool | None = None,
+        compared: Sequence[Tensor] | None = None,
+    ) -> None:
         self.norm_type = check_norm_type(norm_type)
         self._parameters = parameters
-        self._reduction = NormReduction(parameters, everywhere)
+        self._reduction = NormReduction(parameters, everywhere, compared)
         self.device = self._reduction.device
         self.dtype = torch.float32 if self._reduction.as_torch else torch.float64
 

@@ -64,8 +64,8 @@ class MoeShape:
 
     @classmethod
     def _scaled(cls, hidden: int, parameters: int, layers: int) -> MoeShape:
-        heads, vocabulary = max(2, hidden // 64), vocabulary_for(parameters, hidden)
-        return cls("a scaled Qwen3-MoE", hidden, hidden * 3 // 8, 8, 2, heads, heads // 2, 32, layers, vocabulary)
+        groups, vocabulary = max(1, hidden // 128), vocabulary_for(parameters, hidden)
+        return cls("a scaled Qwen3-MoE", hidden, hidden * 3 // 8, 8, 2, 2 * groups, groups, 32, layers, vocabulary)
 
     @property
     def parameters(self) -> int:
@@ -137,6 +137,8 @@ class QwenMoe(WithChunkedLoss, Qwen3MoeForCausalLM):
             for experts in [module for module in made.modules() if isinstance(module, DividedExperts)]:
                 own = fully_shard(experts.own, mesh=mesh["same_experts"], mp_policy=policy)
                 own.set_gradient_divide_factor(float(ranks))  # they get the tokens of all ranks
+                for parameter in own.parameters():
+                    parameter.differs_across_ranks = True
         return made
 
 

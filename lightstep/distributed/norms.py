@@ -38,6 +38,7 @@ class NormReduction:
         parameters: the optimizer's parameters, in one order on all ranks that share a mesh.
         everywhere: whether all ranks of this process's role share the overflow flag. ``None``: if some parameter is a
             DTensor on more than one rank.
+        compared: what is compared in their place, if their weights cannot be read there.
 
     Attributes:
         device: the device on which norms are added up.
@@ -50,9 +51,15 @@ class NormReduction:
             ranks that hold the same part) count for overflow only.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], everywhere: bool | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        everywhere: bool | None = None,
+        compared: Sequence[Tensor] | None = None,
+    ) -> None:
         meshes = _meshes(parameters)
-        self._assumed_copies = [p for p in parameters if _on_a_slice(p)]
+        pairs = zip(parameters, compared or parameters, strict=True)
+        self._assumed_copies = [weight for parameter, weight in pairs if _on_a_slice(parameter)]
         self._differing = any(differs_across_ranks(p) for p in parameters)
         self.everywhere = (
             initialized()

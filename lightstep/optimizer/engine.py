@@ -589,6 +589,8 @@ class Engine:
 
     def on_parameters_changed(self) -> None:
         """Some of the managed parameters are new or have been replaced."""
+        if self._host_weights is not None:
+            self._host_weights.settle()  # the first norm compares some of them
         self._scaling = Scaling(
             self.managed,
             self.norm_type,

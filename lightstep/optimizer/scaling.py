@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightstep.clipping import GradientNorm, clip_coefficient
-from lightstep.distributed import like
+from lightstep.distributed import differs_across_ranks, like
 from lightstep.optimizer.unit_updater import Gradients
 from lightstep.precision.loss_scale import LossScale
 from lightstep.state.schema import Managed
@@ -53,7 +53,8 @@ class Scaling:
     ) -> None:
         self._managed = list(managed)
         self._norm_type, self._clip_layers = norm_type, clip_layers
-        self._global_norm = GradientNorm(_measured(self._managed), norm_type, everywhere)
+        parameters = [item.param for item in self._managed]
+        self._global_norm = GradientNorm(_measured(self._managed), norm_type, everywhere, parameters)
         self._half = all(item.local.dtype == torch.float16 for item in self._managed)
         self.layers = group_by_layer(self._managed)
         by_layer = self.layers if clip_layers or layer_by_layer else []
@@ -164,8 +165,13 @@ class Scaling:
 
 
 def _measured(items: Sequence[Managed]) -> list[Tensor]:
-    """The parameters, on the devices of their gradients."""
-    return [item.param if item.home is None else like(item.param, item.local) for item in items]
+    """The parameters, on the devices of their gradients. There is nothing to be read in those that rest on the host."""
+    found = []
+    for item in items:
+        found.append(item.param if item.home is None else like(item.param, item.local))
+        if item.home is not None:
+            found[-1].differs_across_ranks = differs_across_ranks(item.param)  # type: ignore[attr-defined]
+    return found
 
 
 def _factors(loss_scale: LossScale, scale: Tensor, coefficient: Factor) -> tuple[Factor, Factor]:

@@ -240,3 +240,43 @@ def check_divided_experts(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("ranks", [2])
 def test_the_benchs_experts_are_transformers_own(pool: Pool, ranks: int) -> None:
     pool.run(check_divided_experts, ranks)
+
+
+def check_marked_experts(rank: int, world_size: int, marked: bool) -> None:
+    """Experts on a slice of a mesh differ if they are marked; otherwise they count as copies, and are compared."""
+    norms, losses = [], []
+    for weights in ({}, {"weights": {"placement": "host", "device_mib": 0.01}}):
+        values = {"sharding": {"kind": "fsdp2", "activation_checkpointing": True}, "clipping": {"max_norm": 0.5}}
+        strategy = lightstep.Strategy.load({**values, **weights, "optimizer_state": {"backend": "stream"}})
+        model = MoeShape.nearest(200_000).make(torch.device("cpu"), torch.bfloat16, 0, 16)
+        experts = [p for module in model.modules() if isinstance(module, DividedExperts) for p in module.parameters()]
+        for parameter in experts:
+            parameter.differs_across_ranks = marked
+            with torch.no_grad():
+                local_tensor(parameter).mul_(1 + rank)
+        optimizer = strategy.create_optimizer(strategy.prepare_model(model), torch.optim.AdamW, **GROUPS)
+        tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(rank))
+        norms.append([])
+        losses.append([])
+        for step in range(3):
+            loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            optimizer.backward(loss)
+            if not marked:
+                with pytest.raises(ValueError, match="differs between ranks 0 and 1"):
+                    optimizer.step()
+                break
+            if not step and not weights:
+                squares = sum(local_tensor(p.grad).double().square().sum() for p in model.parameters())
+                dist.all_reduce(squares)
+                expected = squares.sqrt().item()
+            norms[-1].append(optimizer.step().grad_norm.item())
+            losses[-1].append(loss.item())
+        optimizer.close()
+    if marked:
+        assert norms[0] == norms[1] and losses[0] == losses[1]
+        assert norms[0][0] == pytest.approx(expected, rel=1e-5)  # added up in fp64, and in another order
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_experts_on_a_slice_are_marked_or_compared(pool: Pool, marked: bool) -> None:
+    pool.run(check_marked_experts, 2, marked=marked)
