@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -127,5 +128,13 @@ class LinkShare:
 
 
 def evenly_spaced(units: Sequence[Unit], fraction: float) -> list[Unit]:
-    """This fraction of the units, evenly spaced."""
-    return [unit for n, unit in enumerate(units) if int((n + 1) * fraction + 0.5) > int(n * fraction + 0.5)]
+    """This fraction of the units, evenly spaced. Neighbours whose weights rest on the host together stay together:
+    weights and gradients of all of them cross the link for the update of one."""
+    parts = [list(part) for _, part in groupby(units, key=_what_crosses)]
+    chosen = (part for n, part in enumerate(parts) if int((n + 1) * fraction + 0.5) > int(n * fraction + 0.5))
+    return [unit for part in chosen for unit in part]
+
+
+def _what_crosses(unit: Unit) -> object:
+    home = unit.owners[0].home
+    return unit if home is None else home.group

@@ -49,6 +49,8 @@ SUBMIT_IN_STEP = 40
 wait, and the next forward needs room for its own."""
 SUBMIT_AHEAD = 24
 """Jobs that are submitted behind the one that somebody waits for."""
+SUBMIT_BEFORE_WEIGHTS = 8
+"""In place of both, if weights rest on the host: what these jobs bring crosses the link before the next forward's."""
 
 
 Factors = tuple[Tensor | None, Tensor | None]
@@ -359,7 +361,10 @@ class Queue:
         self.schedule(jobs)
         if self.in_lane:
             self._arrival_job = self.backend.arrival_jobs(self._completing_job, len(jobs) - 1)
-        self.submit(_ALL if self.backend.peers_wait else SUBMIT_IN_STEP)
+        self.submit(_ALL if self.backend.peers_wait else self._ahead(SUBMIT_IN_STEP))
+
+    def _ahead(self, jobs: int) -> int:
+        return jobs if self.backend.host_weights is None else SUBMIT_BEFORE_WEIGHTS
 
     def submit(self, stop: int) -> None:
         """Submit the jobs with numbers below ``stop`` to the compute lane; without the lane, run all of them here."""
@@ -408,7 +413,7 @@ class Queue:
             return
         sent, last = ([], _ALL) if items is None else self._last_job_of(items)
         with self.aborting("the update under way"):
-            self.submit(last + 1 + SUBMIT_AHEAD)
+            self.submit(last + 1 + self._ahead(SUBMIT_AHEAD))
         with self.aborting("the update under way", on_interrupt=False):
             self.wait(last)
             self.backend.receive(sent)
@@ -432,7 +437,7 @@ class Queue:
         if last < 0:
             return
         with self.aborting("the update under way"):
-            self.submit(last + 1 + SUBMIT_AHEAD)
+            self.submit(last + 1 + self._ahead(SUBMIT_AHEAD))
             self.backend.lanes.caller().wait(self._events[last])
             self.backend.receive(sent)
 

@@ -111,15 +111,17 @@ def test_the_sleeps_find_a_missing_wait(missing: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_device_memory(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs of 24 blocks of 16 MiB each: two are on the device.
+    """Inputs of 24 blocks of 16 MiB each: a few are on the device, two and those on their way.
 
     The losses are near: two runs of this Llama on a GPU differ in their bits in any case.
     """
     monkeypatch.setattr(HostActivations, "SMALLEST", 1 << 20)
-    shape, tokens = LlamaShape("narrow", 1024, 256, 256, 24, 512, 64), 8192
+    shape, tokens = LlamaShape("narrow", 1024, 4096, 256, 24, 512, 64), 8192
     peaks, losses = [], []
     for wanted in (True, "host"):
-        overrides = {"sharding.activation_checkpointing": wanted, "weights.placement": placement}
+        overrides: dict[str, Any] = {"sharding.activation_checkpointing": wanted}
+        if placement == "host":
+            overrides["weights"] = {"placement": "host", "device_mib": 64}
         strategy = Strategy.load("stream", overrides=overrides)
         model = strategy.prepare_model(Llama.make(shape, strategy.device, length=tokens))
         optimizer = strategy.create_optimizer(model, lr=1e-3)
@@ -139,4 +141,4 @@ def test_device_memory(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.close()
         del model, optimizer, strategy, loss
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    assert (peaks[0] - peaks[1]) / MIB > 20 * 16, peaks
+    assert (peaks[0] - peaks[1]) / MIB > 12 * 16, peaks

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightstep.optimizer.link_share import LinkShare
+from lightstep.optimizer.link_share import LinkShare, evenly_spaced
 
 LAYERS = 10
 LATE, ON_TIME, EARLY = 4.0, 0.25, -0.25
@@ -169,3 +169,14 @@ def test_more_is_not_tried_soon_after_the_model_has_waited(share: Share) -> None
 def test_waits_that_are_not_over_say_nothing(share: Share) -> None:
     share.store.host_weights.of_each = None
     assert share.backward(LATE) == 1.0
+
+
+def test_what_rests_on_the_host_together_is_updated_together() -> None:
+    def unit(group: object) -> Any:
+        return SimpleNamespace(owners=[SimpleNamespace(home=group and SimpleNamespace(group=group))])
+
+    alone = [unit(None) for _ in range(10)]
+    assert [alone.index(one) for one in evenly_spaced(alone, 0.5)] == [0, 2, 4, 6, 8]
+    together = [unit(f"block {n // 3}") for n in range(12)]
+    assert [together.index(one) // 3 for one in evenly_spaced(together, 0.5)] == [0, 0, 0, 2, 2, 2]
+    assert evenly_spaced(together, 1.0) == together
