@@ -135,6 +135,6 @@ def evenly_spaced(units: Sequence[Unit], fraction: float) -> list[Unit]:
     return [unit for part in chosen for unit in part]
 
 
-def _what_crosses(unit: Unit) -> object:
+def _what_crosses(unit: Unit) -> int:
     home = unit.owners[0].home
-    return unit if home is None else home.group
+    return id(unit if home is None else home.group)

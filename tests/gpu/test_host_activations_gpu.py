@@ -111,13 +111,13 @@ def test_the_sleeps_find_a_missing_wait(missing: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_device_memory(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs of 24 blocks of 16 MiB each: a few are on the device, two and those on their way.
+    """Inputs of 24 blocks of 16 MiB each: two are on the device after forward.
 
     The losses are near: two runs of this Llama on a GPU differ in their bits in any case.
     """
     monkeypatch.setattr(HostActivations, "SMALLEST", 1 << 20)
     shape, tokens = LlamaShape("narrow", 1024, 4096, 256, 24, 512, 64), 8192
-    peaks, losses = [], []
+    kept, losses = [], []
     for wanted in (True, "host"):
         overrides: dict[str, Any] = {"sharding.activation_checkpointing": wanted}
         if placement == "host":
@@ -128,17 +128,16 @@ def test_device_memory(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
         generator = torch.Generator().manual_seed(0)
         words = torch.randint(512, (1, tokens + 1), generator=generator).cuda()
         for step in range(3):
+            loss = model(words[:, :-1].contiguous(), words[:, 1:].contiguous())
             if step == 2:
                 torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            loss = model(words[:, :-1].contiguous(), words[:, 1:].contiguous())
+                kept.append(torch.cuda.memory_allocated())
             optimizer.backward(loss)
             optimizer.step()
         optimizer.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated())
         losses.append(loss.item())
         assert all(keeper.sent == 3 * 24 for keeper in host_activations_of(model))
         optimizer.close()
         del model, optimizer, strategy, loss
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    assert (peaks[0] - peaks[1]) / MIB > 12 * 16, peaks
+    assert (kept[0] - kept[1]) / MIB > 20 * 16, kept
