@@ -32,7 +32,6 @@ from tests.distributed.collectives import collectives
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, HSDP, full
-from tests.distributed.test_checkpoints import check_content
 from tests.reference.pair import FP16_SCALE, same_tree, through_bytes
 
 RESIDENT = {"backend": "resident"}
@@ -533,6 +532,16 @@ def check_save(rank: int, world_size: int, folder: str, layout: str) -> None:
     after = run.content()
     if rank == 0:
         torch.save({"content": content, "after": after}, Path(folder, f"{layout}.pt"))
+
+
+def check_content(where: str, found: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> None:
+    """The same entries of each parameter, with the same dtypes and bits."""
+    assert found.keys() == expected.keys()
+    for name, entries in expected.items():
+        assert found[name].keys() == entries.keys(), f"{where}: {name} has {sorted(found[name])}, not {sorted(entries)}"
+        for key, value in entries.items():
+            assert found[name][key].dtype == value.dtype, f"{where}: {key} of {name}"
+            assert torch.equal(found[name][key], value), f"{where}: {key} of {name}"
 
 
 def check_load(rank: int, world_size: int, folder: str, layout: str) -> None:
