@@ -35,6 +35,12 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
         known = {key: reading.copies.get(key, value) for key, value in entries.items()}
         return Entries(known if edit is None else edit.applied_to(known), reading)
 
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        """``default`` for a parameter that is not in it, as in torch."""
+        if parameter not in self:
+            return default
+        return self[parameter]
+
     def __setitem__(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         self._engine.guard.check("changing state")
         edits = self._engine.edits

@@ -1062,6 +1062,19 @@ def test_an_optimizer_without_state_has_none_in_its_state_dict(backend: str) -> 
     assert setup.optimizer.state_dict()["state"] == {}
 
 
+@backends
+def test_a_parameter_that_was_never_updated_is_not_in_the_state(backend: str) -> None:
+    """``get`` has the default then, as in torch; ``state[p]`` has ``{}``, or the master that the model came with."""
+    setup = Setup(backend)
+    first, *_, last = setup.model.parameters()
+    assert first not in setup.optimizer.state and setup.optimizer.state.get(first) is None
+    for parameter in setup.model.parameters():
+        parameter.grad = None if parameter is last else torch.ones_like(parameter)
+    setup.optimizer.step()
+    assert last not in setup.optimizer.state and setup.optimizer.state.get(last, {}) == {}
+    assert set(setup.optimizer.state.get(first)) == {"master", "exp_avg", "exp_avg_sq", "step"}
+
+
 # -- the first step
 
 
