@@ -50,7 +50,7 @@ wait, and the next forward needs room for its own."""
 SUBMIT_AHEAD = 24
 """Jobs that are submitted behind the one that somebody waits for."""
 SUBMIT_BEFORE_WEIGHTS = 8
-"""In place of both, if weights rest on the host: what these jobs bring crosses the link before the next forward's."""
+"""At most so many of both, if weights rest on the host: what they bring crosses the link before the next forward's."""
 
 
 Factors = tuple[Tensor | None, Tensor | None]
@@ -364,7 +364,7 @@ class Queue:
         self.submit(_ALL if self.backend.peers_wait else self._ahead(SUBMIT_IN_STEP))
 
     def _ahead(self, jobs: int) -> int:
-        return jobs if self.backend.host_weights is None else SUBMIT_BEFORE_WEIGHTS
+        return jobs if self.backend.host_weights is None else min(jobs, SUBMIT_BEFORE_WEIGHTS)
 
     def submit(self, stop: int) -> None:
         """Submit the jobs with numbers below ``stop`` to the compute lane; without the lane, run all of them here."""
