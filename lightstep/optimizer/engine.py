@@ -148,7 +148,11 @@ class Engine:
             if engine is not None:
                 engine._measure_arrived(arrived)
 
-        gradients.on_arrival = measure
+        def is_awaited(parameter: Tensor, gradient: Tensor) -> bool:
+            engine = own()
+            return engine is not None and engine.queue.awaits(engine.managed.get(parameter), gradient)
+
+        gradients.on_arrival, gradients.is_awaited = measure, is_awaited
         return gradients
 
     def _measure_arrived(self, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class HostGradients:
 
     Attributes:
         on_arrival: called with the parameters and their gradients so far, which are on the device until it returns.
+        is_awaited: called with a parameter and its gradient on the device: whether an update in backward is still to be
+            submitted that reads it. It waits for other layers, if a unit has parameters of several.
     """
 
     is_incomplete = False
@@ -41,9 +44,10 @@ class HostGradients:
         self._weights, self._float32 = weights, float32
         self._stored: dict[Tensor, Tensor] = {}  # by parameter: a field's tensor on the device, empty now
         self._fields: dict[Tensor, tuple[Field, Tensor]] = {}  # the last one that a parameter's gradient was in
-        self._under_way: deque[tuple[WeightGroup, list[Field], list[Tensor]]] = deque()
+        self._under_way: deque[tuple[WeightGroup, list[Field], dict[Tensor, Tensor]]] = deque()  # by parameter
         self._parameters: frozenset[Tensor] = frozenset()
         self.on_arrival: Callable[[Sequence[tuple[Tensor, Tensor]]], object] = lambda arrived: None
+        self.is_awaited: Callable[[Tensor, Tensor], bool] = lambda parameter, gradient: False
         self._measured = weights.lanes.event()
 
     def set_parameters(self, parameters: Iterable[Tensor]) -> None:
@@ -79,8 +83,8 @@ class HostGradients:
             self._keep(parameter, field, number)
         for field, own in by_field.items():
             self._weights.store(field, own)
-        self._under_way.append((group, list(by_field), list(tensors.values())))
-        while len(self._under_way) > _UNDER_WAY:
+        self._under_way.append((group, list(by_field), {parameter: tensors[number] for number, parameter in arrived}))
+        while len(self._under_way) > _UNDER_WAY and not any(starmap(self.is_awaited, self._under_way[0][2].items())):
             self._release_oldest()
 
     def release(self) -> None:

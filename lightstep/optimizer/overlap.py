@@ -99,6 +99,10 @@ class SpeculativeUpdates(EarlyUpdates):
 
     # -- backward
 
+    def awaits(self, item: Managed, gradient: Tensor) -> bool:
+        kept = None if self._speculation is None else self._speculation.gradients.get(item)
+        return kept is not None and kept.numel() > 0 and kept.data_ptr() == gradient.data_ptr()
+
     @contextlib.contextmanager
     def _updating(self, step: EarlyStep) -> Iterator[None]:
         """The last backward of a step runs in the body; units are updated as it completes their gradients.

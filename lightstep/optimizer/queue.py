@@ -144,6 +144,10 @@ class Early(ABC):
         """
         return True
 
+    def awaits(self, item: Managed, gradient: Tensor) -> bool:
+        """See :meth:`Queue.awaits`."""
+        return False
+
     def drop_gradients(self) -> None:  # noqa: B027  (an optional hook)
         """Drop gradients that wait for others of their layer (``zero_grad``)."""
 
@@ -253,6 +257,10 @@ class Queue:
         """Drop gradients that wait for others of their layer (``zero_grad``)."""
         if self.early is not None:
             self.early.drop_gradients()
+
+    def awaits(self, item: Managed | None, gradient: Tensor) -> bool:
+        """Whether an update in backward is still to be submitted that reads this gradient of a parameter."""
+        return self.early is not None and item is not None and self.early.awaits(item, gradient)
 
     # -- whole steps
 

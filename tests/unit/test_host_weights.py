@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightstep import Strategy
+from lightstep.optimizer.host_gradients import HostGradients
+from lightstep.optimizer.overlap import SpeculativeUpdates
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.host_weights import HostWeights, WeightGroup
@@ -80,6 +82,38 @@ def test_the_same_bits(
             assert (queue.redone > 0) is (limit == "clipped" and store.name != "resident")
             assert home == "resident" or store._versions.host_bytes() > 0, "nothing was updated in backward"
         tested.optimizer.close()
+
+
+def test_memory_of_gradients_is_kept_until_their_update_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five layers share a unit: its update reads gradients that have left long before the last of them arrives."""
+    monkeypatch.setattr("lightstep.state.units.SMALL_UNIT", 1 << 12)
+    weights = {"placement": "host", "device_mib": 64}
+    strategy = Strategy.load({"optimizer_state": {"backend": "stream", "update": "overlap"}, "weights": weights})
+    model = strategy.prepare_model(nn.Sequential(*[nn.Linear(8, 8) for _ in range(16)]))
+    optimizer: Any = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    release, submit = HostGradients._release_oldest, SpeculativeUpdates._submit_speculative
+    events: list[str] = []
+
+    def watched_release(gradients: HostGradients) -> None:
+        events.append(f"{gradients._under_way[0][0].name}.weight")
+        release(gradients)
+
+    def watched_submit(updates: SpeculativeUpdates, speculation: Any, units: Any) -> None:
+        events.extend(f"update {owner.name}" for unit in units for owner in unit.owners)
+        submit(updates, speculation, units)
+
+    monkeypatch.setattr(HostGradients, "_release_oldest", watched_release)
+    monkeypatch.setattr(SpeculativeUpdates, "_submit_speculative", watched_submit)
+    for step in range(3):
+        events.clear()
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
+        optimizer.backward(model(inputs).float().square().mean())
+        optimizer.step()
+    assert len(optimizer._backend.units()) == 4
+    updated = [name for name in (f"{layer}.weight" for layer in range(5, 16)) if f"update {name}" in events]
+    assert len(updated) == 11
+    assert [name for name in updated if events.index(name) < events.index(f"update {name}")] == []
+    optimizer.close()
 
 
 def test_an_update_does_not_make_the_copy_on_the_device_out_of_date() -> None:
