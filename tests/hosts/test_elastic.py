@@ -122,14 +122,14 @@ def finished(training: TwoHosts, hosts: Hosts, name: str) -> list[dict[str, byte
 
 def test_lightstep_train_without_a_shared_disk(training: TwoHosts, hosts: Hosts) -> None:
     """The host with the first rank is killed."""
-    training.start(Named("whole"))
-    expected = finished(training, hosts, "whole")
+    training.start(Named("trained"))
+    expected = finished(training, hosts, "trained")
     assert [set(part) for part in expected] == [{f"__{rank}_0_0.distcp", "tensors.json"} for rank in range(2)]
-    training.start(Named("killed"))
+    training.start(Named("interrupted"))
     end = time.monotonic() + PATIENCE
-    while not all((disk / "killed/checkpoint-4").exists() for disk in hosts.disks):
+    while not all((disk / "interrupted/checkpoint-4").exists() for disk in hosts.disks):
         assert training.is_running() and time.monotonic() < end, training.logs()
         time.sleep(0.01)
     training.kill_host(0)
-    assert finished(training, hosts, "killed") == expected
+    assert finished(training, hosts, "interrupted") == expected
     assert "continuing from" in training.logs()
