@@ -444,8 +444,16 @@ def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) ->
 
 
 def is_nothing(path: Path) -> bool:
-    """Whether nothing is at ``path``, or an empty folder (which no URL has)."""
-    return not path.exists() or (not isinstance(path, UrlPath) and path.is_dir() and not any(path.iterdir()))
+    """Whether nothing is at ``path``, or an empty folder (which no URL has). It may come and go: :func:`ask_server`."""
+    if isinstance(path, UrlPath):
+        return not path.exists()
+    try:
+        with os.scandir(path) as entries:
+            return next(entries, None) is None
+    except FileNotFoundError:
+        return True
+    except NotADirectoryError:
+        return not path.exists()
 
 
 # -- network disks -----------------------------------------------------------------------------------------------------

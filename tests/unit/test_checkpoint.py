@@ -30,6 +30,7 @@ from lightstep.checkpoint import (
 )
 from lightstep.checkpoint.formats import read_checkpoint
 from lightstep.checkpoint.optimizer_state import OptimizerContent
+from lightstep.checkpoint.storage import ask_server, is_nothing
 from tests.checkpoint_runs import (
     OLD,
     Adapted,
@@ -620,3 +621,22 @@ def test_torch_makes_no_checksums_of_its_own(tmp_path: Path, monkeypatch: pytest
     save_checkpoint(tmp_path / "a", model_of(1.0))
     assert asked and not any(asked) and torch.serialization.get_crc32_options()
     assert not verify_checkpoints(tmp_path / "a")[0].damage
+
+
+def test_a_folder_that_comes_and_goes_is_nothing(tmp_path: Path) -> None:
+    """Another rank asks the server of a network disk by making one."""
+    path, is_over = tmp_path / "step-1", threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            ask_server(path)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        assert all(is_nothing(path) for _ in range(3000))
+    finally:
+        is_over.set()
+        asking.join()
+    path.write_text("a file")
+    assert not is_nothing(path) and is_nothing(path / "below a file")
