@@ -445,15 +445,17 @@ def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) ->
 
 def is_nothing(path: Path) -> bool:
     """Whether nothing is at ``path``, or an empty folder (which no URL has). It may come and go: :func:`ask_server`."""
+    if not path.exists():  # this also renews the stale handle of a network disk, which `scandir` does not
+        return True
     if isinstance(path, UrlPath):
-        return not path.exists()
+        return False
     try:
         with os.scandir(path) as entries:
             return next(entries, None) is None
     except FileNotFoundError:
         return True
     except NotADirectoryError:
-        return not path.exists()
+        return False
 
 
 # -- network disks -----------------------------------------------------------------------------------------------------
