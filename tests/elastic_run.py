@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 import lightstep
@@ -28,6 +29,26 @@ from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 PHASES = ("forward", "backward", "step", "save")
 _ROWS = 8
 """Sequences of a step, over all ranks."""
+
+
+def training_file(folder: Path, output: Path, steps: int) -> Path:
+    """A file for ``lightstep train``, which saves after every fourth step, in ``folder``."""
+    (folder / "text.txt").write_text("".join(f"line {n} of a text that says {n * n % 97}\n" for n in range(200)))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    values: dict[str, Any] = {
+        "output": str(output),
+        "model": {"config": {"model_type": "llama", **sizes, "num_attention_heads": 2, "num_key_value_heads": 1}},
+        "data": str(folder / "text.txt"),
+        "strategy": "fsdp2",
+        "steps": steps,
+        "batch": {"sequences": 4, "length": 32},
+        "validation": {"sequences": 4},
+        "checkpoint": {"every": 4, "keep": 100},
+        "sample": None,
+        "trackers": [],
+    }
+    (folder / "train.yaml").write_text(yaml.safe_dump(values))
+    return folder / "train.yaml"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -260,14 +261,16 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
     from lightstep.bench.qwen_moe import MoeShape
     from lightstep.bench.step import StepTask
 
-    name, parameters, layers = str(options.get("model", "llama")), int(options["params"]), options.get("layers")
-    if name not in ("llama", "qwen3-moe"):
-        raise ValueError(f"--model {name}: allowed are llama and qwen3-moe")
-    is_mixture = name == "qwen3-moe"
-    if is_mixture and options.get("peers", "none") != "none":
+    name = str(options.get("model", "llama"))
+    shapes: dict[str, Any] = {
+        "llama": partial(LlamaShape.nearest, released=mode != "step"),
+        "qwen3-moe": MoeShape.nearest,
+    }
+    if name not in shapes:
+        raise ValueError(f"--model {name}: allowed are {' and '.join(shapes)}")
+    if name != "llama" and options.get("peers", "none") != "none":
         raise ValueError(f"--peers {options['peers']}: they cannot train --model {name}; write --peers none")
-    shape = LlamaShape.nearest(parameters, layers, released=mode != "step")
-    trained = MoeShape.nearest(parameters, layers) if is_mixture else shape
+    shape = shapes[name](int(options["params"]), options.get("layers"))
     optimizer = str(options.get("optimizer", "adamw"))
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {optimizer}: allowed are {', '.join(OPTIMIZERS)}")
@@ -280,10 +283,10 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
     settings: dict[str, Any] = {"max_norm": max_norm, "optimizer": optimizer}
     if mode == "iteration":
         settings["clip_every"] = clip_every
-        return [IterationTask(device, seed, trained, sequence, case=count, **settings) for count in counts]
+        return [IterationTask(device, seed, shape, sequence, case=count, **settings) for count in counts]
     if device.type != "cuda":
         raise ValueError("--timeline needs a GPU: a CPU has no streams and no link")
-    return [TimelineTask(device, seed, trained, sequence, folder, case=count, **settings) for count in counts]
+    return [TimelineTask(device, seed, shape, sequence, folder, case=count, **settings) for count in counts]
 
 
 def measure(run: Run, folder: Path) -> Values:

@@ -138,13 +138,14 @@ class SpeculativeUpdates(EarlyUpdates):
             with self._arrivals.listening(partial(self._on_gradient, step.gradients.peek)):
                 yield
                 self._speculate_shared(speculation, flush=True)
-                self._link_share.record_end()
         except BaseException:
             speculation.shared_queue.clear()
             if self._updater.broken:
                 self._queue.reset()
             self._queue.guard.work("backward()", self._roll_back, "an error in backward")
             raise
+        finally:
+            self._link_share.record_end()
         if speculation.invalid:
             self._queue.guard.work("backward()", self.roll_back, "it continued in backward")
         elif self._speculation is speculation:

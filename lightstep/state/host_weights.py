@@ -403,9 +403,9 @@ class HostWeights:
         """Have the field on the device, ready for work on the caller's stream, until :meth:`release`.
 
         Args:
-            update: as for :meth:`release`.
             group: that of a field of weights, which others may have written to. The holder of any other field may write
                 to it at once, and what is on its way to the host must not change any more.
+            update: as for :meth:`release`.
         """
         with self.lock:
             self._bring(field, group)

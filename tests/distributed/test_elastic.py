@@ -9,18 +9,15 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-import yaml
 
 from lightstep.strategy import launch
 from tests.distributed.test_trainer_ranks import _contents
-from tests.elastic_run import Options
+from tests.elastic_run import Options, training_file
 from tests.measure_kills import FORKING, Found, Kill, OneHost, run_with_kills, uninterrupted
 from tests.patience import PATIENCE
-from tests.unit.test_trainer import MODEL
 
 KILLS = [
     Kill(rank=1, phase="forward", delay=0, steps=1),
@@ -86,21 +83,7 @@ def test_a_rank_that_asked_and_then_ended_is_named() -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text that says {n * n % 97}\n" for n in range(200)))
-    values: dict[str, Any] = {
-        "output": str(tmp_path / "runs"),
-        "model": {"config": MODEL},
-        "data": str(tmp_path / "text.txt"),
-        "strategy": "fsdp2",
-        "steps": 40,
-        "batch": {"sequences": 4, "length": 32},
-        "validation": {"sequences": 4},
-        "checkpoint": {"every": 4, "keep": 100},
-        "sample": None,
-        "trackers": [],
-    }
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump(values))
-    return tmp_path / "train.yaml"
+    return training_file(tmp_path, output=tmp_path / "runs", steps=40)
 
 
 def test_lightstep_train_goes_on_by_itself(config: Path, tmp_path: Path) -> None:

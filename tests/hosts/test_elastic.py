@@ -6,12 +6,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from tests.elastic_run import Options, steps_of
+from tests.elastic_run import Options, steps_of, training_file
 from tests.hosts.hosts import Hosts
 from tests.measure_kills import FORKING, Found, Kill, Launcher, TwoHosts, run_with_kills, uninterrupted, wait_for_step
 from tests.patience import PATIENCE
@@ -74,7 +72,6 @@ def test_a_run_goes_on_with_fewer_hosts_and_then_with_more(elastic: TwoHosts, tm
         assert all(abs(loss - resumed.loss) < 0.02 for loss in again)
 
 
-MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 LAST = "checkpoint-24"
 
 
@@ -92,21 +89,8 @@ class Named:
 @pytest.fixture
 def training(hosts: Hosts, tmp_path: Path) -> Iterator[TwoHosts]:
     """``lightstep train``, with checkpoints on each host's own disk."""
-    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text that says {n * n % 97}\n" for n in range(200)))
-    values: dict[str, Any] = {
-        "output": str(hosts.disk),
-        "model": {"config": {**MODEL, "num_attention_heads": 2, "num_key_value_heads": 1}},
-        "data": str(tmp_path / "text.txt"),
-        "strategy": "fsdp2",
-        "steps": 24,
-        "batch": {"sequences": 4, "length": 32},
-        "validation": {"sequences": 4},
-        "checkpoint": {"every": 4, "keep": 100},
-        "sample": None,
-        "trackers": [],
-    }
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump(values))
-    program = ["lightstep", "train", str(tmp_path / "train.yaml"), "--resume", "auto"]
+    file = training_file(tmp_path, output=hosts.disk, steps=24)
+    program = ["lightstep", "train", str(file), "--resume", "auto"]
     cluster = TwoHosts(hosts, tmp_path, launcher=Launcher(FORKING.module, program), each=1)
     yield cluster
     cluster.close()
