@@ -206,7 +206,7 @@ def test_a_plain_run_continues_under_lightstep(tmp_path: Path, dtype: str) -> No
     assert run.load(tmp_path / "converted") == {"epoch": 7}
     key = "master" if dtype == "bfloat16" else None
     for name, parameter in plain.model.named_parameters():
-        state = run.optimizer.state.get(run.model.get_parameter(name), {})
+        state = run.optimizer.state[run.model.get_parameter(name)]
         mine = state[key] if key and parameter.requires_grad else run.model.get_parameter(name)
         if parameter.requires_grad or dtype == "float32":
             assert torch.equal(mine, parameter), name
