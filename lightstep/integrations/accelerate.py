@@ -217,7 +217,7 @@ class LightstepAccelerator(SavesFolders, Accelerator):
         if reference and self._strategy_shards and not _is_sharded(model):
             model = self.strategy.prepare_model(model, role="reference")
         if trained and self.strategy.config.weights.placement == "host":
-            if PreparedModel.of(model).weight_visits is None:
+            if PreparedModel.of(model).weight_visits is None and not self.is_fsdp2:  # else accelerate shards it later
                 model = self.strategy.prepare_model(model)
             device_placement = False
         return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode))
@@ -250,6 +250,7 @@ class LightstepAccelerator(SavesFolders, Accelerator):
             return self._shard(model, optimizer)
         if not wrapped and not again:
             model = self.strategy.prepare_model(model)
+        self.strategy.place_weights(model)
         # In evaluation mode accelerate adds autocast and torch.compile, but does not wrap or move the model.
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared

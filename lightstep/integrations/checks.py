@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lightstep import MixedPrecisionOptimizer
 from lightstep.config import ConfigError, DDPSharding, FSDP2Sharding
@@ -118,6 +119,12 @@ def _check_fsdp_plugin(accelerator: Accelerator, strategy: Strategy) -> None:
         )
     if not accelerator.is_fsdp2:
         raise ConfigError(f"{strategy.name}: accelerate's FSDP plugin has fsdp_version 1; set fsdp_version=2")
+    offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    if strategy.config.weights.placement == "host" and offloads:
+        raise ConfigError(
+            f"{strategy.name}: accelerate's FSDP plugin has cpu_offload (fsdp_config: offload_params), and "
+            "weights.placement is host: both keep the shards on the host; leave cpu_offload out"
+        )
     applied = {"kind", "compute"}
     ignored = [
         f"{key} {value}"

@@ -62,6 +62,7 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
     Raises:
         TypeError: not a strategy, not a list of modules, or rules together with what they replace.
         ConfigError: the strategy does not support several parts.
+        HostMemoryError: with ``weights.placement: host``, the host has too little memory.
         ValueError: a pattern or rule matches nothing on any rank, a parameter is matched by none, or the ranks of a
             pipeline stage hold plain copies.
     """
@@ -81,6 +82,7 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
             raise TypeError(f"the strategy is {strategy!r:.80}; one from Strategy.load(...) is needed")
         _check_for_parts(strategy, self.model_parts)
         self.model = self.model_parts[0] if len(self.model_parts) == 1 else ModelParts(self.model_parts)
+        strategy.place_weights(self.model)
         _mark_pipeline_stages(_trainable_parameters(self.model_parts))
         if rules is None:
             groups = _groups_by_patterns(

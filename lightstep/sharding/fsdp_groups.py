@@ -49,6 +49,16 @@ class ParameterGroup(NamedTuple):
     def hooks(self) -> GroupHooks:
         return GroupHooks.of(self.torchs)
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether FSDP2 keeps the shards on the host itself (``CPUOffloadPolicy``)."""
+        return any(part.offload_to_cpu for part in self.parts)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same shards (HSDP)."""
+        return int(getattr(self.torchs.mesh_info, "replicate_mesh_size", 1))
+
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
         if self.is_only:
             self.module.set_all_reduce_hook(hook)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["NO_BACKWARD", "ModuleHook", "weakly"]
+__all__ = ["NO_BACKWARD", "ModuleHook", "called_modules", "weakly"]
 
 NO_BACKWARD = -1
 """torch's number of the graph task, where none runs."""
@@ -23,6 +24,13 @@ def weakly(owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         return None if found is None else method(found, *arguments)
 
     return call
+
+
+def called_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that a user calls: the model, or those in it if it has no forward (the stages of a pipeline)."""
+    if "forward" in vars(model) or type(model).forward is not nn.Module.forward:
+        return [model]
+    return [called for child in model.children() for called in called_modules(child)]
 
 
 class ModuleHook:

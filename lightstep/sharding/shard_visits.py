@@ -23,14 +23,61 @@ from torch.autograd import Variable
 
 from lightstep.distributed import like, local_tensor
 from lightstep.optimizer.host_gradients import HostGradients
-from lightstep.sharding.fsdp_groups import ParameterGroup, parameter_groups
-from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, weakly
+from lightstep.sharding.fsdp_groups import ParameterGroup, parameter_groups, sharded_modules
+from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, called_modules, weakly
 from lightstep.sharding.parameter_reads import await_host
-from lightstep.sharding.weight_visits import AHEAD, VisitOrder
-from lightstep.state.host_weights import HostWeights, WeightGroup
+from lightstep.sharding.weight_visits import AHEAD, VisitOrder, refuse_other_tensors
+from lightstep.state.host_weights import HostWeights, WeightGroup, require_room
 from lightstep.state.lanes import WaitTimes
 
-__all__ = ["ShardVisits"]
+__all__ = ["ShardVisits", "visits_of_sharded"]
+
+
+def visits_of_sharded(model: nn.Module, device: torch.device, device_bytes: int) -> ShardVisits:
+    """Move the shards of a model that ``fully_shard`` has sharded to the host.
+
+    Raises:
+        HostMemoryError: the host has too little memory.
+        ValueError: FSDP2 keeps them on the host itself, or on several ranks (HSDP); they have no memory yet, or are no
+            plain tensors; or a trainable parameter is in no FSDP module. Nothing has been moved.
+    """
+    modules = sharded_modules(model)
+    _refuse_sharding(model, [group for module in modules for group in parameter_groups(module)])
+    sizes = [(local_tensor(parameter).nbytes, parameter.requires_grad) for parameter in model.parameters()]
+    require_room(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
+    visits = ShardVisits(HostWeights(device, device_bytes))
+    visits.add(model, modules)
+    visits.watch(model)
+    return visits
+
+
+def _refuse_sharding(model: nn.Module, groups: Iterable[ParameterGroup]) -> None:
+    shards: set[nn.Parameter] = set()
+    for group in groups:
+        if group.is_offloaded:
+            raise ValueError(
+                "fully_shard was called with CPUOffloadPolicy, and weights.placement is host: both keep the shards on "
+                "the host; shard without the policy (torchtitan: training.enable_cpu_offload)"
+            )
+        if group.replicas > 1:
+            raise ValueError(
+                f"the model is sharded with {group.replicas} replicas (HSDP), and weights.placement is host: weights "
+                "rest on the host for one device, or sharded over all ranks; shard over all ranks, or set placement: "
+                "device"
+            )
+        shards.update(group.shards)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, and weights.placement is host: give the model memory and weights "
+                "before create_optimizer"
+            )
+        if parameter.requires_grad and parameter not in shards:
+            raise ValueError(
+                f"{name} is in no FSDP module, and weights.placement is host: call fully_shard on the root, too, or "
+                "set placement: device"
+            )
+    refuse_other_tensors((name, local_tensor(parameter)) for name, parameter in model.named_parameters())
 
 
 class ShardGroup(WeightGroup):
@@ -122,8 +169,13 @@ class ShardVisits:
         self._forward, self._backward = VisitOrder(()), VisitOrder(())
         self._task = NO_BACKWARD
 
-    def add(self, module: nn.Module, name: str) -> None:
-        """Move the shards of one FSDP module to the host."""
+    def add(self, model: nn.Module, modules: Iterable[nn.Module]) -> None:
+        """Move the shards of these FSDP modules of the model to the host."""
+        names = {module: name for name, module in model.named_modules()}
+        for module in dict.fromkeys(modules):
+            self._add(module, names[module] or type(model).__name__)
+
+    def _add(self, module: nn.Module, name: str) -> None:
         for group in parameter_groups(module):
             if not group.parts:
                 continue
@@ -140,7 +192,9 @@ class ShardVisits:
         order = self._groups
         self._forward, self._backward = VisitOrder(order), VisitOrder(order[::-1])
         await_host(model.modules(), self.weights)
-        model.register_forward_pre_hook(ModuleHook(weakly(self, ShardVisits._begin_forward)), prepend=True)
+        for number, module in enumerate(called_modules(model)):
+            begin = ShardVisits._begin_part if number else ShardVisits._begin_forward
+            module.register_forward_pre_hook(ModuleHook(weakly(self, begin)), prepend=True)
 
     def end_if_interrupted(self) -> None:
         """Nothing is held outside of FSDP2's reads."""
@@ -149,6 +203,11 @@ class ShardVisits:
         if torch._C._current_graph_task_id() == NO_BACKWARD:
             self.weights.forget_idle()
             self._forward.start()
+
+    def _begin_part(self, *_: Any) -> None:
+        """A forward of a part that is not the first: the pass goes on."""
+        if torch._C._current_graph_task_id() == NO_BACKWARD:
+            self.weights.forget_idle()
 
     def hold(self, group: ShardGroup) -> None:
         group.hold()

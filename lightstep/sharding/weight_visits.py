@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import refuse_shared_memory
-from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, weakly
+from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, called_modules, weakly
 from lightstep.sharding.parameter_reads import await_host
 from lightstep.sharding.preparation import experts_of, transformer_blocks
 from lightstep.state.host_weights import HostWeights, WeightGroup, require_room
@@ -125,11 +125,14 @@ class WeightVisits:
         self._forward, self._backward = VisitOrder(order), VisitOrder(order[::-1])
         self._is_running, self._read = False, list[WeightGroup]()
         self._thread: int | None = None  # the one that runs the model
-        own, self._model = weakref.ref(self), weakref.ref(model)
+        own, called = weakref.ref(self), called_modules(model)
+        self._called = weakref.WeakSet(called)
         weights.is_foreign = lambda: False if (visits := own()) is None else visits.is_foreign()
         weights.on_read = lambda group: group.is_entered if (visits := own()) is None else visits._enter_for_read(group)
-        model.register_forward_pre_hook(ModuleHook(weakly(self, WeightVisits._begin)), prepend=True, with_kwargs=True)
-        model.register_forward_hook(ModuleHook(weakly(self, WeightVisits._end)), always_call=True)
+        for module in called:
+            begin, end = ModuleHook(weakly(self, WeightVisits._begin)), ModuleHook(weakly(self, WeightVisits._end))
+            module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+            module.register_forward_hook(end, always_call=True)
 
     def _begin(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """A forward of the whole model: its inputs are moved to the device, as FSDP2 moves them."""
@@ -174,7 +177,7 @@ class WeightVisits:
 
     def end_if_interrupted(self) -> None:
         """Leave what a forward of the whole model has entered, if it was interrupted."""
-        if self._is_running and not self.is_foreign() and not _is_called(self._model()):
+        if self._is_running and not self.is_foreign() and not _is_called(self._called):
             self._end_interrupted()
 
     def entered_forward(self, groups: Sequence[WeightGroup]) -> None:
@@ -324,10 +327,10 @@ class _Visitor:
         self._visits.begin_backward(self)
 
 
-def _is_called(model: nn.Module | None) -> bool:
-    """Whether a forward of the model is among the callers: torch tells nobody of a forward that was interrupted."""
+def _is_called(models: Collection[nn.Module]) -> bool:
+    """Whether a forward of one of them is among the callers: torch tells nobody of a forward that was interrupted."""
     frame, code = sys._getframe(1), nn.Module._call_impl.__code__
-    while frame is not None and not (frame.f_code is code and frame.f_locals.get("self") is model):
+    while frame is not None and not (frame.f_code is code and frame.f_locals.get("self") in models):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
 

@@ -39,6 +39,8 @@ from lightstep.rollout.roles import Role, Roles, check_role, fsdp_version, prepa
 from lightstep.rollout.transport import WeightTransport
 from lightstep.sharding.dtypes import planned_dtypes
 from lightstep.sharding.forward_gates import in_order_of_use
+from lightstep.sharding.fsdp_groups import sharded_modules
+from lightstep.sharding.hooks import called_modules
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import (
     cast_tensors,
@@ -50,6 +52,7 @@ from lightstep.sharding.preparation import (
 )
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
+from lightstep.sharding.shard_visits import visits_of_sharded
 from lightstep.sharding.weight_visits import WeightVisits, host_weights_of
 from lightstep.state.host_activations import HostActivations
 from lightstep.state.host_weights import HostWeights
@@ -215,7 +218,7 @@ class Strategy(ABC):
             raise TypeError(
                 f"prepare_model needs a torch.nn.Module or a function that returns one; got {type(module).__name__}"
             )
-        with self.preparing(module):
+        with self._exchanging_parameters(module):
             if weights is not None and self._loads_into_place(checked_role):
                 hold_places(unwrap_model(module), self.parameter_dtype)
             prepared = self._prepare_for_role(checked_role, module)
@@ -235,14 +238,58 @@ class Strategy(ABC):
     def preparing(self, model: nn.Module) -> Iterator[None]:
         """The block moves, casts, wraps or shards ``model`` in place. Optimizers without steps get its new parameters.
 
-        For code that does what :meth:`prepare_model` does: accelerate shards models itself.
+        For code that does what :meth:`prepare_model` does: accelerate shards models itself. At the end of the block
+        :meth:`place_weights` is called.
         """
+        inner = unwrap_model(model)
+        with self._exchanging_parameters(inner):
+            yield
+            self._place_weights(inner)
+        PreparedModel.of(inner).role = "trainer"
+
+    def place_weights(self, model: nn.Module) -> None:
+        """Move the weights to the host if ``weights.placement`` says so, and they are not there yet.
+
+        For models that something else has placed, or sharded by ``fully_shard``: :meth:`prepare_model` and
+        :meth:`preparing` do this by themselves. A module without a forward stands for its children, the parts of one
+        model. Called before the first step, and before state is loaded.
+
+        Raises:
+            HostMemoryError: the host has too little memory.
+            ValueError: these weights cannot rest there; the message says why. Nothing has been moved.
+        """
+        inner = unwrap_model(model)
+        if self.config.weights.placement == "host" and self._host_weights(inner) is None:
+            with self._exchanging_parameters(inner):
+                self._place_weights(inner)
+
+    def _place_weights(self, model: nn.Module) -> None:
+        record = PreparedModel.of(model)
+        if self.config.weights.placement == "device" or record.weight_visits is not None:
+            return
+        called = called_modules(model)
+        if any(self._host_weights(module) is not None for module in called):
+            raise ConfigError(
+                f"{self.name}: parts of this {type(model).__name__} rest on the host already, each by itself "
+                "(prepare_model was called for a part), and one optimizer needs them together: leave prepare_model "
+                "out, cast the parts with strategy.cast_parameters(part), and shard them with fully_shard if at all"
+            )
+        size = int(self.config.weights.device_mib * 2**20)
+        if sharded_modules(model):
+            record.weight_visits = visits_of_sharded(model, self.device, size)
+        else:
+            record.weight_visits = WeightVisits(model, host_weights_of(model, self.device, size))
+        for module in called:  # each of them may outlive the module that holds them together
+            PreparedModel.of(module).weight_visits = record.weight_visits
+
+    @contextlib.contextmanager
+    def _exchanging_parameters(self, model: nn.Module) -> Iterator[None]:
+        """The block may replace the model's parameters. Optimizers without steps get the new ones."""
         inner = unwrap_model(model)
         record = PreparedModel.of(inner)
         with record.exchanging_parameters(inner) as optimizers:
             yield
         record.forget_replaced(inner)
-        record.role = "trainer"
         for optimizer in optimizers:
             optimizer.start_over(self._make_backend(inner), self._host_weights(inner))
             self._connect(inner, optimizer)
@@ -280,9 +327,7 @@ class Strategy(ABC):
             model = materialise(model, torch.device("cpu") if on_host else self.device)
             cast_tensors(model, planned_dtypes(model, self.parameter_dtype))
         self._checkpoint_activations(model)
-        if on_host:
-            size = int(self.config.weights.device_mib * 2**20)
-            PreparedModel.of(model).weight_visits = WeightVisits(model, host_weights_of(model, self.device, size))
+        self._place_weights(model)
         return model
 
     def _checkpoint_activations(self, model: nn.Module) -> None:
@@ -479,8 +524,8 @@ class Strategy(ABC):
         if self.config.weights.placement == "host" and self._host_weights(model) is None:
             raise ConfigError(
                 f"{self.name}: weights.placement is host, and the weights of {type(unwrap_model(model)).__name__} are "
-                "elsewhere: call model = strategy.prepare_model(model) before the first step. With what prepares "
-                "models itself (torchtitan, accelerate's FSDP plugin) set placement: device"
+                "elsewhere: call model = strategy.prepare_model(model) before the first step, or "
+                "strategy.place_weights(model) if something else has placed or sharded the model"
             )
 
     def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:

@@ -70,7 +70,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
         if not loaded or not same_dtypes:
             cast_tensors(inner, plan)
         if visits is not None and loaded:
-            _move_to_host(visits, inner, sharded_modules(inner))  # experts on a mesh of their own
+            visits.add(inner, sharded_modules(inner))  # experts on a mesh of their own
         for unit in units:
             unrounded = self._broadcast_weights(unit, plan) if loaded else {}
             for part in parts[unit]:
@@ -80,11 +80,11 @@ class FSDP2Strategy(ProcessGroupStrategy):
             self._shard(unit, mesh, is_trained_root, torch.float32 if unit in parts[unit] else None)
             PreparedModel.of(inner).keep_masters(_local_shards(unrounded, unit))
             if visits is not None and loaded:
-                _move_to_host(visits, inner, [*parts[unit], unit])
+                visits.add(inner, [*parts[unit], unit])
         if not loaded:
             self._initialise(inner, mesh)
             if visits is not None:
-                _move_to_host(visits, inner, sharded_modules(inner))
+                visits.add(inner, sharded_modules(inner))
         if visits is not None:
             visits.watch(inner)
             PreparedModel.of(inner).weight_visits = visits
@@ -305,12 +305,6 @@ class FSDP2Strategy(ProcessGroupStrategy):
 
     def _replicas(self, model: nn.Module) -> Replicas | None:
         return Replicas.of_shards(model.parameters(), self._overlaps_sends)
-
-
-def _move_to_host(visits: ShardVisits, model: nn.Module, modules: Iterable[nn.Module]) -> None:
-    names = {module: name for name, module in model.named_modules()}
-    for module in dict.fromkeys(modules):
-        visits.add(module, names[module] or type(model).__name__)
 
 
 def _local_shards(values: Mapping[str, Tensor], unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

@@ -17,6 +17,12 @@ from tests.distributed.ranks import Pool
 STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2": {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": 0.5}},
     "ddp": {"sharding": {"kind": "ddp", "find_unused_parameters": True}, "clipping": {"max_norm": 0.5}},
+    "fsdp2 on the host": {
+        "sharding": {"kind": "fsdp2"},
+        "optimizer_state": {"backend": "stream", "ring_mib": 0.05, "update": "next_forward"},
+        "clipping": {"max_norm": 0.5},
+        "weights": {"placement": "host", "device_mib": 0.005},
+    },
     "fsdp2 in backward": {
         "sharding": {"kind": "fsdp2"},
         "optimizer_state": {"backend": "stream", "update": "in_backward"},

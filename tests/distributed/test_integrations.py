@@ -37,8 +37,12 @@ from transformers import (
 from lightstep import CheckpointError, ConfigError, Rule, Strategy
 from lightstep.checkpoint import save
 from lightstep.checkpoint.huggingface import full_weights
-from lightstep.integrations.accelerate import prepare
+from lightstep.distributed import local_tensor
+from lightstep.integrations.accelerate import connect, prepare
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
+from lightstep.sharding.prepared_model import PreparedModel
+from lightstep.strategy.fsdp2 import FSDP2Strategy
+from tests.covering import every_pair
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.test_next_forward import Training
@@ -48,6 +52,7 @@ from tests.reference.pair import FP16_SCALE
 from tests.reference.tiny_llama import ROWS, Rows, make_llama, training_arguments
 from tests.reference.tiny_models import make_converted
 from tests.reference.trl_stand_in import ReferenceTrainer
+from tests.unit.test_stream import random_delays
 
 OVERLAP = {"backend": "stream", "ring_mib": 0.05, "update": "next_forward"}
 CLIPPING = {"max_norm": 0.5}
@@ -360,6 +365,101 @@ def test_a_full_disk_under_an_asynchronous_save(pool: Pool, tmp_path: Path) -> N
     assert not list(tmp_path.glob("*checkpoint*"))
 
 
+# -- weights on the host
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "device": {"placement": "device"},
+    "host": {"placement": "host", "device_mib": 0.005},
+}
+
+
+@contextlib.contextmanager
+def reducing_each() -> Iterator[None]:
+    """Every micro-batch is reduced, as where weights rest on the host."""
+    with mock.patch.object(FSDP2Strategy, "_accumulate", return_value=contextlib.nullcontext()):
+        yield
+
+
+def slow_host(model: nn.Module, optimizer: Any, seed: int) -> None:
+    """Random delays in every lane."""
+    visits = PreparedModel.of(model).weight_visits
+    assert visits is not None, "the weights are on the device"
+    assert all(local_tensor(parameter).device.type == "cpu" for parameter in model.parameters())
+    if CPU:
+        for lanes in (visits.weights.lanes, optimizer._backend.lanes):
+            random_delays(lanes, seed)
+
+
+class Average(TrainerCallback):
+    """Of the weights, held since training began."""
+
+    def __init__(self, placement: str) -> None:
+        self.placement = placement
+        self.averages: list[Tensor] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.held = list(model.parameters())
+        self.averages = [local_tensor(parameter).detach().float().cpu() for parameter in self.held]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        for average, parameter in zip(self.averages, self.held, strict=True):
+            average.lerp_(local_tensor(parameter).detach().float().cpu(), 0.5)
+        if self.placement == "host" and state.global_step == 1:
+            slow_host(kwargs["model"], optimizer, args.process_index)
+
+
+def trainer_on_host(rank: int, world_size: int, kind: str, time: str, folder: str) -> None:
+    """The bits of weights on the device; each placement continues what the other one saved."""
+    tokens, found = Rows()[rank]["input_ids"][None, :6], {}
+    arguments = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2}
+
+    def run(placement: str, resumed: str | None = None) -> list[Any]:
+        values = {**STRATEGIES[kind], "optimizer_state": {**OVERLAP, "update": time}, "weights": PLACEMENTS[placement]}
+        args = training_arguments(
+            f"{folder}/{placement}",
+            per_device_train_batch_size=1,
+            use_cpu=CPU,
+            train_sampling_strategy="sequential",
+            max_steps=STEPS,
+            fsdp=True if kind == "accelerate" else None,
+            **arguments if resumed is None else {"eval_strategy": "steps", "eval_steps": 1},
+        )
+        assert args.device.type == ("cpu" if CPU else "cuda")
+        pass_for_accelerators(kind)
+        data, average = Rows(), Average(placement)
+        given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data, "callbacks": [average]}
+        trainer = LightstepTrainer(make_llama(), args, strategy=values, **given)
+        trainer.train(resume_from_checkpoint=resumed and f"{folder}/{resumed}/checkpoint-2")
+        assert trainer.is_fsdp_enabled is (kind == "accelerate")
+        model: Any = trainer.model.eval()
+        written = model.generate(input_ids=tokens.to(args.device), max_new_tokens=4, do_sample=False, pad_token_id=0)
+        weights = {name: tensor.cpu() for name, tensor in whole(model).items()}
+        trainer.save_model(f"{folder}/saved-{placement}")
+        saved = type(make_llama()).from_pretrained(f"{folder}/saved-{placement}", dtype="auto")
+        same({name: parameter.detach() for name, parameter in saved.named_parameters()}, weights)
+        names = ("loss", "grad_norm", "learning_rate", "eval_loss")
+        logs = [{key: entry[key] for key in names if key in entry} for entry in trainer.state.log_history]
+        averages = [] if resumed else average.averages
+        return [weights, averages, written.tolist(), logs, trainer.evaluate()["eval_loss"]]
+
+    with reducing_each():
+        for placement, resumed in (("device", None), ("host", None), ("host", "device"), ("device", "host")):
+            with fresh_state(kind):
+                found[placement, resumed] = run(placement, resumed)
+    expected = found["device", None]
+    for name, (weights, averages, *rest) in found.items():
+        same(weights, expected[0])
+        assert rest == expected[2:], name
+        assert all(torch.equal(*pair) for pair in zip(averages, expected[1], strict=name[1] is None))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("kind", "time"), [("strategy", "overlap"), ("accelerate", "next_forward")])
+def test_the_trainer_with_weights_on_the_host(pool: Pool, tmp_path: Path, ranks: int, kind: str, time: str) -> None:
+    pool.run(trainer_on_host, ranks, kind=kind, time=time, folder=str(tmp_path))
+
+
 # -- what stands in front of the Trainer
 
 
@@ -596,6 +696,64 @@ def test_accelerate(pool: Pool, tmp_path: Path, kind: str) -> None:
     pool.run(accelerate, 2, kind=kind, folder=str(tmp_path))
 
 
+def accelerate_on_host(rank: int, world_size: int, kind: str, time: str, precision: str, folder: str) -> None:
+    """The bits of weights on the device; each placement continues what the other one saved."""
+    precisions = {"bf16": {}, "fp16": {"parameters": "float16", "loss_scale": FP16_SCALE}}
+    state = {**OVERLAP, "update": time}
+    values = {**STRATEGIES[kind], "optimizer_state": state, "precision": precisions[precision]}
+    chosen: dict[str, Any] = {"rules": both_classes()} if time == "at_step" else ADAMW
+    found: dict[str, list[Any]] = {}
+
+    def begin(placement: str) -> tuple[Any, Any, Any, Any]:
+        accelerator, _, *prepared = accelerated(kind, {**values, "weights": PLACEMENTS[placement]}, chosen)
+        assert accelerator.is_fsdp2 is (kind == "accelerate")
+        return accelerator, *prepared
+
+    def end(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any) -> list[Any]:
+        accelerated_steps(accelerator, model, optimizer, scheduler, range(2, STEPS))
+        given = accelerator.get_state_dict(model)
+        kept = {name: tensor.cpu().clone() for name, tensor in given.items()}
+        with torch.no_grad():
+            loss = model(input_ids=Rows()[rank]["input_ids"][None].to(accelerator.device)).logits.float().sum()
+        weights = {name: tensor.cpu() for name, tensor in whole(accelerator.unwrap_model(model)).items()}
+        if rank == 0:
+            same({name: kept[name] for name in weights}, weights)
+        norm = float(optimizer.result.grad_norm)
+        return [weights, float(loss), scheduler.get_last_lr(), optimizer.result.applied, norm]
+
+    with reducing_each():
+        for placement in PLACEMENTS:
+            with fresh_state(kind):
+                run = begin(placement)
+                accelerated_steps(*run, range(2))
+                if placement == "host":
+                    slow_host(run[1], run[2], rank)
+                run[0].save_state(f"{folder}/{placement}")
+                found[placement] = end(*run)
+                if placement == "host":
+                    run[0].save_model(run[1], f"{folder}/model")
+        for placement in PLACEMENTS:
+            other = "host" if placement == "device" else "device"
+            with fresh_state(kind):
+                run = begin(other)
+                run[0].load_state(f"{folder}/{placement}")
+                found[f"from {placement}"] = end(*run)
+    for name, (weights, *rest) in found.items():
+        same(weights, found["device"][0])
+        assert rest == found["device"][1:], name
+    if rank == 0:
+        saved = load_file(f"{folder}/model/model.safetensors")
+        same({name: found["device"][0][name] for name in saved}, saved)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@every_pair(kind=["strategy", "accelerate"], time=["at_step", "next_forward", "overlap"], precision=["bf16", "fp16"])
+def test_accelerate_with_weights_on_the_host(
+    pool: Pool, tmp_path: Path, ranks: int, kind: str, time: str, precision: str
+) -> None:
+    pool.run(accelerate_on_host, ranks, kind=kind, time=time, precision=precision, folder=str(tmp_path))
+
+
 def load_plain(rank: int, world_size: int, folder: str) -> None:
     """What accelerate saved without lightstep goes into what DDP wraps; shards are refused in a sentence."""
     with fresh_state("ddp"):
@@ -670,6 +828,11 @@ def policies(rank: int, world_size: int) -> None:
     for values, message in refused:
         with fresh_state("accelerate"), pytest.raises(ConfigError, match=message):
             accelerated("accelerate", values)
+    with fresh_state("accelerate"), pytest.raises(ConfigError, match=r"plugin has cpu_offload .*leave cpu_offload out"):
+        connect(
+            Accelerator(cpu=CPU, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)),
+            Strategy.load({"sharding": {"kind": "fsdp2"}, "weights": {"placement": "host"}}),
+        )
     with fresh_state("ddp"), pytest.raises(ConfigError, match=r"sharding.kind single is for one process, and 2 are"):
         accelerated("ddp", {"sharding": {"kind": "single"}})
 

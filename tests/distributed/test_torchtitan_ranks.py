@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from lightstep import Rule, Strategy
+from lightstep.distributed import local_tensor
 from lightstep.integrations.torchtitan import OptimizersContainer
+from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.ranks import Pool, device_of
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_model import representable
+from tests.unit.test_stream import random_delays
 from tests.unit.test_torchtitan import PARTS, Stage, loss_of, parameters_of, stages, train
 
 
@@ -166,3 +169,176 @@ def check_rules_of_stages(rank: int, world_size: int) -> None:
 
 def test_rules_of_pipeline_stages(pool: Pool) -> None:
     pool.run(check_rules_of_stages, 2)
+
+
+# -- weights on the host
+
+
+class Run:
+    """Parts that something else has sharded, trained as by torchtitan's loop, with clipping by the strategy.
+
+    Args:
+        time: of updates; with ``compute`` fp32 shards are cast when they are gathered.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[int]], placement: str, time: str, compute: bool) -> None:
+        self.parts = stages(*layers) if compute else [part.bfloat16() for part in stages(*layers)]
+        policy = MixedPrecisionPolicy(torch.bfloat16 if compute else None, torch.float32)
+        for part in self.parts:
+            for layer in part.layers.values():
+                fully_shard(layer, mp_policy=policy)
+            fully_shard(part, mp_policy=policy)
+        state = {"backend": "stream", "ring_mib": 0.05, "update": time}
+        weights = {"placement": "host", "device_mib": 0.002} if placement == "host" else {}
+        precision = {"parameters": "float32" if compute else "bfloat16"}
+        strategy = Strategy.load(
+            {"optimizer_state": state, "weights": weights, "precision": precision, "clipping": {"max_norm": 0.1}}
+        )
+        groups = [{"pattern": "bias", "weight_decay": 0.0}, {"pattern": ""}]
+        self.container = OptimizersContainer(strategy, self.parts, lr=1e-2, param_groups=groups)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.container.optimizer, 0.9)
+        self.rests = placement == "host"
+        resting = {str(local_tensor(parameter).device) for parameter in parameters_of(self.parts)}
+        assert not self.rests or resting == {"cpu"}
+        assert (PreparedModel.of(self.container.model).weight_visits is not None) is self.rests
+
+    def train(self, steps: range, rank: int) -> list[Any]:
+        found = []
+        for step in steps:
+            self.container.zero_grad()
+            for micro in range(2):
+                loss = loss_of(self.parts, step, 10 * rank + micro) / 2
+                loss.backward()
+                found.append(loss.item())
+            result = self.container.step()
+            assert result and result.grad_norm > 0.1
+            found.append(float(result.grad_norm))
+            self.schedule.step()
+            if self.rests and step == steps[0]:
+                for lanes in (self.container.optimizer.engine._host_weights.lanes, self.backend.lanes):
+                    random_delays(lanes, step + rank) if lanes.device.type == "cpu" else None
+        with torch.no_grad():
+            found.append(loss_of(self.parts, 9, 0).item())  # torchtitan validates so
+        return found
+
+    @property
+    def backend(self) -> Any:
+        return self.container.optimizer._backend
+
+    def states(self) -> dict[str, Any]:
+        """What torchtitan's checkpoints hold: tensors that it has got once."""
+        model = {key: value for part in self.parts for key, value in part.state_dict().items()}
+        return {"model": model, "optimizer": self.container, "schedule": self.schedule}
+
+
+def check_on_host(
+    rank: int, world_size: int, layers: Sequence[Sequence[int]], time: str, compute: bool, folder: str
+) -> None:
+    def run(placement: str) -> Run:
+        return Run(layers, placement, time, compute)
+
+    expected = run("device")
+    wanted = expected.train(range(3), rank)
+    dcp.save(expected.states(), checkpoint_id=f"{folder}/device")
+    tested = run("host")
+    assert tested.train(range(3), rank) == wanted
+    dcp.save(tested.states(), checkpoint_id=f"{folder}/host")
+    wanted = expected.train(range(3, 6), rank)
+    for saved, placement in ((None, "host"), ("device", "host"), ("host", "device")):
+        later = tested if saved is None else run(placement)
+        if saved is not None:
+            dcp.load(later.states(), checkpoint_id=f"{folder}/{saved}")
+        assert later.train(range(3, 6), rank) == wanted
+        later.container.optimizer.synchronize()
+        for one, another in zip(parameters_of(later.parts), parameters_of(expected.parts), strict=True):
+            assert torch.equal(local_tensor(one).cpu(), local_tensor(another).cpu())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("layers", "time", "compute"),
+    [
+        ([[0, 1, 2, 3]], "at_step", True),
+        ([[0, 1, 2, 3]], "next_forward", False),
+        ([[0, 1, 2, 3]], "overlap", True),
+        (PARTS, "at_step", False),
+    ],
+)
+def test_shards_of_others_that_rest_on_the_host(
+    pool: Pool, tmp_path: Path, ranks: int, layers: Sequence[Sequence[int]], time: str, compute: bool
+) -> None:
+    pool.run(check_on_host, ranks, layers=layers, time=time, compute=compute, folder=str(tmp_path))
+
+
+def check_refused(rank: int, world_size: int) -> None:
+    """Shardings that cannot go to the host. Nothing of them has been moved: they train on the device."""
+    on_host = Strategy.load({"weights": {"placement": "host"}})
+    mesh = init_device_mesh(device_of(rank, world_size).type, (2, 1), mesh_dim_names=("replicate", "shard"))
+
+    def part_of(shard: Callable[[Any], Any]) -> Any:
+        (part,) = stages(range(4))
+        shard(part.bfloat16())
+        return part
+
+    def only_one_layer(part: Any) -> None:
+        fully_shard(part.layers["0"])
+
+    refused: list[tuple[Callable[[Any], Any], str]] = [
+        (
+            lambda part: fully_shard(part, mesh=mesh),
+            r"2 replicas \(HSDP\).*shard over all ranks, or set placement: dev",
+        ),
+        (
+            lambda part: fully_shard(part, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+            "CPUOffloadPolicy.*shard without the policy",
+        ),
+        (only_one_layer, r"layers\.1\.\S+ is in no FSDP module.*call fully_shard on the root, too"),
+    ]
+    for shard, message in refused:
+        part = part_of(shard)
+        with pytest.raises(ValueError, match=message):
+            OptimizersContainer(on_host, [part], lr=1e-2)
+        assert PreparedModel.of(part).weight_visits is None
+        if shard is not only_one_layer:
+            container = OptimizersContainer(Strategy.load({}), [part], lr=1e-2)
+            container.backward(loss_of([part], 0, 0))
+            assert container.step()
+    with torch.device("meta"):
+        part = Stage(range(2)).bfloat16()
+    fully_shard(part)
+    with pytest.raises(ValueError, match=r"is on the meta device.*give the model memory and weights before"):
+        OptimizersContainer(on_host, [part], lr=1e-2)
+
+
+def test_shardings_that_cannot_rest_on_the_host(pool: Pool) -> None:
+    pool.run(check_refused, 2)
+
+
+def check_made_before(rank: int, world_size: int) -> None:
+    """An optimizer that knows the model from before it was sharded, and before its shards went to the host."""
+    found = []
+    for early in (False, True):
+        strategy = Strategy.load({"weights": {"placement": "host"}, "clipping": {"max_norm": 0.1}})
+        (part,) = stages(range(4))
+        part.bfloat16()
+        optimizer = strategy.create_optimizer(part, lr=1e-2) if early else None
+        if early:
+            with strategy.preparing(part):
+                fully_shard(part)
+        else:
+            fully_shard(part)
+            optimizer = strategy.create_optimizer(part, lr=1e-2)
+            strategy.place_weights(part)
+            strategy.place_weights(part)
+        assert optimizer is not None
+        for step in range(3):
+            optimizer.backward(loss_of([part], step, rank))
+            assert float(optimizer.step().grad_norm) > 0.1
+        assert {local_tensor(parameter).device.type for parameter in part.parameters()} == {"cpu"}
+        optimizer.synchronize()
+        found.append([local_tensor(parameter).clone() for parameter in part.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_an_optimizer_that_was_made_before(pool: Pool) -> None:
+    pool.run(check_made_before, 2)

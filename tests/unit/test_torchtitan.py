@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from lightstep import ConfigError, Rule, Strategy
 from lightstep.integrations.torchtitan import OptimizersContainer
+from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import Block
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.several_classes import SeveralClasses
 from tests.snippets import CHECKOUT
+from tests.unit.test_stream import random_delays
 
 WIDTH = 7
 
@@ -146,6 +148,50 @@ def test_one_norm_over_all_parts_when_the_strategy_clips() -> None:
         assert reference.step(result.grad_norm)
     assert reference.clipped_steps == 5
     same(parameters_of(parts), parameters_of(expected))
+
+
+@pytest.mark.parametrize("layers", [[[0, 1, 2, 3]], PARTS])
+def test_whole_parts_that_rest_on_the_host(layers: list[list[int]]) -> None:
+    """Parts on the device go there together; they stay on the host after an interrupt and an evaluation."""
+    found = []
+    for weights in ({}, {"placement": "host", "device_mib": 0.002}):
+        strategy = strategy_for("stream", "bfloat16", clipping={"max_norm": 0.1}, weights=weights)
+        parts = stages(*layers)
+        for part in parts:
+            strategy.cast_parameters(part)
+        container = OptimizersContainer(strategy, parts, param_groups=GROUPS, lr=1e-2)
+        visits = [PreparedModel.of(part).weight_visits for part in parts]
+        assert all((one is not None) is bool(weights) and one is visits[0] for one in visits)
+        seen = []
+        for step in range(4):
+            for micro in range(2):
+                container.backward(loss_of(parts, step, micro) / 2)
+            seen.append(container.step().grad_norm.item())
+            if step == 1:
+                interrupt(parts)
+            with torch.no_grad():
+                seen.append(loss_of(parts, 9, 0).item())
+            if visits[0] is not None and step == 0:
+                random_delays(visits[0].weights.lanes, 0)
+        container.optimizer.synchronize()
+        found.append((seen, container.state_dict(), [parameter.detach().clone() for parameter in parameters_of(parts)]))
+    (wanted, state, expected), (seen, tested, mine) = found
+    assert seen == wanted and all(norm > 0.1 for norm in wanted[::2])
+    same(mine, expected)
+    assert state.keys() == tested.keys()
+    assert all(torch.equal(state[key], tested[key]) for key in state if isinstance(state[key], Tensor))
+
+
+def interrupt(parts: Sequence[Any]) -> None:
+    """In the last part."""
+
+    def raising(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = list(parts[-1].layers.values())[-1].register_forward_pre_hook(raising)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(parts, 0, 0)
+    handle.remove()
 
 
 def test_it_has_the_shape_that_torchtitan_works_with() -> None:
@@ -324,6 +370,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ConfigError,
         "there are 2 model parts; set it to 'at_step'",
     ),
+    "prepared parts on the host": (
+        lambda: container_of(stages(*PARTS), strategy_for(weights={"placement": "host"})),
+        ConfigError,
+        r"rest on the host already, each by itself .*leave prepare_model out, cast the parts with strategy\.cast_param",
+    ),
     "no strategy": (lambda: OptimizersContainer("stream", stages(*PARTS)), TypeError, "one from Strategy.load"),  # type: ignore[arg-type]
     "no list": (lambda: OptimizersContainer(strategy_for(), Stage([0])), TypeError, "a list of one or more modules"),  # type: ignore[arg-type]
     "no parts": (lambda: OptimizersContainer(strategy_for(), []), TypeError, "a list of one or more modules"),
@@ -350,9 +401,32 @@ def test_the_example_trains_as_torchtitans_own_container(capsys: pytest.CaptureF
     off, groups = {"clipping.max_norm": None}, example["titan"].default_adamw(lr=1e-2).param_groups
     for strategy, overrides, fields, message in (
         ("fp32-stream", {}, {}, "training.max_norm"),
+        (
+            "fp32-stream",
+            off | {"weights.placement": "host"},
+            {},
+            r"before torchtitan can clip them: set it to the value",
+        ),
+        (
+            "fp32-stream",
+            {"clipping.scope": "unit", "weights.placement": "host", "optimizer_state.update": "in_backward"},
+            {},
+            "asks for the norm before the step",
+        ),
         ("fp32-stream", off | {"sharding.kind": "fsdp2"}, {}, "torchtitan shards"),
         ("fp16", off, {}, r"loss\.backward\(\)"),
         ("fp32-stream", off, {"implementation": "fused_opt_states_bf16"}, "optimizer_state.moments: bfloat16"),
     ):
         with pytest.raises(ConfigError, match=message):
             example["optimizer_config"](strategy, overrides, param_groups=groups, **fields).build(model_parts=[])
+    parts = example["stages"]()
+    on_host = {"clipping.max_norm": 0.1, "weights.placement": "host"}
+    container = example["optimizer_config"]("fp32-stream", on_host, param_groups=groups).build(model_parts=parts)
+    parameters = [p for part in parts for p in part.parameters()]
+    with pytest.raises(ConfigError, match=r"training\.max_norm is 1\.0, and fp32-stream has clipping\.max_norm 0\.1"):
+        example["dist_utils"].clip_grad_norm_(parameters, 1.0, foreach=True)
+    del container, parts, parameters
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    assert float(example["dist_utils"].clip_grad_norm_(other.parameters(), 0.1)) > 1
+    assert float(torch.nn.utils.get_total_norm([p.grad for p in other.parameters()])) == pytest.approx(0.1, rel=1e-3)
