@@ -52,6 +52,7 @@ from lightstep.plan.planning import plan_one
 from lightstep.plan.report import measured_sentence, planned_sentence
 from lightstep.precision.gradient_sums import set_grad
 from lightstep.presets import read_mapping
+from lightstep.sharding.fsdp_groups import sharded_modules
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.strategy import Strategy
 
@@ -161,6 +162,8 @@ class LightstepMixin(TrainerCheckpoints):
         if self.optimizer is not None:
             return self.optimizer
         trained = self.model if model is None else model
+        for module in sharded_modules(trained):  # an evaluation has left the root's weights gathered
+            cast(FSDPModule, module).reshard()
         given = self.optimizer_cls_and_kwargs
         args = copy.copy(self.args)
         _, args.optim_args = split_optim_args(args.optim_args)

@@ -430,28 +430,32 @@ def trainer_on_host(rank: int, world_size: int, kind: str, time: str, folder: st
         data, average = Rows(), Average(placement)
         given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data, "callbacks": [average]}
         trainer = LightstepTrainer(make_llama(), args, strategy=values, **given)
+        first = trainer.evaluate()["eval_loss"] if kind == "strategy" and resumed is None else None
         trainer.train(resume_from_checkpoint=resumed and f"{folder}/{resumed}/checkpoint-2")
         assert trainer.is_fsdp_enabled is (kind == "accelerate")
         model: Any = trainer.model.eval()
         written = model.generate(input_ids=tokens.to(args.device), max_new_tokens=4, do_sample=False, pad_token_id=0)
         weights = {name: tensor.cpu() for name, tensor in whole(model).items()}
         trainer.save_model(f"{folder}/saved-{placement}")
+        torch.distributed.barrier()
         saved = type(make_llama()).from_pretrained(f"{folder}/saved-{placement}", dtype="auto")
         same({name: parameter.detach() for name, parameter in saved.named_parameters()}, weights)
         names = ("loss", "grad_norm", "learning_rate", "eval_loss")
         logs = [{key: entry[key] for key in names if key in entry} for entry in trainer.state.log_history]
-        averages = [] if resumed else average.averages
-        return [weights, averages, written.tolist(), logs, trainer.evaluate()["eval_loss"]]
+        begun = None if resumed else (first, average.averages)
+        return [weights, begun, written.tolist(), logs, trainer.evaluate()["eval_loss"]]
 
     with reducing_each():
         for placement, resumed in (("device", None), ("host", None), ("host", "device"), ("device", "host")):
             with fresh_state(kind):
                 found[placement, resumed] = run(placement, resumed)
     expected = found["device", None]
-    for name, (weights, averages, *rest) in found.items():
+    for name, (weights, begun, *rest) in found.items():
         same(weights, expected[0])
         assert rest == expected[2:], name
-        assert all(torch.equal(*pair) for pair in zip(averages, expected[1], strict=name[1] is None))
+        if begun is not None:
+            assert begun[0] == expected[1][0]
+            assert all(torch.equal(*pair) for pair in zip(begun[1], expected[1][1], strict=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
