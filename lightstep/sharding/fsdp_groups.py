@@ -54,11 +54,6 @@ class ParameterGroup(NamedTuple):
         """Whether FSDP2 keeps the shards on the host itself (``CPUOffloadPolicy``)."""
         return any(part.offload_to_cpu for part in self.parts)
 
-    @property
-    def replicas(self) -> int:
-        """How many ranks hold the same shards (HSDP)."""
-        return int(getattr(self.torchs.mesh_info, "replicate_mesh_size", 1))
-
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
         if self.is_only:
             self.module.set_all_reduce_hook(hook)

@@ -15,11 +15,12 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
 
 from lightstep.distributed import like, local_tensor
 from lightstep.optimizer.host_gradients import HostGradients
@@ -38,10 +39,12 @@ def visits_of_sharded(model: nn.Module, device: torch.device, device_bytes: int)
 
     Raises:
         HostMemoryError: the host has too little memory.
-        ValueError: FSDP2 keeps them on the host itself, or on several ranks (HSDP); they have no memory yet, or are no
-            plain tensors; or a trainable parameter is in no FSDP module. Nothing has been moved.
+        ValueError: FSDP2 keeps them on the host itself; they have no memory yet, or are no plain tensors; or a
+            trainable parameter is in no FSDP module. Nothing has been moved.
     """
     modules = sharded_modules(model)
+    for module in modules:  # a forward leaves gathered weights in the root
+        cast(FSDPModule, module).reshard()
     _refuse_sharding(model, [group for module in modules for group in parameter_groups(module)])
     sizes = [(local_tensor(parameter).nbytes, parameter.requires_grad) for parameter in model.parameters()]
     require_room(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
@@ -58,12 +61,6 @@ def _refuse_sharding(model: nn.Module, groups: Iterable[ParameterGroup]) -> None
             raise ValueError(
                 "fully_shard was called with CPUOffloadPolicy, and weights.placement is host: both keep the shards on "
                 "the host; shard without the policy (torchtitan: training.enable_cpu_offload)"
-            )
-        if group.replicas > 1:
-            raise ValueError(
-                f"the model is sharded with {group.replicas} replicas (HSDP), and weights.placement is host: weights "
-                "rest on the host for one device, or sharded over all ranks; shard over all ranks, or set placement: "
-                "device"
             )
         shards.update(group.shards)
     for name, parameter in model.named_parameters():

@@ -22,8 +22,10 @@ class ProcessGroupStrategy(Strategy):
     """
 
     def _sharing_replicas(self, model: nn.Module) -> Replicas | None:
+        """``None`` also where weights rest on the host, which replicas could not send each other from there."""
         alike = not any(differs_across_ranks(parameter) for parameter in model.parameters())
-        if self.config.optimizer_state.backend != "stream" or not alike:
+        on_host = self.config.weights.placement == "host"
+        if self.config.optimizer_state.backend != "stream" or on_host or not alike:
             return None
         replicas = self._replicas(model)
         return None if replicas is None or replicas.size == 1 else replicas
