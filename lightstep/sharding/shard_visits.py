@@ -67,7 +67,7 @@ def _refuse_sharding(model: nn.Module, groups: Iterable[ParameterGroup]) -> None
         if parameter.is_meta:
             raise ValueError(
                 f"{name} is on the meta device, and weights.placement is host: give the model memory and weights "
-                "before create_optimizer"
+                "first (to_empty, and its own initialisation)"
             )
         if parameter.requires_grad and parameter not in shards:
             raise ValueError(

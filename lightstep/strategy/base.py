@@ -268,7 +268,11 @@ class Strategy(ABC):
         if self.config.weights.placement == "device" or record.weight_visits is not None:
             return
         called = called_modules(model)
-        if any(self._host_weights(module) is not None for module in called):
+        found = {PreparedModel.of(module).weight_visits for module in called}
+        if len(found) == 1 and None not in found:  # another module has held the same parts together
+            (record.weight_visits,) = found
+            return
+        if found - {None}:
             raise ConfigError(
                 f"{self.name}: parts of this {type(model).__name__} rest on the host already, each by itself "
                 "(prepare_model was called for a part), and one optimizer needs them together: leave prepare_model "

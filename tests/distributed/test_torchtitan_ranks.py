@@ -23,7 +23,7 @@ from tests.distributed.ranks import Pool, device_of
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_model import representable
 from tests.unit.test_stream import random_delays
-from tests.unit.test_torchtitan import PARTS, Stage, loss_of, parameters_of, stages, train
+from tests.unit.test_torchtitan import PARTS, WIDTH, Stage, loss_of, parameters_of, stages, train
 
 
 def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -309,7 +309,7 @@ def check_refused(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         part = Stage(range(2)).bfloat16()
     fully_shard(part)
-    with pytest.raises(ValueError, match=r"is on the meta device.*give the model memory and weights before"):
+    with pytest.raises(ValueError, match=r"is on the meta device.*give the model memory and weights first"):
         OptimizersContainer(on_host, [part], lr=1e-2)
 
 
@@ -345,3 +345,60 @@ def check_made_before(rank: int, world_size: int) -> None:
 
 def test_an_optimizer_that_was_made_before(pool: Pool) -> None:
     pool.run(check_made_before, 2)
+
+
+class WithHead(Stage):
+    """The head is called outside of the forward, as torchtitan's loss in chunks calls it."""
+
+    def __init__(self) -> None:
+        super().__init__(range(2))
+        self.head: Any = nn.Linear(WIDTH, 11)
+
+    def loss_in_chunks(self, hidden: Tensor) -> float:
+        """Forward and backward. The head is gathered once, and reduces its gradients in the last chunk."""
+        given = self(hidden)
+        cut, total = given.detach().requires_grad_(), 0.0
+        self.head.set_reshard_after_forward(False)
+        self.head.set_reshard_after_backward(False)
+        self.head.unshard()
+        for number, chunk in enumerate(cut.chunk(3)):
+            self.head.set_requires_gradient_sync(number == 2, recurse=False)
+            loss = self.head(chunk).float().square().mean()
+            loss.backward()
+            total += loss.item()
+        self.head.set_reshard_after_forward(True)
+        self.head.set_reshard_after_backward(True)
+        self.head.reshard()
+        given.backward(cut.grad)
+        return total
+
+
+def check_chunks(rank: int, world_size: int, time: str) -> None:
+    found = []
+    for placement in ("device", "host"):
+        torch.manual_seed(0)
+        model, policy = WithHead().bfloat16(), MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        for unit in (*model.layers.values(), model.head, model):
+            fully_shard(unit, mp_policy=policy)
+        state = {"backend": "stream", "ring_mib": 0.05, "update": time}
+        weights = {"placement": placement} | ({"device_mib": 0.002} if placement == "host" else {})
+        strategy = Strategy.load({"optimizer_state": state, "weights": weights, "clipping": {"max_norm": 0.1}})
+        container, seen = OptimizersContainer(strategy, [model], lr=1e-2), []
+        for step in range(4):
+            for micro in range(2):
+                generator = torch.Generator().manual_seed(100 * rank + 10 * step + micro)
+                hidden = torch.randn(7, WIDTH, generator=generator).bfloat16()
+                seen.append(model.loss_in_chunks(hidden.to(device_of(rank, world_size))))
+            seen.append(float(container.step().grad_norm))
+            if placement == "host" and not step and device_of(rank, world_size).type == "cpu":
+                random_delays(container.optimizer.engine._host_weights.lanes, rank)  # type: ignore[attr-defined]
+        container.optimizer.synchronize()
+        found.append((seen, [local_tensor(parameter).cpu().clone() for parameter in model.parameters()]))
+    (wanted, expected), (seen, tested) = found
+    assert seen == wanted and min(wanted[2::3]) > 0.1
+    assert all(torch.equal(one, other) for one, other in zip(tested, expected, strict=True))
+
+
+@pytest.mark.parametrize("time", ["at_step", "next_forward", "overlap"])
+def test_a_head_that_is_called_in_chunks(pool: Pool, time: str) -> None:
+    pool.run(check_chunks, 2, time=time)

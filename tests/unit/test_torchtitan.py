@@ -162,6 +162,8 @@ def test_whole_parts_that_rest_on_the_host(layers: list[list[int]]) -> None:
         container = OptimizersContainer(strategy, parts, param_groups=GROUPS, lr=1e-2)
         visits = [PreparedModel.of(part).weight_visits for part in parts]
         assert all((one is not None) is bool(weights) and one is visits[0] for one in visits)
+        del container  # another one takes over
+        container = OptimizersContainer(strategy, parts, param_groups=GROUPS, lr=1e-2)
         seen = []
         for step in range(4):
             for micro in range(2):
