@@ -135,11 +135,14 @@ class HostGradients:
         parameter.grad = None
 
     def _newest(self, parameter: Tensor) -> Tensor:
-        """``p.grad`` on the device; the user may have put it on the host, where the parameter is."""
-        gradient = parameter.grad
-        assert gradient is not None
-        refuse_sparse(gradient)
-        return local_tensor(gradient).detach().contiguous().to(self._weights.device)
+        """``p.grad`` on the device, laid out as the weight; the user may have put it on the host, where that is."""
+        given, rest = parameter.grad, self._home(parameter).on_host
+        assert given is not None
+        refuse_sparse(given)
+        gradient = local_tensor(given).detach().to(self._weights.device)
+        if gradient.is_contiguous() if rest.is_contiguous() else gradient.stride() == rest.stride():
+            return gradient
+        return torch.empty_like(rest, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
     def _home(self, parameter: Tensor) -> WeightHome:
         home = self._weights.home_of(parameter)

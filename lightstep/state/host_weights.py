@@ -91,11 +91,10 @@ class Field:
         self._storage = flat.untyped_storage()
         self._bytes = flat.data  # with a version counter of its own: copies are no writes that autograd should see
         self._dtypes = [dtype or like.dtype for like in likes]
-        shapes = [like.shape for like in likes]
         self.room_on_host = [torch.from_dlpack(memory) for memory in self._memories(self.host)]
         self.room_on_device = self._memories(flat)
-        self.on_host = [_shaped(memory, shape) for memory, shape in zip(self.room_on_host, shapes, strict=True)]
-        self.on_device = [_shaped(memory, shape) for memory, shape in zip(self.room_on_device, shapes, strict=True)]
+        self.on_host = [_shaped(memory, like) for memory, like in zip(self.room_on_host, likes, strict=True)]
+        self.on_device = [_shaped(memory, like) for memory, like in zip(self.room_on_device, likes, strict=True)]
         self._what, self._lanes = what, lanes
         self._storage.resize_(0)
         self.arrived, self.used, self.updated, self.returned = (lanes.event() for _ in range(4))
@@ -141,13 +140,17 @@ class Field:
         self.is_returning = True
 
     def fill(self, tensors: dict[int, Tensor]) -> None:
-        """Queue copies of these tensors on the device, by number, straight to the host. They must live until then."""
+        """Queue copies of these tensors on the device, by number, straight to the host. They must live until then.
+
+        Their strides are those of :attr:`on_host`.
+        """
         lane = self._lanes.device_to_host
         self._lanes.caller().record(self.used)
         lane.wait(self.used)
         lane.wait(self.arrived)  # what was there before may still be read
-        targets = [self.on_host[number] for number in tensors]
-        lane.copies(targets, list(tensors.values()), f"taking {self._what} to the host")
+        sources = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors.values()]
+        targets = [self.room_on_host[number][: tensor.numel()] for number, tensor in tensors.items()]
+        lane.copies(targets, sources, f"taking {self._what} to the host")
         lane.record(self.returned)
         self.is_returning = True
 
@@ -163,8 +166,10 @@ class Field:
             self.is_returning = False
 
 
-def _shaped(memory: Tensor, shape: torch.Size) -> Tensor:
-    return memory[: shape.numel()].view(shape)
+def _shaped(memory: Tensor, like: Tensor) -> Tensor:
+    """With the shape and the order of elements (channels last) of ``like``."""
+    strides = torch.empty_like(like, device="meta").stride()
+    return memory[: like.numel()].as_strided(like.shape, strides)
 
 
 class WeightGroup:
@@ -230,6 +235,8 @@ class WeightGroup:
         the graph, and gradients of several uses would not be added up in one.
         """
         self.visits -= 1
+        if not self.visits:
+            self._take_back_writes()
         if not torch.is_grad_enabled():
             self.rest()
         self.owner.release(self.weights)
@@ -259,6 +266,24 @@ class WeightGroup:
     def note_versions(self) -> None:
         """The weights on the device are the parameters as they are now."""
         self._versions = [writes(parameter) for parameter in self.parameters]
+
+    def note_updated(self, numbers: Iterable[int]) -> None:
+        """So are these parameters: an update has written them. Others may have been written to meanwhile."""
+        with self.owner.lock:
+            if self._versions is not None:
+                for number in numbers:
+                    self._versions[number] = writes(self.parameters[number])
+
+    def _take_back_writes(self) -> None:
+        """What a forward has written to its weights (an embedding with ``max_norm``) goes to the host as well."""
+        with self.owner.lock:
+            if self._versions is None or not self.is_outdated():
+                return
+            now = enumerate(zip(self.parameters, self._versions, strict=True))
+            written = [number for number, (parameter, version) in now if writes(parameter) != version]
+            rest = self.weights.on_host
+            self.weights.take_back([self.weights.bytes_of(number, 0, rest[number].numel()) for number in written])
+            self.note_versions()
 
     def note_own_write(self, parameters: Iterable[Tensor]) -> None:
         """An update will write to these parameters: they count as written to, and what is on the device stays."""

@@ -518,16 +518,16 @@ class Store:
         """
         if self._host_weights is None:
             return
-        ranges: dict[WeightGroup, list[tuple[int, int]]] = {}
+        places: dict[WeightGroup, list[tuple[int, int, int]]] = {}
         for part in () if written is None else written.parts:
             home = part.owner.home
             if home is not None:
-                field = home.group.weights
-                ranges.setdefault(home.group, []).append(field.bytes_of(home.number, part.start, part.stop))
+                places.setdefault(home.group, []).append((home.number, part.start, part.stop))
         for group in self._held:
-            if group in ranges:
-                self._host_weights.write_back(group.weights, ranges[group])
-                group.note_versions()
+            if group in places:
+                field = group.weights
+                self._host_weights.write_back(field, [field.bytes_of(*place) for place in places[group]])
+                group.note_updated(number for number, _, _ in places[group])
             self._host_weights.release(group.weights, update=True)
         self._held = []
 

@@ -22,6 +22,9 @@ from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.host_weights import HostWeights, WeightGroup
 from tests.covering import every_pair
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
+from tests.reference.pair import TWO_GROUPS, Pair
+from tests.reference.tiny_model import TinyModel
+from tests.unit.test_exactness import ChannelsLast, Transposed
 from tests.unit.test_homes_and_times import HOMES, LIMITS
 from tests.unit.test_next_forward import Training, assert_same
 
@@ -411,6 +414,72 @@ def test_what_users_do_between_steps(action: str, time: str, tied: bool, mib: fl
         run.optimizer.close()
     assert losses[0] == losses[1]
     assert_same(snapshots[1], snapshots[0])
+
+
+@pytest.mark.parametrize("time", ["next_forward", "overlap"])
+def test_a_write_while_other_weights_of_the_block_are_updated(time: str) -> None:
+    losses, snapshots = [], []
+    for weights in (None, {"placement": "host", "device_mib": 64.0}):
+        home, when = ("stream", time) if weights else ("resident", "at_step")
+        run = make(home, when, "clipped", "bfloat16", weights, make=partial(TinyTransformer, width=16))
+        run.train(1)
+        if weights:
+            run.delays(0)
+        for step in range(6):
+            with torch.no_grad():
+                run.model.blocks[step % 3].up.weight.mul_(0.5)
+            losses.append(run.train(1))
+        snapshots.append(run.snapshot())
+    assert losses[:6] == losses[6:]
+    assert_same(*snapshots)
+
+
+class WrittenInForward(TinyTransformer):
+    """Its embedding, and tables in its blocks, have a ``max_norm``, to which each forward brings what it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.max_norm = 1.0
+        for block in self.blocks:
+            block.table = nn.Embedding(4, self.embed.embedding_dim, max_norm=0.5)
+            block.register_forward_hook(lambda block, _, out: out + block.table(torch.tensor([1, 3])).sum(0))
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_weights_that_a_forward_writes_to(time: str) -> None:
+    first = time if time == "in_backward" else "at_step"
+    expected = make("resident", first, "clipped", "bfloat16", make=WrittenInForward)
+    losses = expected.train(6)
+    for mib in (0.001, 64.0):
+        weights = {"placement": "host", "device_mib": mib}
+        tested = make("stream", time, "clipped", "bfloat16", weights, make=WrittenInForward)
+        found = tested.train(2)
+        tested.delays(1)
+        assert found + tested.train(4) == losses
+        assert_same(tested.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("make_model", [Transposed, ChannelsLast])
+@pytest.mark.parametrize("time", TIMES[:-1])
+def test_odd_memory_layouts(time: str, make_model: type[TinyModel]) -> None:
+    """The norm adds up elements in the order of their memory."""
+
+    class OnTheHost(Pair):
+        def build(self) -> tuple[Any, nn.Module, Any]:
+            self.values["weights"] = {"placement": "host", "device_mib": 0.001}
+            return super().build()
+
+    for micro_batches in (1, 2):
+        pair = OnTheHost(
+            *TWO_GROUPS["AdamW"],
+            make_model=make_model,
+            micro_batches=micro_batches,
+            max_norm=0.3,
+            backend="stream",
+            update=time,
+        )
+        assert not all(parameter.is_contiguous() for parameter in pair.model.parameters())
+        pair.train(6)
 
 
 @pytest.mark.parametrize("time", ["next_forward", "overlap"])
