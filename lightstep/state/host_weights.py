@@ -162,8 +162,8 @@ class Field:
     def settle(self) -> None:
         """Block the host until what is under way to it has arrived."""
         if self.is_returning:
+            self.is_returning = False  # first: an update in a lane may begin another copy meanwhile
             self.returned.synchronize()
-            self.is_returning = False
 
 
 def _shaped(memory: Tensor, like: Tensor) -> Tensor:
@@ -257,9 +257,10 @@ class WeightGroup:
         self.rest()
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
-        self._is_at_rest = tensors is self.weights.on_host
-        for number, tensor in enumerate(tensors):
-            self._put(number, tensor)
+        with self.owner.lock:  # an update in a lane compares the parameters with where they rest
+            self._is_at_rest = tensors is self.weights.on_host
+            for number, tensor in enumerate(tensors):
+                self._put(number, tensor)
 
     # -- writes by others
 

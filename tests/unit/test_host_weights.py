@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +141,41 @@ def test_an_update_does_not_make_the_copy_on_the_device_out_of_date() -> None:
         parameter.add_(1.0)
     group.note_own_write([parameter])
     assert on_device() == [2.0] * 4
+
+
+def test_a_copy_that_begins_while_another_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = HostWeights(torch.device("cpu"), 1 << 20)
+    group = WeightGroup(weights, [nn.Parameter(torch.zeros(4))], "a layer")
+    field = group.weights
+    weights.hold(field, group)
+    field.take_back()
+    wait = type(field.returned).synchronize
+
+    def wait_and_begin_another(event: Any) -> None:
+        wait(event)
+        field.take_back()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(field.returned), "synchronize", wait_and_begin_another)
+        field.settle()
+    assert field.is_returning
+
+
+@pytest.mark.parametrize("time", ["overlap", "in_backward"])
+def test_parameters_that_change_their_memory_while_they_are_updated(time: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks have several units: some are updated before the block has left backward."""
+    wide = partial(TinyTransformer, width=16)
+    expected = make("resident", time if time == "in_backward" else "at_step", "not clipped", "bfloat16", make=wide)
+    losses, chance, put = expected.train(4), random.Random(0), WeightGroup._put
+
+    def put_slowly(group: WeightGroup, number: int, tensor: Tensor) -> None:
+        sleep(chance.random() * 1e-3)
+        put(group, number, tensor)
+
+    monkeypatch.setattr(WeightGroup, "_put", put_slowly)
+    tested = make("stream", time, "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0}, make=wide)
+    assert tested.train(4) == losses
+    assert_same(tested.snapshot(), expected.snapshot())
 
 
 # ---- what users do between the lines of a training loop
