@@ -152,7 +152,11 @@ class Engine:
             engine = own()
             return engine is not None and engine.queue.awaits(engine.managed.get(parameter), gradient)
 
-        gradients.on_arrival, gradients.is_awaited = measure, is_awaited
+        def is_first(parameter: Tensor) -> bool:
+            engine = own()
+            return engine is not None and engine.queue.is_first(engine.managed.get(parameter))
+
+        gradients.on_arrival, gradients.is_awaited, gradients.is_first = measure, is_awaited, is_first
         return gradients
 
     def _measure_arrived(self, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -36,6 +36,8 @@ class HostGradients:
         on_arrival: called with the parameters and their gradients so far, which are on the device until it returns.
         is_awaited: called with a parameter and its gradient on the device: whether an update in backward is still to be
             submitted that reads it. It waits for other layers, if a unit has parameters of several.
+        is_first: called with a parameter: whether ``step()`` will update it before all others. Its gradient is still
+            on the device then, if no forward comes before.
     """
 
     is_incomplete = False
@@ -48,6 +50,8 @@ class HostGradients:
         self._parameters: frozenset[Tensor] = frozenset()
         self.on_arrival: Callable[[Sequence[tuple[Tensor, Tensor]]], object] = lambda arrived: None
         self.is_awaited: Callable[[Tensor, Tensor], bool] = lambda parameter, gradient: False
+        self.is_first: Callable[[Tensor], bool] = lambda parameter: False
+        self._staying: list[Tensor] = []  # parameters whose gradients are on the device as well
         self._measured = weights.lanes.event()
 
     def set_parameters(self, parameters: Iterable[Tensor]) -> None:
@@ -81,6 +85,9 @@ class HostGradients:
             field = self._home(parameter).gradient_field(tensors[number].dtype)
             by_field.setdefault(field, {})[number] = tensors[number]
             self._keep(parameter, field, number)
+            if self.is_first(parameter):
+                self._stored[parameter] = tensors[number]
+                self._staying.append(parameter)
         for field, own in by_field.items():
             self._weights.store(field, own)
         self._under_way.append((group, list(by_field), {parameter: tensors[number] for number, parameter in arrived}))
@@ -89,6 +96,10 @@ class HostGradients:
 
     def release(self) -> None:
         """Use the device memory of the last gradients again: the model waits for their copies to the host."""
+        for parameter in self._staying:
+            if parameter in self._stored:
+                self._stored[parameter] = self._fields[parameter][1]
+        self._staying = []
         while self._under_way:
             self._release_oldest()
 

@@ -103,6 +103,9 @@ class SpeculativeUpdates(EarlyUpdates):
         kept = None if self._speculation is None else self._speculation.gradients.get(item)
         return kept is not None and kept.numel() > 0 and kept.data_ptr() == gradient.data_ptr()
 
+    def is_first(self, item: Managed) -> bool:
+        return self._speculation is not None and item in self._speculation.first
+
     @contextlib.contextmanager
     def _updating(self, step: EarlyStep) -> Iterator[None]:
         """The last backward of a step runs in the body; units are updated as it completes their gradients.
@@ -177,6 +180,7 @@ class SpeculativeUpdates(EarlyUpdates):
             offered = [*(unit in ready for unit in shared), int(1000 * fraction)]
             *agreed, permille = self._updater.shared.all_reduce_min(offered)
             shared = evenly_spaced([unit for unit, yes in zip(shared, agreed, strict=True) if yes], permille / 1000)
+        self._backend.expect_speculation([*local, *shared])
         return local, shared, after_backward
 
     def _units_with(self, written: Collection[Managed], units: Collection[Unit]) -> frozenset[Unit]:
@@ -273,6 +277,7 @@ class SpeculativeUpdates(EarlyUpdates):
         gradients = {owner: available[owner] for unit in units for owner in unit.owners if owner in available}
         if not gradients:
             return
+        self._backend.note_kept_weights(units)
         refuse_older_graphs(speculation.used.add(gradients))
         update = speculation.assumed_update(gradients)
         compute = self._backend.lanes.compute

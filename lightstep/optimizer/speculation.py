@@ -119,6 +119,7 @@ class Speculation:
         checksums: memory for those of gradients.
 
     Attributes:
+        first: the parameters of the units that ``step()`` submits first.
         shared_order: the units of ``shared``, in order.
         shared_queue: those of them that have not been submitted yet.
         gradients: the gradients that are complete.
@@ -143,6 +144,7 @@ class Speculation:
         self.local, self.shared = frozenset(local), frozenset(shared)
         self.shared_order, self.shared_queue = tuple(shared), deque(shared)
         self.after_backward = after_backward
+        self.first = frozenset(owner for unit in after_backward for owner in unit.owners)
         self.values, self.divisor, self.factor = values, divisor, factor
         self.gradients: Gradients = {}
         self.used = UsedGradients(checksums)

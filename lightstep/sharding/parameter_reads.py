@@ -164,7 +164,10 @@ class AwaitedParameters(dict[str, "nn.Parameter | None"]):
     def _wait(self) -> None:
         if torch.compiler.is_dynamo_compiling():  # first: dynamo guards on everything that is read
             return
-        if self.steps != DeferredUpdates.steps and not _is_zero_grad(sys._getframe(2)):
+        is_stale = self.steps != DeferredUpdates.steps
+        if not (is_stale or self.groups) or _is_zero_grad(sys._getframe(2)):
+            return
+        if is_stale:
             wait_for((self,))
         for group in self.groups:
             group.settle()

@@ -135,6 +135,7 @@ class ShardGroup(WeightGroup):
         self._show_to_fsdp(on_device=False)
         if self._is_held:
             self._is_held = False
+            self.keep_after_forward()
             self.owner.release(self.weights)
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ from lightstep.distributed import local_tensor, writes
 from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.lanes import Lanes, WaitTimes
 
-__all__ = ["Field", "HostWeights", "WeightGroup", "WeightHome", "groups_of", "require_room"]
+__all__ = ["Field", "HostWeights", "KeptWeights", "WeightGroup", "WeightHome", "groups_of", "require_room"]
 
 _ALIGNMENT = 512
 """Bytes: tensors in a field begin as aligned as memory of their own on a device."""
@@ -43,6 +43,9 @@ _ADVICE = "Set weights.placement: device, which keeps them on the device, or tra
 
 _LONGEST_WAIT = 10.0
 """Seconds that a reader in another thread waits for weights to rest. The thread that trains may be waiting for it."""
+
+_NO_BACKWARD = -1
+"""Torch's number of the backward that runs, where none does."""
 
 Ranges = Iterable[tuple[int, int]]
 
@@ -154,6 +157,21 @@ class Field:
         lane.record(self.returned)
         self.is_returning = True
 
+    def copy_to(self, host: Tensor, ranges: Ranges) -> None:
+        """Queue copies of these bytes to other host memory of the field's size, as updates so far have left them."""
+        lane = self._lanes.device_to_host
+        for event in (self.arrived, self.updated):
+            lane.wait(event)
+        for start, stop in ranges:
+            lane.copy(host[start:stop], self._bytes[start:stop], f"keeping {self._what}")
+        lane.record(self.returned)
+        self.is_returning = True
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """The tensors of the field in other host memory of its size (uint8, flat)."""
+        pairs = zip(self._memories(flat), self.on_host, strict=True)
+        return [_shaped(memory, like) for memory, like in pairs]
+
     def bytes_of(self, number: int, start: int, stop: int) -> tuple[int, int]:
         """The range of bytes of some elements of one tensor."""
         size, base = self.on_host[number].element_size(), self._places[number][0]
@@ -172,6 +190,76 @@ def _shaped(memory: Tensor, like: Tensor) -> Tensor:
     return memory[: like.numel()].as_strided(like.shape, strides)
 
 
+class KeptWeights:
+    """A second copy of a group's weights on the host, for the time when an update has changed them and may be undone.
+
+    It is made while the weights are on the device for a forward, when that direction of the link is idle: in backward
+    it is full.
+
+    Args:
+        slab: the memory, of the size of the group's weights.
+
+    Attributes:
+        on_host: a tensor for each parameter of the group.
+        wanted: the numbers of those that will be needed.
+        uses: updates of these weights that may still be undone.
+    """
+
+    def __init__(self, group: WeightGroup, slab: HostSlab) -> None:
+        self.slab, self._field, self._parameters = slab, group.weights, group.parameters
+        self._lanes, self._lock = group.owner.lanes, group.owner.lock
+        self._bytes = slab.tensor(torch.uint8, self._field.nbytes)
+        self.on_host = self._field.views_of(self._bytes)
+        self.wanted: frozenset[int] = frozenset()
+        self.uses = 0
+        self._versions: list[int | None] = [None] * len(group.parameters)  # of the weights in it
+        self._copied = self._lanes.event()
+
+    def keep(self) -> None:
+        """Copy what is wanted and has changed. The weights are held on the device."""
+        with self._lock:
+            numbers = [number for number in sorted(self.wanted) if not self.is_current(number)]
+            if not numbers or self.uses:
+                return
+            for number in numbers:
+                self._versions[number] = writes(self._parameters[number])
+            self._copy([(number, 0, self.on_host[number].numel()) for number in numbers])
+
+    def keep_now(self, places: Iterable[tuple[int, int, int]]) -> None:
+        """Copy parts of weights, by number, first and last element, that the caller's next work changes."""
+        self._copy(places)
+        self.wait()
+
+    def _copy(self, places: Iterable[tuple[int, int, int]]) -> None:
+        self._field.copy_to(self._bytes, _joined(self._field.bytes_of(*place) for place in places))
+        self._lanes.device_to_host.record(self._copied)
+
+    def wait(self) -> None:
+        """The caller's next work may change the weights."""
+        self._lanes.caller().wait(self._copied)
+
+    def is_current(self, number: int) -> bool:
+        """Whether it has the weights of this parameter."""
+        return self._versions[number] == writes(self._parameters[number])
+
+    def note_written(self, numbers: Iterable[int]) -> None:
+        """These parameters have changed on the device."""
+        with self._lock:
+            for number in numbers:
+                self._versions[number] = None
+
+
+def _joined(ranges: Ranges) -> list[tuple[int, int]]:
+    """The ranges in order, those with nothing but padding in between as one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start - found[-1][1] < _ALIGNMENT:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return found
+
+
 class WeightGroup:
     """Parameters that are brought and taken back together.
 
@@ -183,6 +271,7 @@ class WeightGroup:
             those on the device, until :meth:`rest`.
         name: for messages.
         visits: of modules that have entered it, and not left.
+        kept: second copies of weights on the host, for each optimizer whose updates of them may be undone.
     """
 
     def __init__(
@@ -193,6 +282,7 @@ class WeightGroup:
         self.weights = Field(locals_, None, owner.lanes, f"the weights of {name}", room=room)
         self._others: dict[torch.dtype | None, Field] = {}
         self.visits = 0
+        self.kept: list[KeptWeights] = []
         self._is_at_rest = True
         self._versions: list[int] | None = None  # of the weights on the device
         if room is not None:
@@ -237,6 +327,7 @@ class WeightGroup:
         self.visits -= 1
         if not self.visits:
             self._take_back_writes()
+            self.keep_after_forward()
         if not torch.is_grad_enabled():
             self.rest()
         self.owner.release(self.weights)
@@ -244,6 +335,12 @@ class WeightGroup:
     @property
     def is_entered(self) -> bool:
         return self.visits > 0
+
+    def keep_after_forward(self) -> None:
+        """A module has read the weights on the device, which holds them still."""
+        if self.kept and torch._C._current_graph_task_id() == _NO_BACKWARD:
+            for kept in self.kept:
+                kept.keep()
 
     def rest(self) -> None:
         """The parameters are on the host, unless a module has entered them, or another thread trains."""
@@ -268,8 +365,10 @@ class WeightGroup:
         """The weights on the device are the parameters as they are now."""
         self._versions = [writes(parameter) for parameter in self.parameters]
 
-    def note_updated(self, numbers: Iterable[int]) -> None:
+    def note_updated(self, numbers: Collection[int]) -> None:
         """So are these parameters: an update has written them. Others may have been written to meanwhile."""
+        for kept in self.kept:
+            kept.note_written(numbers)
         with self.owner.lock:
             if self._versions is not None:
                 for number in numbers:
@@ -339,6 +438,8 @@ class WeightGroup:
             return
         if self.weights.is_returning:
             self.weights.settle()
+        for kept in self.kept:  # the reader may write to the weights, also in ways that nobody counts
+            kept.note_written(range(len(self.parameters)))
         self.rest()
 
     def _wait_for_rest(self) -> None:

@@ -123,6 +123,7 @@ class Store:
 
     Attributes:
         peers_wait: other processes wait for updates made here. So no update may be postponed until it is needed here.
+        num_layers: how many different ``layer`` the parameters have, at least 1.
 
     Raises:
         RingError: at :meth:`register`, if the ring is too small for the smallest possible piece.
@@ -187,6 +188,7 @@ class Store:
         self._residency = Residency(self._lanes, self._versions)
         self._preferred_resident: Sequence[Record] = ()
         self._prepared = False
+        self.num_layers = 1
         self.peers_wait = self._share is not None
 
     def fresh(self) -> Store:
@@ -277,6 +279,7 @@ class Store:
             self._free()
         self._use_device(devices)
         self._host_weights = next((item.home.group.owner for item in managed if item.home is not None), None)
+        self.num_layers = max(len({item.layer for item in managed}), 1)
         self._reset_pipeline()
         carried = {item: self._read_entries(item) for item in new}
         for record in self._records.replace(managed, [*staying, *records]):
@@ -527,7 +530,7 @@ class Store:
             if group in places:
                 field = group.weights
                 self._host_weights.write_back(field, [field.bytes_of(*place) for place in places[group]])
-                group.note_updated(number for number, _, _ in places[group])
+                group.note_updated([number for number, _, _ in places[group]])
             self._host_weights.release(group.weights, update=True)
         self._held = []
 
@@ -648,6 +651,16 @@ class Store:
         if wanted != self._preferred_resident:
             self._preferred_resident = wanted
             self._residency.invalidate()
+
+    def expect_speculation(self, units: Iterable[Unit]) -> None:
+        """The next backward will probably update these units speculatively, and no others."""
+        if self._host_weights is not None:
+            self._versions.keep_weights_of([self._records.by_unit[unit] for unit in units])
+
+    def note_kept_weights(self, units: Iterable[Unit]) -> None:
+        """These units are about to be updated speculatively, and their weights will count as written to."""
+        if self._host_weights is not None:
+            self._versions.note_kept_weights([self._records.by_unit[unit] for unit in units])
 
     def speculate(self, unit: Unit) -> None:
         """Make the next update of this unit (:meth:`acquire` to :meth:`release`) speculative: it can be rolled back."""

@@ -2,7 +2,9 @@
 
 A speculative update writes the new record to a *spare* slab and leaves the old record as it is. The weights are
 updated in place, so the previous ones are saved (2 bytes per bf16 parameter): on the device, or on the host, where they
-are written after the new record. A commit swaps the two slabs; a rollback copies the previous weights back.
+are written after the new record. A commit swaps the two slabs; a rollback copies the previous weights back. Weights
+that rest on the host have been saved before, in forward
+(:class:`~lightstep.state.host_weights.KeptWeights`).
 
 A snapshot (``snapshot.py``) *pins* the slabs of its records, and another thread reads them (records that live on the
 device are copied: ``device_copies.py``). **Nobody writes to a pinned
@@ -19,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from lightstep.state.device_copies import DeviceCopies
 from lightstep.state.host_memory import HostMemoryError, HostSlab, available_bytes
+from lightstep.state.host_weights import KeptWeights, WeightGroup, groups_of
 from lightstep.state.record import History, Record, Slot
 from lightstep.state.schema import aligned
 from lightstep.state.segment import Segment
@@ -61,13 +64,78 @@ class PreviousWeights:
         self.host = None if slab is None else slab.tensor(torch.uint8, self.nbytes)
         on_device = self.nbytes if slab is None else 0
         self.device = torch.empty(on_device, dtype=torch.uint8, device=record.device) if on_device else None
-        count = len(record.parts)
-        self.fingerprints = torch.zeros(count, dtype=torch.int32, device=record.device) if fingerprinted else None
+        self.fingerprints = _fingerprints_for(record) if fingerprinted else None
 
-    def row(self, segment: Segment, buffer: Tensor) -> Tensor:
+    def save(self, segments: Sequence[Segment], staging: Staging, after_record: Tensor) -> Tensor | None:
+        """Save the weights of these segments.
+
+        Args:
+            after_record: the slot's memory behind the record.
+
+        Returns:
+            Where they are until the slot is written back.
+        """
+        place = after_record if self.device is None else self.device
+        _copy([(self._row(segment, place), segment.weights(staging)) for segment in segments])
+        return place
+
+    def restore(self, segments: Sequence[Segment], place: Tensor | None) -> None:
+        """Copy them back.
+
+        Args:
+            place: what :meth:`save` has returned, unless the slot has been written back.
+        """
+        place = self.host if place is None else place
+        assert place is not None
+        copies: list[tuple[Tensor, Tensor]] = []
+        for segment in segments:
+            copies += zip(segment.locals, segment.parts_of(self._row(segment, place)), strict=True)
+        _copy(copies)
+
+    def _row(self, segment: Segment, buffer: Tensor) -> Tensor:
         """The weights of one segment in ``buffer`` (uint8), flat."""
         dtype, start = segment.locals[0].dtype, self._offsets[segment.first]
         return buffer[start : start + dtype.itemsize * (segment.stop - segment.first)].view(dtype)
+
+
+class KeptPreviousWeights(PreviousWeights):
+    """The same for weights that rest on the host, and are kept there a second time before they are updated."""
+
+    def __init__(self, record: Record, kept: Mapping[WeightGroup, KeptWeights], fingerprinted: bool) -> None:
+        self.nbytes, self.slab, self.host, self.device = 0, None, None, None
+        self.fingerprints = _fingerprints_for(record) if fingerprinted else None
+        self.kept = {group: kept[group] for group in _groups_of(record)}
+        self._parts: dict[KeptWeights, list[tuple[int, int, int]]] = {}
+        for part in record.parts:
+            home = part.owner.home
+            assert home is not None
+            self._parts.setdefault(self.kept[home.group], []).append((home.number, part.start, part.stop))
+        self._are_kept = False
+
+    def note_kept(self) -> None:
+        """An update is about to be submitted: whether the weights have been kept as they are."""
+        self._are_kept = all(kept.is_current(number) for kept, parts in self._parts.items() for number, _, _ in parts)
+
+    def save(self, segments: Sequence[Segment], staging: Staging, after_record: Tensor) -> Tensor | None:
+        for kept, parts in self._parts.items():
+            if self._are_kept:
+                kept.wait()
+            else:
+                kept.keep_now(parts)
+        return None
+
+    def restore(self, segments: Sequence[Segment], place: Tensor | None) -> None:
+        copies: list[tuple[Tensor, Tensor]] = []
+        for segment in segments:
+            for local, part in zip(segment.locals, segment.parts, strict=True):
+                home = part.owner.home
+                assert home is not None
+                copies.append((local, part.slice(self.kept[home.group].on_host[home.number])))
+        _copy(copies)
+
+
+def _fingerprints_for(record: Record) -> Tensor:
+    return torch.zeros(len(record.parts), dtype=torch.int32, device=record.device)
 
 
 def _offsets_of(record: Record) -> tuple[dict[int, int], int]:
@@ -77,6 +145,15 @@ def _offsets_of(record: Record) -> tuple[dict[int, int], int]:
         offsets[part.first] = end
         end += part.owner.local.itemsize * aligned(part.elements)
     return offsets, end
+
+
+def _rests_on_host(record: Record) -> bool:
+    """Whether the record's weights do."""
+    return all(part.owner.home is not None for part in record.parts)
+
+
+def _groups_of(record: Record) -> list[WeightGroup]:
+    return groups_of(part.owner.home for part in record.parts)
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -113,9 +190,7 @@ class Version:
             slot: the record's slot.
         """
         previous, self._segments = self.previous, segments
-        place = slot.buffer[self.record.nbytes :] if previous.device is None else previous.device
-        _copy([(previous.row(segment, place), segment.weights(staging)) for segment in segments])
-        self._place = place
+        self._place = previous.save(segments, staging, slot.buffer[self.record.nbytes :])
         if previous.fingerprints is not None and fingerprints is not None:
             previous.fingerprints.copy_(fingerprints)
 
@@ -134,13 +209,7 @@ class Version:
             for part in segment.parts:
                 part.keys = keys
         on_host = self.previous.host is not None and self.written_back is not None
-        place = self.previous.host if on_host else self._place
-        copies: list[tuple[Tensor, Tensor]] = []
-        for segment in self._segments:
-            assert place is not None
-            row = self.previous.row(segment, place)
-            copies += zip(segment.locals, segment.parts_of(row), strict=True)
-        _copy(copies)
+        self.previous.restore(self._segments, None if on_host else self._place)
         if self.previous.fingerprints is not None and fingerprints is not None:
             fingerprints.copy_(self.previous.fingerprints)
 
@@ -174,6 +243,7 @@ class Versions:
         self._unpinned = threading.Condition()
         self._speculative: dict[Record, Version] = {}
         self._previous: dict[Record, PreviousWeights] = {}
+        self._kept: dict[WeightGroup, KeptWeights] = {}
         self._reserved = False  # speculative updates are wanted
         self._device_full = False
         self.device_copies: DeviceCopies | None = None
@@ -202,7 +272,8 @@ class Versions:
         previous = self._previous.get(record)
         if previous is not None:
             return record.nbytes + (0 if previous.host is None else previous.nbytes)
-        return record.nbytes + (_offsets_of(record)[1] if self._goes_to_host and self._reserved else 0)
+        follow = self._goes_to_host and self._reserved and not _rests_on_host(record)
+        return record.nbytes + (_offsets_of(record)[1] if follow else 0)
 
     @property
     def _goes_to_host(self) -> bool:
@@ -274,13 +345,47 @@ class Versions:
             self._device_full = True  # another try in every step would empty torch's cache in every step
             effect = "they are kept on the host" if self._goes_to_host else "fewer updates run during backward"
             logger.warning("no room on %s for previous weights: %s", record.device, effect)
+        if self._goes_to_host and _rests_on_host(record):
+            if not all(map(self._reserve_kept, _groups_of(record))):
+                return False
+            self._previous[record] = KeptPreviousWeights(record, self._kept, fingerprinted)
+            return True
         slab = self._new_slab(_offsets_of(record)[1], record.device) if self._goes_to_host else None
         if slab is not None:
             self._previous[record] = PreviousWeights(record, slab, fingerprinted)
         return slab is not None
 
+    def _reserve_kept(self, group: WeightGroup) -> bool:
+        """Whether there is memory for a second copy of the group's weights; allocates it."""
+        if group not in self._kept:
+            slab = self._new_slab(group.weights.nbytes, group.owner.device)
+            if slab is None:
+                return False
+            self._kept[group] = KeptWeights(group, slab)
+            group.kept.append(self._kept[group])
+        return True
+
+    def keep_weights_of(self, records: Iterable[Record]) -> None:
+        """The next forward keeps the weights of these records, and of no others."""
+        wanted: dict[WeightGroup, set[int]] = {group: set() for group in self._kept}
+        for record in records:
+            for home in (part.owner.home for part in record.parts):
+                if home is not None and home.group in wanted:
+                    wanted[home.group].add(home.number)
+        for group, numbers in wanted.items():
+            self._kept[group].wanted = frozenset(numbers)
+
+    def note_kept_weights(self, records: Iterable[Record]) -> None:
+        """See :meth:`KeptPreviousWeights.note_kept`."""
+        for record in records:
+            previous = self._previous.get(record)
+            if isinstance(previous, KeptPreviousWeights):
+                previous.note_kept()
+
     def _free_previous(self, record: Record) -> None:
-        slab = self._previous.pop(record).slab
+        self._free(self._previous.pop(record).slab)
+
+    def _free(self, slab: HostSlab | None) -> None:
         if slab is not None:
             self._bytes -= slab.nbytes
             slab.close()
@@ -297,11 +402,12 @@ class Versions:
         """Make the next update of this record speculative; :meth:`reserve` has returned the record."""
         assert record.slab is not None
         self._speculative[record] = Version(record, self._spare[record.slab.nbytes].pop(), self._previous[record])
+        self._use_kept(record, 1)
         return self._speculative[record]
 
     def commit(self, record: Record) -> None:
         """Make the speculative update final: the record moves to its slab."""
-        version = self._speculative.pop(record)
+        version = self._end(record)
         assert record.slab is not None
         with self._unpinned:
             if record.slab in self._pinned:
@@ -312,9 +418,19 @@ class Versions:
 
     def discard(self, record: Record) -> Version:
         """Drop the speculative update, and return what is needed to roll it back."""
-        version = self._speculative.pop(record)
+        version = self._end(record)
         self._spare[version.slab.nbytes].append(version.slab)
         return version
+
+    def _end(self, record: Record) -> Version:
+        self._use_kept(record, -1)
+        return self._speculative.pop(record)
+
+    def _use_kept(self, record: Record, more: int) -> None:
+        previous = self._previous[record]
+        if isinstance(previous, KeptPreviousWeights):
+            for kept in previous.kept.values():
+                kept.uses += more
 
     # -- snapshots
 
@@ -400,6 +516,10 @@ class Versions:
         self._speculative.clear()
         for record in list(self._previous):
             self._free_previous(record)
+        for group, kept in self._kept.items():
+            group.kept.remove(kept)
+            self._free(kept.slab)
+        self._kept = {}
         with self._unpinned:
             self._released = True
             for slabs in self._spare.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.overlap import SpeculativeUpdates
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.state.checksummed_weights import ChecksummedWeights
-from lightstep.state.host_weights import HostWeights, WeightGroup
+from lightstep.state.host_memory import HostSlab
+from lightstep.state.host_weights import Field, HostWeights, KeptWeights, WeightGroup
 from tests.covering import every_pair
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.reference.pair import TWO_GROUPS, Pair
@@ -159,6 +161,145 @@ def test_a_copy_that_begins_while_another_one_is_waited_for(monkeypatch: pytest.
         patch.setattr(type(field.returned), "synchronize", wait_and_begin_another)
         field.settle()
     assert field.is_returning
+
+
+def test_what_backward_may_have_to_restore_leaves_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward fills the link to the host. Only weights that no forward has kept leave in it."""
+    places: Counter[str] = Counter()
+    keep_now, copy = KeptWeights.keep_now, KeptWeights._copy
+
+    def count_now(kept: KeptWeights, parts: Any) -> None:
+        places["in backward"] += not kept._field._what.endswith(
+            (" dead", " head")
+        )  # one unit, and `dead` has no forward
+        keep_now(kept, parts)
+
+    def count_all(kept: KeptWeights, parts: Any) -> None:
+        places["in all"] += 1
+        copy(kept, parts)
+
+    monkeypatch.setattr(KeptWeights, "keep_now", count_now)
+    monkeypatch.setattr(KeptWeights, "_copy", count_all)
+    tested = make("stream", "overlap", "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0})
+    tested.train(3)
+    for _ in range(3):
+        for micro in range(2):
+            loss = tested.loss(micro)
+            tested.model.zero_grad() if not micro else None  # it reads no weight
+            with tested.strategy.accumulate(tested.model, last=bool(micro)):
+                tested.optimizer.backward(loss / 2)
+        assert tested.optimizer.engine.queue.has_open_speculation
+        tested.optimizer.step()
+        tested.steps += 1
+    assert places["in all"] and not places["in backward"]
+    tested.optimizer.close()
+
+
+def kept_weights(value: float) -> tuple[HostWeights, WeightGroup, KeptWeights, Callable[[], None]]:
+    weights = HostWeights(torch.device("cpu"), 1 << 20)
+    group = WeightGroup(weights, [nn.Parameter(torch.full((4,), value))], "a layer")
+    kept = KeptWeights(group, HostSlab(group.weights.nbytes))
+    kept.wanted = frozenset({0})
+    group.kept.append(kept)
+
+    def visit() -> None:
+        weights.forget_idle()  # as a forward of the model
+        group.enter()
+        with torch.no_grad():
+            group.leave()
+        weights.lanes.synchronize()
+
+    return weights, group, kept, visit
+
+
+def test_kept_weights_are_out_of_date_after_any_write() -> None:
+    _, group, kept, visit = kept_weights(1.0)
+    (parameter,) = group.parameters
+    visit()
+    assert kept.is_current(0) and kept.on_host[0].tolist() == [1.0] * 4
+    with torch.no_grad():
+        parameter.add_(1.0)
+    assert not kept.is_current(0)
+    visit()
+    assert kept.is_current(0) and kept.on_host[0].tolist() == [2.0] * 4
+    group.note_updated([0])  # the update was announced before the weights were kept
+    assert not kept.is_current(0)
+    visit()
+    group.settle()  # for a reader, who may write through p.data
+    parameter.data.fill_(3.0)
+    assert not kept.is_current(0)
+    visit()
+    assert kept.on_host[0].tolist() == [3.0] * 4
+
+
+def test_kept_weights_stay_while_an_update_may_be_undone() -> None:
+    _, group, kept, visit = kept_weights(1.0)
+    visit()
+    kept.uses += 1
+    with torch.no_grad():
+        group.parameters[0].add_(1.0)
+    visit()
+    assert kept.on_host[0].tolist() == [1.0] * 4 and not kept.is_current(0)
+    kept.uses -= 1
+    visit()
+    assert kept.on_host[0].tolist() == [2.0] * 4 and kept.is_current(0)
+
+
+def test_two_optimizers_keep_weights_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the weights that it trains, and its own memory for them."""
+    finals = []
+    for weights in ({"placement": "device"}, {"placement": "host", "device_mib": 64.0}):
+        torch.manual_seed(0)
+        state = {"backend": "stream", "update": "overlap", "ring_mib": 0.05}
+        strategy = Strategy.load({"optimizer_state": state, "weights": weights, "clipping": {"max_norm": 1e9}})
+        model = strategy.prepare_model(TinyTransformer())
+        named = list(model.named_parameters())
+        halves = [[p for n, (_, p) in enumerate(named) if n % 2 == half] for half in range(2)]
+        optimizers: list[Any] = [
+            strategy.create_optimizer(model, param_groups=[{"params": h}], lr=1e-2) for h in halves
+        ]
+        for step in range(6):
+            if step == 4:
+                optimizers.pop().close()
+            tokens = torch.randint(VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(step))
+            targets = torch.randint(CLASSES, (24,), generator=torch.Generator().manual_seed(step))
+            loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), targets)
+            optimizers[0].backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for parameter in halves[1]:
+                parameter.grad = None
+        finals.append({name: value.clone() for name, value in model.state_dict().items()})
+        optimizers[0].close()
+    assert_same(finals[1], finals[0])
+
+
+def test_a_gradient_that_is_used_first_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """step() updates the embedding before all else: backward completes its gradient last."""
+    brought: list[str] = []
+    bring = Field.bring
+
+    def watched(field: Field) -> None:
+        brought.append(field._what)
+        bring(field)
+
+    expected = make("resident", "at_step", "not clipped", "bfloat16")
+    tested = make("stream", "overlap", "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0})
+    expected.train(3), tested.train(3)
+    monkeypatch.setattr(Field, "bring", watched)
+    for run in (expected, tested):
+        for _ in range(2):
+            run.optimizer.backward(run.loss())
+            run.optimizer.step()
+            run.steps += 1
+    assert_same(tested.snapshot(), expected.snapshot())
+    first = {
+        item.name for unit in tested.optimizer.engine.queue.early._arrivals.last_in_backward() for item in unit.owners
+    }
+    assert first
+    assert not [what for what in brought if what.startswith("the gradients of embed")], brought
+    tested.optimizer.close()
 
 
 @pytest.mark.parametrize("time", ["overlap", "in_backward"])
