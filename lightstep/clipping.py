@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -61,7 +64,10 @@ class GradientNorm:
 
     def norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The norm alone, 0-dim fp32."""
-        norms = self.tensor_norms(gradients)
+        return self.combined(self.tensor_norms(gradients))
+
+    def combined(self, norms: Sequence[Tensor | None]) -> Tensor:
+        """:meth:`norm` from the :meth:`tensor_norms`."""
         if self._reduction.as_torch:
             return self._as_torch(norms)
         return self._root(self._reduction.total(self._partial_sums(norms), self.norm_type))
@@ -174,8 +180,70 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp_(max=1.0)
 
 
+class KeptGradients(Protocol):
+    """Gradients that are not in ``p.grad``: see ``lightstep.optimizer.host_gradients``."""
+
+    def totals(self) -> Mapping[Tensor, Tensor]:
+        """By parameter."""
+
+    def measured(self, parameter: Tensor) -> Tensor | None:
+        """The parameter, on the device of its gradients, and empty; ``None``: it is none of these."""
+
+    def reading(self, parameter: Tensor) -> AbstractContextManager[Tensor]:
+        """In the body, the whole local gradient of this parameter is on the device."""
+
+
+_keepers: weakref.WeakSet[KeptGradients] = weakref.WeakSet()
+
+
+def add_keeper(keeper: KeptGradients) -> None:
+    """From now on :func:`global_grad_norm` reads these gradients, too. What clips ``p.grad`` refuses their parameters.
+
+    That holds for torch's own functions as well, which Fabric and torchtitan call: they would do nothing.
+    """
+    _keepers.add(keeper)
+    utils = torch.nn.utils
+    for module, name in (
+        (utils.clip_grad, "_clip_grads_with_norm_"),
+        (utils, "clip_grads_with_norm_"),
+        (utils.clip_grad, "clip_grad_value_"),
+        (utils, "clip_grad_value_"),
+    ):
+        function = getattr(module, name, None)
+        if function is not None and not hasattr(function, "refuses_kept_gradients"):
+            setattr(module, name, _refusing(function))
+
+
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        listed = _listed(parameters)
+        _refuse_kept(listed)
+        return function(listed, *args, **kwargs)
+
+    checked.refuses_kept_gradients = True  # type: ignore[attr-defined]
+    return checked
+
+
+def _kept(parameters: Iterable[Tensor]) -> dict[Tensor, KeptGradients]:
+    keepers = list(_keepers)
+    listed = set(parameters) if keepers else ()
+    return {parameter: keeper for keeper in keepers for parameter in keeper.totals() if parameter in listed}
+
+
+def _refuse_kept(parameters: Sequence[Tensor]) -> None:
+    if kept := _kept(parameters):
+        raise ValueError(
+            f"the gradients of {len(kept)} of {len(parameters)} parameters are on the host (weights.placement: host), "
+            "not in p.grad, where they could be clipped; set clipping.max_norm in the strategy, by which step() clips, "
+            "and remove this call. lightstep.global_grad_norm and optimizer.grad_norm() measure them"
+        )
+
+
 def global_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all ``p.grad`` together, as if the model were on one device.
+
+    Gradients that ``weights.placement: host`` has taken to the host in backward count as they would in ``p.grad``.
 
     Correct for any mix of plain tensors and DTensors on different meshes; replicated parameters count once. For fp32
     gradients of plain tensors on one device, or of shards on one mesh, it has the bits of torch's own
@@ -183,7 +251,7 @@ def global_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2
     parameters in the same order. It costs one all-reduce per mesh that shards a parameter.
 
     Args:
-        parameters: a tensor or tensors; those without ``.grad`` count as zero.
+        parameters: a tensor or tensors; those without a gradient count as zero.
         norm_type: p, 1 to 8; ``math.inf`` is the largest element.
 
     Returns:
@@ -196,7 +264,22 @@ def global_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2
     check_norm_type(norm_type)
     if not listed:
         return torch.zeros((), dtype=torch.float32)
-    return GradientNorm(listed, norm_type).norm([local_gradient(p, torch.float32) for p in listed])
+    kept = _kept(listed)
+    gradients = [None if p in kept else local_gradient(p, torch.float32) for p in listed]
+    with torch.no_grad():
+        norm_of = GradientNorm(_measured(listed), norm_type)
+        norms = norm_of.tensor_norms(gradients)
+        for number, parameter in enumerate(listed):
+            if parameter in kept:
+                with kept[parameter].reading(parameter) as gradient:
+                    norms[number] = norm_of.tensor_norms([gradient])[0]
+        return norm_of.combined(norms)
+
+
+def _measured(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The parameters, on the devices of their gradients."""
+    keepers = list(_keepers)
+    return [next((own for keeper in keepers if (own := keeper.measured(p)) is not None), p) for p in parameters]
 
 
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -208,10 +291,12 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         The norm before clipping, 0-dim fp32. If it is not finite, the gradients are not finite afterwards, as in torch.
 
     Raises:
-        ValueError: ``max_norm`` is not a positive number, or ``norm_type`` not one from 1 to 8 or ``math.inf``.
+        ValueError: ``max_norm`` is not a positive number, or ``norm_type`` not one from 1 to 8 or ``math.inf``; or the
+            gradients are on the host (``weights.placement: host``).
     """
     check_max_norm(max_norm)
     listed = _listed(parameters)
+    _refuse_kept(listed)
     norm = global_grad_norm(listed, norm_type)
     coefficient = clip_coefficient(norm, max_norm)
     by_device: dict[torch.device, list[Tensor]] = {}

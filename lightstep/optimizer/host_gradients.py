@@ -15,7 +15,8 @@ from itertools import starmap
 import torch
 from torch import Tensor
 
-from lightstep.distributed import like, local_tensor
+from lightstep.clipping import add_keeper
+from lightstep.distributed import differs_across_ranks, like, local_tensor
 from lightstep.precision.gradient_sums import set_grad
 from lightstep.precision.gradients import refuse_sparse
 from lightstep.state.host_weights import Field, HostWeights, WeightGroup, WeightHome
@@ -53,6 +54,7 @@ class HostGradients:
         self.is_first: Callable[[Tensor], bool] = lambda parameter: False
         self._staying: list[Tensor] = []  # parameters whose gradients are on the device as well
         self._measured = weights.lanes.event()
+        add_keeper(self)
 
     def set_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Take the gradients of exactly these parameters."""
@@ -155,6 +157,10 @@ class HostGradients:
             return gradient
         return torch.empty_like(rest, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
+    def _sum(self, parameter: Tensor, earlier: Tensor) -> Tensor:
+        total = earlier.to(torch.float32 if self._float32 else earlier.dtype, copy=True)
+        return total.add_(self._newest(parameter).to(total.device))
+
     def _home(self, parameter: Tensor) -> WeightHome:
         home = self._weights.home_of(parameter)
         assert home is not None, "it belongs to a group"
@@ -183,13 +189,29 @@ class HostGradients:
                 if parameter.grad is None:  # the last micro-batch does not use it
                     total = earlier.clone()
                 else:
-                    total = earlier.to(torch.float32 if self._float32 else earlier.dtype, copy=True)
-                    total.add_(self._newest(parameter).to(total.device))
+                    total = self._sum(parameter, earlier)
             parameter.grad = None
             if parameters is None:
                 self._stored[parameter] = total
+                self._measure([(parameter, total)])
             else:  # a parameter that no module has entered is on the host
                 set_grad(parameter, like(parameter, total.to(parameter.device)))
+
+    def measured(self, parameter: Tensor) -> Tensor | None:
+        """The parameter, on the device of its gradients, and empty; ``None``: it is none of these."""
+        home = self._weights.home_of(parameter) if parameter in self._parameters else None
+        if home is None:
+            return None
+        found = like(parameter, home.on_device.detach()).requires_grad_(parameter.requires_grad)
+        found.differs_across_ranks = differs_across_ranks(parameter)  # type: ignore[attr-defined]
+        return found
+
+    @contextmanager
+    def reading(self, parameter: Tensor) -> Iterator[Tensor]:
+        """In the body, the sum of what is on the host and in ``p.grad`` is on the device."""
+        earlier = self._stored[parameter]
+        with self.holding({parameter: earlier}):
+            yield earlier if parameter.grad is None else self._sum(parameter, earlier)
 
     def clear(self) -> None:
         """The gradients have been consumed or dropped."""

@@ -262,6 +262,16 @@ def set_gradients_before(run: Run) -> None:
     run.optimizer.step()
 
 
+def change_gradients(run: Run) -> None:
+    """Before the step, which clips by the norm of what is there then."""
+    run.optimizer.backward(loss_of(run.model, 5, 0, run.rank, run.device))
+    for weight in (run.inner.blocks[1].up.weight, run.inner.gain):
+        own = like(weight, torch.full_like(local_tensor(weight), 0.125))
+        weight.grad = own if weight.grad is None else weight.grad + own
+    norm = lightstep.global_grad_norm(run.inner.parameters())
+    assert torch.equal(norm.cpu(), run.optimizer.step().grad_norm.cpu())
+
+
 def freeze(run: Run) -> None:
     run.inner.blocks[1].requires_grad_(False)
     run.step()
@@ -290,6 +300,7 @@ ACTIONS = [
     move_the_model,
     zero_gradients,
     set_gradients_before,
+    change_gradients,
     freeze,
     use_one_block,
 ]

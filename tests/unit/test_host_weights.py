@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from lightstep import Strategy
+import lightstep
+from lightstep import Strategy, global_grad_norm
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.overlap import SpeculativeUpdates
 from lightstep.sharding.weight_average import WeightAverage
@@ -371,6 +372,15 @@ def save_and_load(run: Training, folder: Path) -> None:
     run.strategy.load_checkpoint(folder / "a", run.model, run.optimizer)
 
 
+def change_gradients(run: Training, folder: Path) -> None:
+    """Before the step, which clips by the norm of what is there then."""
+    for micro in range(2):
+        run.optimizer.backward(run.loss(micro))
+    head = run.model.head.weight
+    head.grad = torch.full_like(head, 0.25) if head.grad is None else head.grad + 0.25
+    run.optimizer.step()
+
+
 def save_meanwhile(run: Training, folder: Path) -> None:
     saved = run.strategy.save_checkpoint(folder / "b", run.model, run.optimizer, asynchronous=True)
     run.train(1)
@@ -570,7 +580,7 @@ ACTIONS: dict[str, Callable[[Training, Path], None]] = {
             interrupt,
             freeze,
             change_the_rate,
-            *(average_weights, interrupt_and_save),
+            *(average_weights, interrupt_and_save, change_gradients),
         ),
     )
 }
@@ -673,6 +683,61 @@ def test_a_run_goes_on_with_another_placement(time: str, tmp_path: Path) -> None
         assert run.train(2) == losses[2 * number : 2 * number + 2]
         run.strategy.save_checkpoint(tmp_path / str(number), run.model, run.optimizer)
     assert_same(run.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("time", ["at_step", "next_forward", "overlap"])
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_the_norm_of_gradients_on_the_host(time: str, parameters: str, norm_type: float) -> None:
+    """As between backward and step with weights on the device; what the user adds to ``p.grad`` counts."""
+
+    def norms(run: Training) -> list[Tensor]:
+        found = [global_grad_norm(run.model.parameters(), norm_type)]
+        for step in range(2):
+            for micro in range(2):
+                run.optimizer.backward(run.loss(micro))
+                found.append(global_grad_norm(run.model.parameters(), norm_type))
+                found.append(global_grad_norm(list(run.model.parameters())[1:3], norm_type))
+            head = run.model.head.weight
+            own = torch.full_like(head, 0.25)
+            head.grad = own if head.grad is None else head.grad + own
+            found.append(global_grad_norm(run.model.parameters(), norm_type))
+            found.append(run.optimizer.step().grad_norm)
+            found.append(global_grad_norm(run.model.parameters(), norm_type))
+            run.delays(step)
+        return found
+
+    expected = norms(make("resident", "at_step", "clipped", parameters))
+    run = make("stream", time, "clipped", parameters, {"placement": "host", "device_mib": 0.02})
+    found = norms(run)
+    assert all(norm > 0 for norm in found[1:6])
+    assert [float(norm) for norm in found] == [float(norm) for norm in expected]
+    run.optimizer.close()
+
+
+CLIPS: dict[str, Callable[[list[Tensor]], object]] = {
+    "lightstep": lambda parameters: lightstep.clip_grad_norm_(parameters, 1.0),
+    "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1.0),
+    "generator": lambda parameters: nn.utils.clip_grad_norm_((p for p in parameters), 1.0),
+    "with_norm": lambda parameters: nn.utils.clip_grads_with_norm_(parameters, 1.0, torch.ones(())),
+    "value": lambda parameters: nn.utils.clip_grad_value_(parameters, 1.0),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clipping_what_is_not_in_p_grad_is_refused(clip: str) -> None:
+    run = make("stream", "at_step", "clipped", "bfloat16", {"placement": "host"})
+    listed = list(run.model.parameters())
+    run.optimizer.backward(run.loss())
+    message = "the gradients of 18 of 22 parameters are on the host .* set clipping.max_norm"
+    with pytest.raises(ValueError, match=message):
+        CLIPS[clip](listed)
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    CLIPS[clip](list(other.parameters()))
+    run.optimizer.step()
+    CLIPS[clip]([*listed, *other.parameters()])
+    run.optimizer.close()
 
 
 def test_fingerprints_leave_memory_that_can_be_freed() -> None:

@@ -264,6 +264,10 @@ def test_fabric(tmp_path: Path) -> None:
             batch = {key: rows[number][key][None] for key in ("input_ids", "labels")}
             with strategy.accumulate(model, last=number % 2 == 1):
                 optimizer.backward(model(**batch).loss / 2)
+            if number == 1 and placement == "host":
+                for how in ({"max_norm": 1.0}, {"clip_val": 1.0}):
+                    with pytest.raises(ValueError, match=r"are on the host .*set clipping\.max_norm"):
+                        fabric.clip_gradients(model, optimizer, **how)
             if number % 2 == 1:
                 optimizer.step()
             if number == 3:
