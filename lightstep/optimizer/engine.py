@@ -699,6 +699,11 @@ class Engine:
         with no_grad_no_inference():
             self.managed.load_state(item, entries)
 
+    def abandon_updates(self, what: str, error: BaseException) -> None:
+        """Something that updates need has failed: drop all that are under way, until state has been loaded."""
+        self.broken.mark_failed(what, error)
+        self.guard.work("load_checkpoint()", self.queue.reset)
+
     # -- refusals
 
     def _check_in_backward_settings(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import starmap
 
 import torch
@@ -117,19 +117,16 @@ class HostGradients:
         dtype = torch.float32 if self._float32 else None
         sums = group.gradients(dtype)
         held = dict.fromkeys([sums, *(self._fields[parameter][0] for _, parameter in arrived)])
-        for field in held:
-            self._weights.hold(field)
-        added = []
-        for number, parameter in arrived:
-            total, earlier = sums.on_device[number], self._stored[parameter]
-            if total is not earlier:
-                total.copy_(earlier)
-            added.append((parameter, total.add_(self._newest(parameter))))
-            self._keep(parameter, sums, number)
-        self._measure(added)
-        self._weights.write_back(sums, [sums.bytes_of(n, 0, p.numel()) for n, p in arrived])
-        for field in held:
-            self._weights.release(field)
+        with self._holding(held):
+            added = []
+            for number, parameter in arrived:
+                total, earlier = sums.on_device[number], self._stored[parameter]
+                if total is not earlier:
+                    total.copy_(earlier)
+                added.append((parameter, total.add_(self._newest(parameter))))
+                self._keep(parameter, sums, number)
+            self._measure(added)
+            self._weights.write_back(sums, [sums.bytes_of(n, 0, p.numel()) for n, p in arrived])
 
     def _measure(self, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:
         caller = self._weights.lanes.caller()
@@ -228,11 +225,13 @@ class HostGradients:
         """
         known = (self._fields.get(parameter, (None, None)) for parameter in gradients)
         pairs = zip(known, gradients.values(), strict=True)
-        fields = list(dict.fromkeys(field for (field, own), given in pairs if field is not None and own is given))
-        for field in fields:
-            self._weights.hold(field, update=update)
-        try:
+        with self._holding([field for (field, own), given in pairs if field is not None and own is given], update):
             yield
-        finally:
-            for field in fields:
-                self._weights.release(field, update)
+
+    @contextmanager
+    def _holding(self, fields: Iterable[Field], update: bool = False) -> Iterator[None]:
+        with ExitStack() as stack:
+            for field in dict.fromkeys(fields):
+                self._weights.hold(field, update=update)
+                stack.callback(self._weights.release, field, update)
+            yield

@@ -100,6 +100,20 @@ class PreparedModel:
             self.weight_visits.end_if_interrupted()
             self.weight_visits.weights.settle()
 
+    def recover(self) -> None:
+        """All weights and state are about to be loaded: go on after a failed copy of weights that rest on the host.
+
+        Raises:
+            RuntimeError: the device does not work any more.
+        """
+        weights = None if self.weight_visits is None else self.weight_visits.weights
+        if weights is None or weights.lanes.error is None:
+            return
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, MixedPrecisionOptimizer):
+                optimizer.engine.abandon_updates("a copy between host and device", weights.lanes.error)
+        weights.abandon()
+
     @contextlib.contextmanager
     def between_steps(self, what: str) -> Iterator[None]:
         """:meth:`BaseOptimizer.between_steps` of all its optimizers."""

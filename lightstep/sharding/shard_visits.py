@@ -138,6 +138,11 @@ class ShardGroup(WeightGroup):
             self.keep_after_forward()
             self.owner.release(self.weights)
 
+    def abandon(self) -> None:
+        self._is_held = False
+        self._show_to_fsdp(on_device=False)
+        super().abandon()
+
     @contextlib.contextmanager
     def taking_gradients(self) -> Iterator[None]:
         """In the body the parameters' gradients may be on the device, as far as torch sees."""

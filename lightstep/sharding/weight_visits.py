@@ -176,8 +176,11 @@ class WeightVisits:
             group.leave()
 
     def end_if_interrupted(self) -> None:
-        """Leave what a forward of the whole model has entered, if it was interrupted."""
-        if self._is_running and not self.is_foreign() and not _is_called(self._called):
+        """Leave what a forward of the whole model, or a backward, has entered, if it was interrupted."""
+        if not (self._is_running or self._in_backward) or self.is_foreign():
+            return
+        is_backward = torch._C._current_graph_task_id() != NO_BACKWARD
+        if not is_backward and not (self._is_running and _is_called(self._called)):
             self._end_interrupted()
 
     def entered_forward(self, groups: Sequence[WeightGroup]) -> None:

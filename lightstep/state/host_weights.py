@@ -24,13 +24,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightstep.distributed import local_tensor, writes
+from lightstep.error_text import error_text
 from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.lanes import Lanes, WaitTimes
 
@@ -64,6 +65,7 @@ class Field:
         room_on_host, room_on_device: the memory of each, 1-dim. On the host each has a storage of its own: savers
             (accelerate, safetensors) take tensors of one storage for tied ones, and write one of them.
         nbytes: size in either place.
+        what: for messages.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Field:
         self.room_on_device = self._memories(flat)
         self.on_host = [_shaped(memory, like) for memory, like in zip(self.room_on_host, likes, strict=True)]
         self.on_device = [_shaped(memory, like) for memory, like in zip(self.room_on_device, likes, strict=True)]
-        self._what, self._lanes = what, lanes
+        self.what, self._lanes = what, lanes
         self._storage.resize_(0)
         self.arrived, self.used, self.updated, self.returned = (lanes.event() for _ in range(4))
         self.holds = 0
@@ -119,8 +121,8 @@ class Field:
         """Queue the copy to the device."""
         lane, size = self._lanes.host_to_device, self.nbytes
         lane.wait(self.returned)
-        lane.run(lambda: self._storage.resize_(size), f"memory for {self._what}")
-        lane.copy(self._bytes, self.host, f"bringing {self._what}")
+        lane.allocate(lambda: self._storage.resize_(size), f"memory for {self.what}")
+        lane.copy(self._bytes, self.host, f"bringing {self.what}")
         lane.record(self.arrived)
         self.is_present = True
 
@@ -138,7 +140,7 @@ class Field:
         self._lanes.caller().record(self.updated)
         lane.wait(self.updated)
         for start, stop in [(0, self.nbytes)] if ranges is None else ranges:
-            lane.copy(self.host[start:stop], self._bytes[start:stop], f"taking back {self._what}")
+            lane.copy(self.host[start:stop], self._bytes[start:stop], f"taking back {self.what}")
         lane.record(self.returned)
         self.is_returning = True
 
@@ -153,7 +155,7 @@ class Field:
         lane.wait(self.arrived)  # what was there before may still be read
         sources = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors.values()]
         targets = [self.room_on_host[number][: tensor.numel()] for number, tensor in tensors.items()]
-        lane.copies(targets, sources, f"taking {self._what} to the host")
+        lane.copies(targets, sources, f"taking {self.what} to the host")
         lane.record(self.returned)
         self.is_returning = True
 
@@ -163,7 +165,7 @@ class Field:
         for event in (self.arrived, self.updated):
             lane.wait(event)
         for start, stop in ranges:
-            lane.copy(host[start:stop], self._bytes[start:stop], f"keeping {self._what}")
+            lane.copy(host[start:stop], self._bytes[start:stop], f"keeping {self.what}")
         lane.record(self.returned)
         self.is_returning = True
 
@@ -171,6 +173,12 @@ class Field:
         """The tensors of the field in other host memory of its size (uint8, flat)."""
         pairs = zip(self._memories(flat), self.on_host, strict=True)
         return [_shaped(memory, like) for memory, like in pairs]
+
+    def abandon(self) -> None:
+        """The lanes have failed: nothing is on the device, or on its way."""
+        self._storage.resize_(0)
+        self.holds = 0
+        self.is_present = self.is_fresh = self.is_expected = self.is_returning = False
 
     def bytes_of(self, number: int, start: int, stop: int) -> tuple[int, int]:
         """The range of bytes of some elements of one tensor."""
@@ -319,11 +327,13 @@ class WeightGroup:
             self._place(self.weights.on_device)
 
     def leave(self) -> None:
-        """End what :meth:`enter` began; with the last one the parameters are on the host again.
+        """End what :meth:`enter` began, if it did; with the last one the parameters are on the host again.
 
         While autograd records, :meth:`rest` does that later: a parameter that changes its device gets another node in
         the graph, and gradients of several uses would not be added up in one.
         """
+        if not self.visits:
+            return
         self.visits -= 1
         if not self.visits:
             self._take_back_writes()
@@ -352,6 +362,15 @@ class WeightGroup:
         while self.visits:
             self.leave()
         self.rest()
+
+    def abandon(self) -> None:
+        """The lanes have failed: no visit goes on, and the parameters are on the host."""
+        self.visits = 0
+        self.forget()
+        if not self._is_at_rest:
+            self._place(self.weights.on_host)
+        for field in self.fields:
+            field.abandon()
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
         with self.owner.lock:  # an update in a lane compares the parameters with where they rest
@@ -550,8 +569,9 @@ class HostWeights:
         field = group.weights
         with self.lock:
             if not field.holds and (field.is_present or self._has_room(field.nbytes)):
-                self._bring(field, group)
-                field.is_expected = True
+                with suppress(torch.OutOfMemoryError):  # when it is needed, what nobody holds is freed for it
+                    self._bring(field, group)
+                    field.is_expected = True
 
     def expect_no_more(self, group: WeightGroup) -> None:
         """A group that was brought ahead is not needed after all: its memory may be used as any other's."""
@@ -566,6 +586,8 @@ class HostWeights:
         """
         self.lanes.caller().record(field.updated if update else field.used)
         with self.lock:
+            if not field.holds:  # it has been abandoned
+                return
             field.holds -= 1
             self._present.move_to_end(field, last=not field.is_used_once)
 
@@ -588,10 +610,31 @@ class HostWeights:
                 self._free(field)
         if not field.is_present:
             self._make_room(field.nbytes)
-            field.bring()
+            self._bring_into_memory(field)
             self._present[field] = None
             if group is not None:
                 group.note_versions()
+
+    def _bring_into_memory(self, field: Field) -> None:
+        """Bring the field; if the device has no room, free all others that nobody holds first.
+
+        Raises:
+            torch.OutOfMemoryError: that was not enough. Nothing has changed.
+        """
+        try:
+            field.bring()
+            return
+        except torch.OutOfMemoryError:
+            self.free()
+        try:
+            field.bring()
+        except torch.OutOfMemoryError as error:
+            held, size, most = sum(one.nbytes for one in self._present), field.nbytes, self._device_bytes
+            raise torch.OutOfMemoryError(
+                f"the device has no room for {field.what} ({_mib(size)}), which rest on the host, beside {_mib(held)} "
+                f"of others that are in use: set weights.device_mib (now {_mib(most)}) to less, or use smaller "
+                "micro-batches; call optimizer.zero_grad() before the next backward"
+            ) from error
 
     def _make_room(self, nbytes: int) -> None:
         """Free fields that nobody holds, until there is room; those that are expected come last."""
@@ -640,6 +683,24 @@ class HostWeights:
 
     # -- all of them
 
+    def abandon(self) -> None:
+        """Clear a failure in the lanes. The weights on the host may be incomplete, until they are loaded.
+
+        Raises:
+            RuntimeError: the device does not work any more.
+        """
+        try:
+            self.lanes.reset()
+            with self.lock:
+                for group in self.groups:
+                    group.abandon()
+                self._present.clear()
+        except Exception as error:
+            raise RuntimeError(
+                f"a copy between host and device failed before, and the device does not answer ({error_text(error)}): "
+                "restart the process and load the last checkpoint"
+            ) from error
+
     def rest(self) -> None:
         """All parameters are on the host, but for those that modules have entered."""
         for group in self.groups:
@@ -671,6 +732,10 @@ class HostWeights:
             "host_bytes": sum(field.nbytes for field in fields),
             "device_bytes": sum(field.nbytes for field in fields if field.is_present),
         }
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
 
 
 def require_room(moved: int, gradients: int) -> None:

@@ -53,6 +53,10 @@ class Lane(ABC):
     def run(self, job: Callable[[], object], label: str = "") -> None:
         """Submit ``job``; errors name it by ``label``."""
 
+    def allocate(self, job: Callable[[], object], label: str = "") -> None:
+        """:meth:`run` a job that may find no room on a device: its error is raised here as it is, and stops no lane."""
+        self.run(job, label)
+
     def copy(self, target: Tensor, source: Tensor, label: str = "") -> None:
         """Submit a copy between two flat uint8 tensors of the same size."""
         self.run(partial(target.copy_, source, non_blocking=True), label)
@@ -148,6 +152,11 @@ class Lanes:
     def failed(self) -> bool:
         return self._status.error is not None
 
+    @property
+    def error(self) -> LaneError | None:
+        """The first failure."""
+        return self._status.error
+
     def reset(self) -> None:
         """Clear a failure, and drop the jobs submitted before."""
         for lane in self._all():
@@ -221,6 +230,11 @@ class StreamLane(Lane):
         except Exception as error:
             status.fail(self.name, label, error)
             status.check()
+
+    def allocate(self, job: Callable[[], object], label: str = "") -> None:
+        self._status.check()
+        with self.stream:
+            job()
 
     def record(self, event: Event) -> Event:
         self.stream.record_event(event)

@@ -1036,6 +1036,8 @@ class Store:
         self._acquired, self._prepared = None, False
         self._release_weights(None)
         if self._host_weights is not None:
+            if self._host_weights.lanes.failed:
+                self._host_weights.abandon()
             self._host_weights.synchronize()
         if self._ring is not None:
             self._ring.reset()

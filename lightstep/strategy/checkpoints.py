@@ -53,7 +53,9 @@ class Checkpoints:
         """See ``Strategy.load_checkpoint``."""
         allowed: tuple[Role, ...] = ("reference", "rollout") if optimizer is None else ()
         self._roles.require_trainer("load_checkpoint with an optimizer", "leave the optimizer out", model, allowed)
-        with PreparedModel.of(model).between_steps("load_checkpoint()"):
+        record = PreparedModel.of(model)
+        record.recover()
+        with record.between_steps("load_checkpoint()"):
             return checkpoint.load_checkpoint(path, model, optimizer, scheduler, trainable_only=trainable_only)
 
     def export(self, path: str | Path, model: nn.Module, tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -668,6 +669,52 @@ def test_odd_memory_layouts(time: str, make_model: type[TinyModel]) -> None:
         )
         assert not all(parameter.is_contiguous() for parameter in pair.model.parameters())
         pair.train(6)
+
+
+@pytest.mark.parametrize("kind", ["no room", "a copy", "interrupt"])
+@pytest.mark.parametrize("time", TIMES)
+def test_a_run_goes_on_after_a_failure(time: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ``count``-th copy to the device, wherever that is: in forward, in backward or in an update."""
+    run = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.02})
+    run.train(2)
+    run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)
+    wanted, left = run.train(3), 0
+    bring = Field.bring
+
+    def failing(field: Field) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 and kind == "a copy":
+            field._lanes.host_to_device.run(partial(torch.zeros(2).copy_, torch.zeros(3)), "bringing some weights")
+        elif left == 0 and kind == "interrupt":
+            raise KeyboardInterrupt
+        elif kind == "no room" and left in (0, -1):  # again, when all that is idle has been freed
+            raise torch.OutOfMemoryError("out of memory")
+        bring(field)
+
+    messages = []
+    for count in (*range(1, 30, 4), 2, 16):
+        run.strategy.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
+        run.steps, left = 2, count
+        with monkeypatch.context() as patch:
+            patch.setattr(Field, "bring", failing)
+            try:
+                run.train(3)
+            except KeyboardInterrupt:
+                messages.append("interrupt")
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                messages.append(str(error))
+        run.optimizer.zero_grad()
+        run.strategy.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
+        run.steps = 2
+        assert run.train(3) == wanted, f"{count}: {messages[-1]}"
+    known = {
+        "no room": "no room for the (weights|gradients) of .*set weights.device_mib",
+        "a copy": "bringing some weights failed",
+        "interrupt": "interrupt|KeyboardInterrupt",
+    }
+    assert len(messages) > 3 and all(re.search(known[kind], message) for message in messages), messages
+    run.optimizer.close()
 
 
 @pytest.mark.parametrize("time", ["next_forward", "overlap"])
