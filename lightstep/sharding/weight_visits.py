@@ -114,12 +114,13 @@ class WeightVisits:
             groups = list(dict.fromkeys(group_of[parameter] for parameter in parameters))
             visitors[module] = _Visitor(self, groups)
             visitors[module].watch(module)
-        self._blocks = {
+        blocks = {
             group: visitors[block]
             for block in transformer_blocks(model)
             for expert in experts_of(block)
             for group in visitors[expert].groups
-        }  # by the group of an expert
+        }
+        self._blocks = weakref.WeakValueDictionary(blocks)  # by the group of an expert
         await_host(model.modules(), weights)
         order = [group for visitor in visitors.values() for group in visitor.groups]
         self._forward, self._backward = VisitOrder(order), VisitOrder(order[::-1])

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -285,7 +286,8 @@ class WeightGroup:
     def __init__(
         self, owner: HostWeights, parameters: Sequence[nn.Parameter], name: str, room: Sequence[int] | None = None
     ) -> None:
-        self.owner, self.parameters, self.name = owner, list(parameters), name
+        self._owner = weakref.ref(owner)  # which has this group: memory and threads of a model that is gone go at once
+        self.parameters, self.name = list(parameters), name
         locals_ = [local_tensor(parameter).detach() for parameter in parameters]
         self.weights = Field(locals_, None, owner.lanes, f"the weights of {name}", room=room)
         self._others: dict[torch.dtype | None, Field] = {}
@@ -299,6 +301,12 @@ class WeightGroup:
             rest.copy_(local)
             self._put(number, rest)
         owner.add(self)
+
+    @property
+    def owner(self) -> HostWeights:
+        owner = self._owner()
+        assert owner is not None, f"{self.name}: it lives as long as the model"
+        return owner
 
     def _put(self, number: int, tensor: Tensor) -> None:
         """Make ``tensor`` the memory of a parameter."""
@@ -451,6 +459,9 @@ class WeightGroup:
 
         A reader in another thread than the one that trains waits until they are.
         """
+        if self._owner() is None:  # the model is gone, but for some of its modules
+            self.weights.settle()
+            return
         if self.owner.is_foreign():
             self._wait_for_rest()
         elif self.owner.on_read(self):

@@ -138,7 +138,7 @@ def brought(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     bring = Field.bring
 
     def counted(field: Field) -> None:
-        found[field._what] += 1
+        found[field.what] += 1
         bring(field)
 
     monkeypatch.setattr(Field, "bring", counted)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import random
 import re
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +25,7 @@ import lightstep
 from lightstep import Strategy, global_grad_norm
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.overlap import SpeculativeUpdates
+from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.host_memory import HostSlab
@@ -171,7 +175,7 @@ def test_what_backward_may_have_to_restore_leaves_in_forward(monkeypatch: pytest
     keep_now, copy = KeptWeights.keep_now, KeptWeights._copy
 
     def count_now(kept: KeptWeights, parts: Any) -> None:
-        places["in backward"] += not kept._field._what.endswith(
+        places["in backward"] += not kept._field.what.endswith(
             (" dead", " head")
         )  # one unit, and `dead` has no forward
         keep_now(kept, parts)
@@ -283,7 +287,7 @@ def test_a_gradient_that_is_used_first_stays_on_the_device(monkeypatch: pytest.M
     bring = Field.bring
 
     def watched(field: Field) -> None:
-        brought.append(field._what)
+        brought.append(field.what)
         bring(field)
 
     expected = make("resident", "at_step", "not clipped", "bfloat16")
@@ -715,6 +719,42 @@ def test_a_run_goes_on_after_a_failure(time: str, kind: str, tmp_path: Path, mon
     }
     assert len(messages) > 3 and all(re.search(known[kind], message) for message in messages), messages
     run.optimizer.close()
+
+
+def lane_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("lightstep-")}
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("time", TIMES)
+def test_a_model_that_is_given_up_leaves_neither_memory_nor_threads(time: str, failed: bool, keeps: bool) -> None:
+    """At once: page-locked memory must not wait for the garbage collector."""
+    importlib.import_module("torch._dynamo")  # keeps the frames that import it
+    gc.collect()
+    before = lane_threads()
+    gc.disable()
+    try:
+        run = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.02})
+        run.train(2)
+        if failed:
+            fail(run, Path())
+        visits = PreparedModel.of(run.model).weight_visits
+        assert visits is not None
+        fields = [weakref.ref(field) for group in visits.weights.groups for field in group.fields]
+        weight = run.model.blocks[0].up.weight.detach().clone()
+        kept = run.model.blocks[0].up if keeps else None
+        del run, visits
+        if kept is not None:
+            assert torch.equal(kept.weight, weight)
+            return
+        end = monotonic() + 10
+        while lane_threads() - before and monotonic() < end:
+            sleep(0.01)
+        assert not lane_threads() - before
+        assert not [field for field in fields if field() is not None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("time", ["next_forward", "overlap"])
