@@ -379,6 +379,8 @@ class WeightGroup:
             self._place(self.weights.on_host)
         for field in self.fields:
             field.abandon()
+        for kept in self.kept:
+            kept.note_written(range(len(self.parameters)))
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
         with self.owner.lock:  # an update in a lane compares the parameters with where they rest

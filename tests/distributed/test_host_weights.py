@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import lightstep
 from lightstep import ConfigError
 from lightstep.distributed import like, local_tensor
+from lightstep.state.host_weights import Field
 from tests.covering import every_pair
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
@@ -386,6 +388,45 @@ def check_errors(rank: int, world_size: int, mib: float | None, time: str) -> No
 @pytest.mark.parametrize("time", ["next_forward", "overlap"])
 def test_a_run_goes_on_after_an_interrupt(pool: Pool, time: str, mib: float | None) -> None:
     pool.run(check_errors, 2, time=time, mib=mib)
+
+
+def check_failures(rank: int, world_size: int, time: str, folder: Path) -> None:
+    """No room for the same weights on all ranks: the run goes on from a checkpoint, in the same process."""
+    run = Run(rank, world_size, settings({"kind": "fsdp2"}, "stream", time, "clipped", "bf16"), 0.02)
+    run.step()
+    run.strategy.save_checkpoint(folder / "c", run.model, run.optimizer)
+    start, bring, left = run.steps, Field.bring, 0
+    wanted = [run.step() for _ in range(3)]
+
+    def failing(field: Field) -> None:
+        nonlocal left
+        left -= 1
+        if left in (0, -1):
+            raise torch.OutOfMemoryError("out of memory")
+        bring(field)
+
+    messages = []
+    for count in range(1, 8):
+        run.strategy.load_checkpoint(folder / "c", run.model, run.optimizer)
+        run.steps, left = start, count
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Field, "bring", failing)
+            try:
+                _ = [run.step() for _ in range(3)]
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                messages.append(str(error))
+        run.optimizer.zero_grad()
+        run.strategy.load_checkpoint(folder / "c", run.model, run.optimizer)
+        run.steps = start
+        assert [run.step() for _ in range(3)] == wanted, (count, messages[-1])
+    assert messages
+    assert all(re.search("no room for the .*weights.device_mib", text) for text in messages)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch has it from 2.13 on")
+@pytest.mark.parametrize("time", ["at_step", "next_forward"])
+def test_a_run_goes_on_after_a_failure(pool: Pool, tmp_path: Path, time: str) -> None:
+    pool.run(check_failures, 2, time=time, folder=tmp_path)
 
 
 def check_forward_before_the_step(rank: int, world_size: int, mib: float | None) -> None:
