@@ -57,7 +57,12 @@ def alone(shape: LlamaShape) -> None:
 
 
 def offloaded(shape: LlamaShape, gpu_memory: float, update: str) -> None:
-    keys = {"optimizer_state.update": update, "precision.reduce": "parameters", "weights.device_mib": 3600}
+    keys = {
+        "optimizer_state.update": update,
+        "precision.reduce": "parameters",
+        "weights.device_mib": 3600,
+        "sharding.activation_checkpointing": True,
+    }
     strategy = lightstep.Strategy.load("offload", overrides=keys)
     model = strategy.prepare_model(Llama.make(shape, torch.device("cuda"), length=SEQUENCE))
     torch.cuda.empty_cache()

@@ -96,6 +96,10 @@ class HostGradients:
         while len(self._under_way) > _UNDER_WAY and not any(starmap(self.is_awaited, self._under_way[0][2].items())):
             self._release_oldest()
 
+    def staying(self) -> set[WeightGroup]:
+        """The groups with gradients that ``step()`` will use before all others, and that are still on the device."""
+        return {self._home(parameter).group for parameter in self._staying}
+
     def release(self) -> None:
         """Use the device memory of the last gradients again: the model waits for their copies to the host."""
         for parameter in self._staying:

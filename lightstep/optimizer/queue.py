@@ -50,8 +50,7 @@ wait, and the next forward needs room for its own."""
 SUBMIT_AHEAD = 24
 """Jobs that are submitted behind the one that somebody waits for."""
 SUBMIT_BEFORE_WEIGHTS = 8
-"""At most so many of both, if weights rest on the host: what they bring crosses the link before the next forward's.
-Each wait of the forward submits its share of the step's jobs besides, whether or not it waits for one of them."""
+"""At most so many of both, if weights rest on the host: what they bring crosses the link before the next forward's."""
 
 
 Factors = tuple[Tensor | None, Tensor | None]
@@ -227,7 +226,6 @@ class Queue:
         self._scheduled: deque[Job] = deque()
         self._submitted: deque[Job] = deque()
         self.num_jobs = 0
-        self._pace = 0  # jobs that each layer's wait submits
         self.in_lane = False
         self.values: GroupValues | None = None
         self._events: list[Any] = []  # by job number
@@ -377,8 +375,6 @@ class Queue:
     def schedule_step(self, jobs: Sequence[Job]) -> None:
         """Schedule all jobs of a step, the last of which ends it; submit as many as ``step()`` submits."""
         self.schedule(jobs)
-        if self.backend.host_weights is not None:
-            self._pace = -(-len(jobs) // self.backend.num_layers)
         if self.in_lane:
             self._arrival_job = self.backend.arrival_jobs(self._completing_job, len(jobs) - 1)
         self.submit(_ALL if self.backend.peers_wait else self._ahead(SUBMIT_IN_STEP))
@@ -434,8 +430,6 @@ class Queue:
         sent, last = ([], _ALL) if items is None else self._last_job_of(items)
         with self.aborting("the update under way"):
             self.submit(last + 1 + self._ahead(SUBMIT_AHEAD))
-            if self._scheduled:
-                self.submit(self._scheduled[0].number + self._pace)
         with self.aborting("the update under way", on_interrupt=False):
             self.wait(last)
             self.backend.receive(sent)

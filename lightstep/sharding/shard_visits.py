@@ -246,4 +246,4 @@ class ShardVisits:
 
     def _end_backward(self) -> None:
         self._task = NO_BACKWARD
-        self.weights.forget_idle()
+        self.weights.forget_idle(but={group for taker in self.takers for group in taker.staying()})

@@ -238,7 +238,7 @@ class WeightVisits:
             for group in self.weights.groups:
                 if any(parameter.grad is not None for parameter in group.parameters):
                     self._take_gradients(group)
-        self.weights.forget_idle()
+        self.weights.forget_idle(but={group for taker in self.takers for group in taker.staying()})
 
 
 class VisitOrder:

@@ -470,9 +470,15 @@ class WeightGroup:
             return
         if self.weights.is_returning:
             self.weights.settle()
-        for kept in self.kept:  # the reader may write to the weights, also in ways that nobody counts
-            kept.note_written(range(len(self.parameters)))
+        self._expect_writes()
         self.rest()
+
+    def _expect_writes(self) -> None:
+        """A reader may write to the weights, also in ways that nobody counts."""
+        if not self.weights.is_fresh:
+            self.forget()
+        for kept in self.kept:
+            kept.note_written(range(len(self.parameters)))
 
     def _wait_for_rest(self) -> None:
         end = time.monotonic() + _LONGEST_WAIT
@@ -668,15 +674,16 @@ class HostWeights:
         field.free()
         del self._present[field]
 
-    def forget_idle(self, fresh: bool = False) -> None:
+    def forget_idle(self, fresh: bool = False, but: Collection[WeightGroup] = ()) -> None:
         """What nobody holds is brought again at its next use: the user may have written to the weights meanwhile.
 
         Args:
             fresh: also weights that have just been updated.
+            but: groups that stay as they are unless somebody reads them through the model.
         """
         with self.lock:
             for group in self.groups:
-                if fresh or not group.weights.is_fresh:
+                if (fresh or not group.weights.is_fresh) and group not in but:
                     group.forget()
 
     def free(self) -> None:

@@ -123,7 +123,6 @@ class Store:
 
     Attributes:
         peers_wait: other processes wait for updates made here. So no update may be postponed until it is needed here.
-        num_layers: how many different ``layer`` the parameters have, at least 1.
 
     Raises:
         RingError: at :meth:`register`, if the ring is too small for the smallest possible piece.
@@ -188,7 +187,6 @@ class Store:
         self._residency = Residency(self._lanes, self._versions)
         self._preferred_resident: Sequence[Record] = ()
         self._prepared = False
-        self.num_layers = 1
         self.peers_wait = self._share is not None
 
     def fresh(self) -> Store:
@@ -279,7 +277,6 @@ class Store:
             self._free()
         self._use_device(devices)
         self._host_weights = next((item.home.group.owner for item in managed if item.home is not None), None)
-        self.num_layers = max(len({item.layer for item in managed}), 1)
         self._reset_pipeline()
         carried = {item: self._read_entries(item) for item in new}
         for record in self._records.replace(managed, [*staying, *records]):

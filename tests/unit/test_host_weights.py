@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -30,6 +31,7 @@ from lightstep.sharding.weight_average import WeightAverage
 from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.host_weights import Field, HostWeights, KeptWeights, WeightGroup
+from lightstep.state.lanes import LaneError
 from tests.covering import every_pair
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.reference.pair import TWO_GROUPS, Pair
@@ -704,11 +706,13 @@ def test_a_run_goes_on_after_a_failure(time: str, kind: str, tmp_path: Path, mon
             patch.setattr(Field, "bring", failing)
             try:
                 run.train(3)
+                run.optimizer.synchronize()  # the last update may still fail in its lane
             except KeyboardInterrupt:
                 messages.append("interrupt")
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 messages.append(str(error))
-        run.optimizer.zero_grad()
+        with suppress(LaneError):  # the second try may have been that of an update in its lane, which failed too
+            run.optimizer.zero_grad()
         run.strategy.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
         run.steps = 2
         assert run.train(3) == wanted, f"{count}: {messages[-1]}"
