@@ -39,6 +39,7 @@ class Memory:
         host: page-locked, with ``spare`` and what blocks keep there between forward and backward.
         spare: second copies on the host, of the state that ``overlap`` updates in backward.
         link: bytes in the busier direction in a step.
+        link_in_forward: those that no update waits for: previous weights that rest on the host leave in forward.
         link_again: those of each of its micro-batches but the last.
     """
 
@@ -54,6 +55,7 @@ class Memory:
     host: int
     spare: int
     link: int
+    link_in_forward: int
     link_again: int
 
     @property
@@ -163,6 +165,7 @@ class _MemoryPlan:
         # On the host: weights, gradients, and their sums. Each way: to a forward and a backward, and a gradient or from
         # an update and a gradient.
         all_gradients = self.gradient_width * total / self.shards
+        early = travelling if self.on_host else 0
         rest = all_weights + all_gradients + self._all_sums() if self.on_host else 0
         to_device = 2 * all_weights + (0 if travelling else all_gradients) if self.on_host else 0
         to_host = all_weights + all_gradients if self.on_host else 0
@@ -181,6 +184,7 @@ class _MemoryPlan:
             host=int((all_state if state.backend != "resident" else 0) + spare + rest) + inputs,
             spare=int(spare),
             link=int(streamed + max(to_device, to_host + travelling)) + inputs + (self.micro_batches - 1) * again,
+            link_in_forward=int(min(early, max(to_host + early - to_device, 0))),
             link_again=again,
         )
 

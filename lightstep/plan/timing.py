@@ -225,7 +225,7 @@ def iteration_time(
     all_copies = memory.link / rate
     if memory.link == micro_batches * activations.on_host:
         return Time(compute, all_copies, update + waiting, update, network, unhidden)
-    link = all_copies - (micro_batches - 1) * inputs  # beside one micro-batch
+    link = all_copies - (micro_batches - 1) * inputs - memory.link_in_forward / rate  # beside one micro-batch
     if crossing is not None and profile.link.carries_network:
         link += _beside(state.update, crossing) / rate
     if state.update == "at_step":
