@@ -1,6 +1,6 @@
-"""torchrun whose ranks are forked: ``python -m tests.forking_torchrun OPTIONS MODULE ARGUMENTS``.
+"""torchrun whose ranks are forked: ``python -m tests.forking_torchrun OPTIONS PROGRAM ARGUMENTS``.
 
-The options and the agent are torchrun's. A start takes no time to import torch, so that many can be tried.
+The program is a module or a file. The options and the agent are torchrun's. A start takes no time to import torch, so that many can be tried.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ IMPORTED = {"lightstep": "lightstep.trainer.session", "tests.elastic_run": "test
 """What programs import."""
 
 
-def _rank(module: str, *arguments: str) -> None:
+def _rank(program: str, *arguments: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the agent's handler
-    sys.argv = [module, *arguments]
+    sys.argv = [program, *arguments]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if program.endswith(".py"):
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as end:  # the agent waits for this function to return
         if end.code:
             raise
 
 
 if __name__ == "__main__":
-    config, _, program = config_from_args(parse_args(sys.argv[1:]))
-    module, *arguments = program[1:]  # after -u, for the interpreter that torchrun would start
-    importlib.import_module(IMPORTED[module])
+    config, _, command = config_from_args(parse_args(sys.argv[1:]))
+    program, *arguments = command[1:]  # after -u, for the interpreter that torchrun would start
+    if program in IMPORTED:
+        importlib.import_module(IMPORTED[program])
     config.start_method = "fork"
-    elastic_launch(config, _rank)(module, *arguments)
+    elastic_launch(config, _rank)(program, *arguments)

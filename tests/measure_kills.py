@@ -54,6 +54,10 @@ FORKING = Launcher("tests.forking_torchrun", ["tests.elastic_run"])
 """torchrun's agent, whose ranks do not import torch again."""
 
 
+ALONE = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+"""What torchrun's ``--standalone`` stands for."""
+
+
 @dataclass(frozen=True)
 class Kill:
     """What is killed, and when."""
@@ -122,8 +126,7 @@ class OneHost:
         self._torchrun: subprocess.Popen[bytes] | None = None
 
     def start(self, options: Options) -> None:
-        meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # as --standalone has it
-        switches = [*meeting, f"--nproc-per-node={self.ranks}", f"--max-restarts={RESTARTS}"]
+        switches = [*ALONE, f"--nproc-per-node={self.ranks}", f"--max-restarts={RESTARTS}"]
         program = [*self._launcher.program, options.text]
         command = [sys.executable, "-m", self._launcher.module, *switches, *program]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

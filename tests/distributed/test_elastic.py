@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 from lightstep.strategy import launch
-from tests.distributed.test_trainer_ranks import _contents
+from tests.distributed.ranks import Pool
+from tests.distributed.test_trainer_ranks import _contents, run
 from tests.elastic_run import Options, training_file
-from tests.measure_kills import FORKING, Found, Kill, OneHost, run_with_kills, uninterrupted
+from tests.measure_kills import ALONE, FORKING, Found, Kill, OneHost, run_with_kills, uninterrupted
 from tests.patience import PATIENCE
 
 KILLS = [
@@ -86,10 +88,9 @@ def config(tmp_path: Path) -> Path:
     return training_file(tmp_path, output=tmp_path / "runs", steps=40)
 
 
-def test_lightstep_train_goes_on_by_itself(config: Path, tmp_path: Path) -> None:
-    program = ["-m", "lightstep", "train", str(config), "--resume", "auto"]
-    whole = _torchrun([*program, "--set", "name=whole"], tmp_path)
-    assert whole.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
+def test_lightstep_train_goes_on_by_itself(pool: Pool, config: Path, tmp_path: Path) -> None:
+    pool.run(run, 2, group=False, values={**yaml.safe_load(config.read_text()), "name": "whole"})
+    program = ["lightstep", "train", str(config), "--resume", "auto"]
     killed = _torchrun(["--max-restarts=1", *program, "--set", "name=killed"], tmp_path)
     end = time.monotonic() + PATIENCE
     while not (tmp_path / "runs/killed/checkpoint-4").exists():
@@ -103,7 +104,7 @@ def test_lightstep_train_goes_on_by_itself(config: Path, tmp_path: Path) -> None
 
 
 def _torchrun(arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments]
+    command = [sys.executable, "-m", FORKING.module, *ALONE, "--nproc-per-node=2", *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import re
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -308,30 +309,32 @@ ACTIONS = [
 ]
 
 
-def check_actions(rank: int, world_size: int, time: str, mib: float) -> None:
-    values = settings({"kind": "fsdp2"}, "stream", time, "clipped", "bf16")
-    plain = {**values, "optimizer_state": {"backend": "resident"}}
-    for action in ACTIONS:
-        runs = []
-        for settings_, own in ((plain, None), (values, mib)):
-            run = Run(rank, world_size, settings_, own)
-            losses = [run.step(), run.step()]
-            if own is not None:
-                run.delay(rank)
+def check_actions(rank: int, world_size: int) -> None:
+    """One run does all of it, one after the other; between two actions updates are pending again."""
+    values = settings({"kind": "fsdp2"}, "stream", "at_step", "clipped", "bf16")
+
+    def content(time: str, mib: float | None) -> Iterator[tuple[list[list[float]], dict[str, torch.Tensor]]]:
+        home = "resident" if mib is None else "stream"
+        run = Run(rank, world_size, {**values, "optimizer_state": {**HOMES[home], "update": time}}, mib)
+        losses = [run.step(), run.step()]
+        if mib is not None:
+            run.delay(rank)
+        for action in ACTIONS:
             action(run)
-            losses += [run.step(), run.step()]
-            runs.append((losses, run.snapshot()))
-            run.optimizer.close()
-        (losses, wanted), (found_losses, found) = runs
-        assert found_losses == losses, action.__name__
-        assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == [], action.__name__
+            losses = [*losses, run.step(), run.step()]
+            yield losses, run.snapshot()
+        run.optimizer.close()
+
+    expected = list(content("at_step", None))
+    for time, mib in (("at_step", 0.001), ("next_forward", 0.001), ("overlap", 0.001), ("overlap", 64.0)):
+        for action, wanted, found in zip(ACTIONS, expected, content(time, mib), strict=True):
+            assert found[0] == wanted[0], (action.__name__, time, mib)
+            different = [key for key, value in wanted[1].items() if not torch.equal(value, found[1][key])]
+            assert different == [], (action.__name__, time, mib)
 
 
-@pytest.mark.parametrize(
-    ("time", "mib"), [("at_step", 0.001), ("next_forward", 0.001), ("overlap", 0.001), ("overlap", 64.0)]
-)
-def test_what_users_do_between_steps(pool: Pool, time: str, mib: float) -> None:
-    pool.run(check_actions, 2, time=time, mib=mib)
+def test_what_users_do_between_steps(pool: Pool) -> None:
+    pool.run(check_actions, 2)
 
 
 def check_replaced(rank: int, world_size: int) -> None:

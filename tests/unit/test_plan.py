@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from lightstep import Rule, Strategy, available_strategies
 from lightstep.cli import app
 from lightstep.config import ConfigError, merge_overrides, parse_config
-from lightstep.plan import against, command
+from lightstep.plan import against, command, planning
 from lightstep.plan.cost import cost
 from lightstep.plan.memory import largest_unit, memory, shard_count, state_by_rules, state_of
 from lightstep.plan.model import SHAPES, load_shape, model_sizes, run_on_meta
@@ -49,6 +50,24 @@ def _tiny(**changes: object) -> LlamaForCausalLM:
     values = {key: value for key, value in (TINY | changes).items() if key != "model_type"}
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(**values)).to(torch.bfloat16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_run_for_all_tests() -> Iterator[None]:
+    """The same model is run on the meta device once, and not for each plan of each test."""
+    seen: dict[Any, Any] = {}
+
+    def run_once(model: Any, *arguments: Any) -> Any:
+        config = getattr(model, "config", None)
+        parameters = tuple((p.shape, p.requires_grad) for p in model.parameters())
+        key = type(model), config and config.to_json_string(), parameters, arguments
+        if key not in seen:
+            seen[key] = run_on_meta(model, *arguments)
+        return seen[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "run_on_meta", run_once)
+        yield
 
 
 def test_plans_are_within_the_goals_of_what_was_measured() -> None:
