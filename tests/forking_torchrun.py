@@ -1,6 +1,7 @@
 """torchrun whose ranks are forked: ``python -m tests.forking_torchrun OPTIONS PROGRAM ARGUMENTS``.
 
-The program is a module or a file. The options and the agent are torchrun's. A start takes no time to import torch, so that many can be tried.
+The program is a module or a file. The options and the agent are torchrun's. A start takes no time to import torch, so
+that many can be tried.
 """
 
 from __future__ import annotations

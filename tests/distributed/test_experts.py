@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import lightstep
 from lightstep.bench.qwen_moe import DividedExperts, MoeShape
 from lightstep.distributed import local_tensor
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.distributed.expert_reference import (
     EXPERTS,
     ExpertLoop,
@@ -119,7 +120,7 @@ def check_textbook(rank: int, world_size: int, limit: str, by_strategy: bool) ->
     values = {"clipping": {"max_norm": LIMITS[limit]}, "optimizer_state": {"backend": "resident"}}
     run = Run(rank, world_size, values, by_strategy)
     loop = run.reference(LIMITS[limit])
-    for _ in range(10):
+    for _ in range(6):
         run.step(micros=2, loop=loop)
         run.optimizer.synchronize()
         for (name, parameter), expected in zip(run.model.named_parameters(), run.replica.parameters(), strict=True):
@@ -140,18 +141,26 @@ def settings(home: str, time: str, limit: str, mib: float | None) -> dict[str, A
     return {"clipping": clipping, "optimizer_state": {**HOMES[home], "update": time}, **weights}
 
 
+@functools.cache  # in each process of the pool; ranks that run together have seen the same
+def expected(
+    rank: int, world_size: int, in_backward: bool, limit: str, by_strategy: bool, micros: int
+) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Losses and content of a run whose state stays on the device."""
+    run = Run(
+        rank, world_size, settings("resident", "in_backward" if in_backward else "at_step", limit, None), by_strategy
+    )
+    return [run.step(micros) for _ in range(6)], run.snapshot()
+
+
 def check_same_bits(
     rank: int, world_size: int, home: str, time: str, limit: str, by_strategy: bool, mib: float | None
 ) -> None:
-    plain = settings("resident", time if time == "in_backward" else "at_step", limit, None)
-    expected = Run(rank, world_size, plain, by_strategy)
     micros = 1 if mib is not None else 2  # on the host every micro-batch is reduced by itself
-    losses = [expected.step(micros) for _ in range(7)]
-    wanted = expected.snapshot()
+    losses, wanted = expected(rank, world_size, time == "in_backward", limit, by_strategy, micros)
     tested = Run(rank, world_size, settings(home, time, limit, mib), by_strategy)
     found = [tested.step(micros)]
     tested.delay(rank)
-    found += [tested.step(micros) for _ in range(6)]
+    found += [tested.step(micros) for _ in losses[1:]]
     assert found == losses
     snapshot = tested.snapshot()
     assert snapshot.keys() == wanted.keys()
@@ -162,14 +171,19 @@ def check_same_bits(
 TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
 
 
-@every_pair(home=HOMES, time=TIMES, limit=LIMITS, by_strategy=[False, True], ranks=[2, 4])
-def test_the_same_bits(pool: Pool, home: str, time: str, limit: str, by_strategy: bool, ranks: int) -> None:
-    pool.run(check_same_bits, ranks, home=home, time=time, limit=limit, by_strategy=by_strategy, mib=None)
+@every_pair(home=HOMES, time=TIMES, limit=LIMITS, by_strategy=[False, True])
+def test_the_same_bits(pool: Pool, home: str, time: str, limit: str, by_strategy: bool) -> None:
+    pool.run(check_same_bits, 2, home=home, time=time, limit=limit, by_strategy=by_strategy, mib=None)
 
 
-@every_pair(home=HOMES, time=TIMES, limit=LIMITS, mib=[0.001, 64.0], ranks=[2, 4])
-def test_weights_that_rest_on_the_host(pool: Pool, home: str, time: str, limit: str, mib: float, ranks: int) -> None:
-    pool.run(check_same_bits, ranks, home=home, time=time, limit=limit, by_strategy=True, mib=mib)
+@every_pair(home=HOMES, time=TIMES, limit=LIMITS, mib=[0.001, 64.0])
+def test_weights_that_rest_on_the_host(pool: Pool, home: str, time: str, limit: str, mib: float) -> None:
+    pool.run(check_same_bits, 2, home=home, time=time, limit=limit, by_strategy=True, mib=mib)
+
+
+@every_value(home=HOMES, time=TIMES, limit=LIMITS, by_strategy=[False, True], mib=[None, None, 0.001, 64.0])
+def test_four_ranks(pool: Pool, home: str, time: str, limit: str, by_strategy: bool, mib: float | None) -> None:
+    pool.run(check_same_bits, 4, home=home, time=time, limit=limit, by_strategy=by_strategy or mib is not None, mib=mib)
 
 
 def check_earlier_micro_batches(rank: int, world_size: int, home: str, mib: float) -> None:
