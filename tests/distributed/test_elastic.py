@@ -15,10 +15,11 @@ import torch.distributed as dist
 import yaml
 
 from lightstep.strategy import launch
+from tests import elastic_run
 from tests.distributed.ranks import Pool
 from tests.distributed.test_trainer_ranks import _contents, run
 from tests.elastic_run import Options, training_file
-from tests.measure_kills import ALONE, FORKING, Found, Kill, OneHost, run_with_kills, uninterrupted
+from tests.measure_kills import ALONE, FORKING, Found, Kill, OneHost, checksums, run_with_kills
 from tests.patience import PATIENCE
 
 KILLS = [
@@ -30,19 +31,32 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-def test_kills_in_every_phase(tmp_path: Path, asynchronous: bool) -> None:
-    def options(name: str) -> Options:
-        places = [tmp_path / name / kind for kind in ("checkpoints", "notes")]
-        for place in places:
-            place.mkdir(parents=True)
-        return Options(*map(str, places), steps=40, asynchronous=asynchronous)
+def _options(folder: Path, asynchronous: bool = False) -> Options:
+    places = [folder / kind for kind in ("checkpoints", "notes")]
+    for place in places:
+        place.mkdir(parents=True)
+    return Options(*map(str, places), steps=40, asynchronous=asynchronous)
 
+
+def run_elastic(rank: int, world_size: int, options: Options) -> None:
+    elastic_run.run(options)
+
+
+@pytest.fixture(scope="module")
+def expected(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, int]:
+    """The checksum after each step of a run that nobody kills."""
+    options = _options(tmp_path_factory.mktemp("whole"))
+    pool.run(run_elastic, 2, group=False, options=options)
+    return checksums(elastic_run.steps_of(Path(options.notes)))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_kills_in_every_phase(tmp_path: Path, asynchronous: bool, expected: dict[int, int]) -> None:
     cluster, found = OneHost(tmp_path, FORKING), Found()
     try:
-        expected = uninterrupted(cluster, options("whole"))
         while len(found.kills) < len(KILLS):  # a run may end before its time has come on a busy machine
-            run_with_kills(cluster, options(f"killed-{found.runs}"), expected, KILLS[len(found.kills) :], found)
+            options = _options(tmp_path / f"killed-{found.runs}", asynchronous)
+            run_with_kills(cluster, options, expected, KILLS[len(found.kills) :], found)
     finally:
         cluster.close()
     assert all(kill.from_newest and kill.equal for kill in found.kills), found.kills

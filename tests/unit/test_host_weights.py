@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import random
 import re
 import threading
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -66,6 +68,12 @@ def clean(snapshot: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in snapshot.items()}
 
 
+@functools.cache
+def expected_of(in_backward: bool, limit: str, parameters: str) -> tuple[list[list[float]], dict[str, Tensor]]:
+    run = make("resident", "in_backward" if in_backward else "at_step", limit, parameters)
+    return run.train(6), run.snapshot()
+
+
 @every_pair(
     home=HOMES,
     time=TIMES,
@@ -83,20 +91,19 @@ def test_the_same_bits(
     recompute: bool | str,
     inputs_leave: None,
 ) -> None:
-    expected = make("resident", time if time == "in_backward" else "at_step", limit, parameters)
-    losses, wanted = expected.train(6), expected.snapshot()
-    for seed in range(3):
-        tested = make(home, time, limit, parameters, {"placement": "host", "device_mib": mib}, recompute=recompute)
-        found = tested.train(2)
-        tested.delays(seed)
-        assert found + tested.train(4) == losses, seed
-        assert_same(clean(tested.snapshot()), wanted)
-        if time == "overlap":
-            queue, store = tested.optimizer.engine.queue, tested.optimizer._backend
-            assert not queue.rolled_back
-            assert (queue.redone > 0) is (limit == "clipped" and store.name != "resident")
-            assert home == "resident" or store._versions.host_bytes() > 0, "nothing was updated in backward"
-        tested.optimizer.close()
+    losses, wanted = expected_of(time == "in_backward", limit, parameters)
+    seed = zlib.crc32(f"{home} {time} {limit} {parameters} {mib} {recompute}".encode())
+    tested = make(home, time, limit, parameters, {"placement": "host", "device_mib": mib}, recompute=recompute)
+    found = tested.train(2)
+    tested.delays(seed)
+    assert found + tested.train(4) == losses
+    assert_same(clean(tested.snapshot()), wanted)
+    if time == "overlap":
+        queue, store = tested.optimizer.engine.queue, tested.optimizer._backend
+        assert not queue.rolled_back
+        assert (queue.redone > 0) is (limit == "clipped" and store.name != "resident")
+        assert home == "resident" or store._versions.host_bytes() > 0, "nothing was updated in backward"
+    tested.optimizer.close()
 
 
 def test_memory_of_gradients_is_kept_until_their_update_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,44 +578,37 @@ def test_a_loss_that_takes_the_heads_weight(time: str, recompute: bool | str, in
     assert_same(clean(tested.snapshot()), expected.snapshot())
 
 
-ACTIONS: dict[str, Callable[[Training, Path], None]] = {
-    action.__name__: action
-    for action in (
-        *(read_weights, evaluate, forward_without_backward, write_in_place, replace_data, write_data_and_say_so),
-        *(load_own_weights, read_state, save_and_load, save_meanwhile, release_memory, drop_gradients),
-        *(
-            plain_backwards,
-            zero_gradients,
-            set_gradients_before,
-            measure_the_norm,
-            two_forwards,
-            regularise,
-            fail,
-            interrupt,
-            freeze,
-            change_the_rate,
-            *(average_weights, interrupt_and_save, change_gradients),
-        ),
-    )
-}
+ACTIONS: list[Callable[[Training, Path], None]] = [
+    *(read_weights, evaluate, forward_without_backward, write_in_place, replace_data, write_data_and_say_so),
+    *(load_own_weights, read_state, save_and_load, save_meanwhile, release_memory, drop_gradients, plain_backwards),
+    *(zero_gradients, set_gradients_before, measure_the_norm, two_forwards, regularise, fail, interrupt, freeze),
+    *(change_the_rate, average_weights, interrupt_and_save, change_gradients),
+]
 
 
-@every_pair(action=ACTIONS, time=["at_step", "next_forward", "overlap"], tied=[False, True], mib=[0.005, 64.0])
-def test_what_users_do_between_steps(action: str, time: str, tied: bool, mib: float, tmp_path: Path) -> None:
-    snapshots, losses = [], []
-    for number, weights in enumerate((None, {"placement": "host", "device_mib": mib})):
-        home, when = ("stream", time) if weights else ("resident", "at_step")
-        run = make(home, when, "clipped", "bfloat16", weights, make=partial(TinyTransformer, tied=tied))
-        run.train(2)
-        if weights:
-            run.delays(number)
-        (tmp_path / str(number)).mkdir()
-        ACTIONS[action](run, tmp_path / str(number))
-        losses.append(run.train(2))
-        snapshots.append(run.snapshot())
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_users_do_between_steps(tied: bool, tmp_path: Path) -> None:
+    """One run does all of it, one after the other; between two actions updates are pending again."""
+
+    def content(time: str, mib: float | None) -> Iterator[tuple[list[Any], dict[str, Tensor]]]:
+        weights, home = ({"placement": "host", "device_mib": mib}, "stream") if mib else (None, "resident")
+        run = make(home, time, "clipped", "bfloat16", weights, make=partial(TinyTransformer, tied=tied))
+        losses = run.train(2)
+        if mib:
+            run.delays(tied)
+        for action in ACTIONS:
+            folder = tmp_path / time / str(mib) / action.__name__
+            folder.mkdir(parents=True)
+            action(run, folder)
+            losses = [*losses, *run.train(2)]
+            yield losses, run.snapshot()
         run.optimizer.close()
-    assert losses[0] == losses[1]
-    assert_same(snapshots[1], snapshots[0])
+
+    expected = list(content("at_step", None))
+    for time, mib in [("at_step", 0.005), ("overlap", 64.0)] if tied else [("next_forward", 64.0), ("overlap", 0.005)]:
+        for action, wanted, found in zip(ACTIONS, expected, content(time, mib), strict=True):
+            assert found[0] == wanted[0], (action.__name__, time, mib)
+            assert_same(found[1], wanted[1])
 
 
 @pytest.mark.parametrize("time", ["next_forward", "overlap"])
