@@ -750,8 +750,12 @@ def accelerate_on_host(rank: int, world_size: int, kind: str, time: str, precisi
         same({name: found["device"][0][name] for name in saved}, saved)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@every_pair(kind=["strategy", "accelerate"], time=["at_step", "next_forward", "overlap"], precision=["bf16", "fp16"])
+@every_pair(
+    ranks=[1, 2],
+    kind=["strategy", "accelerate"],
+    time=["at_step", "next_forward", "overlap"],
+    precision=["bf16", "fp16"],
+)
 def test_accelerate_with_weights_on_the_host(
     pool: Pool, tmp_path: Path, ranks: int, kind: str, time: str, precision: str
 ) -> None:
