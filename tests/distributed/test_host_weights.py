@@ -311,19 +311,20 @@ ACTIONS = [
 
 
 def check_actions(rank: int, world_size: int) -> None:
-    """One run does all of it, one after the other; between two actions updates are pending again."""
+    """One run does all of it, one after the other, each while updates are pending."""
     values = settings({"kind": "fsdp2"}, "stream", "at_step", "clipped", "bf16")
 
     def content(time: str, mib: float | None) -> Iterator[tuple[list[list[float]], dict[str, torch.Tensor]]]:
         home = "resident" if mib is None else "stream"
         run = Run(rank, world_size, {**values, "optimizer_state": {**HOMES[home], "update": time}}, mib)
-        losses = [run.step(), run.step()]
+        losses = [run.step()]
         if mib is not None:
             run.delay(rank)
         for action in ACTIONS:
+            losses = [*losses, run.step()]
             action(run)
             losses = [*losses, run.step(), run.step()]
-            yield losses, run.snapshot()
+            yield losses, run.snapshot()  # everything has been updated then, up to the next step
         run.optimizer.close()
 
     expected = list(content("at_step", None))

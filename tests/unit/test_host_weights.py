@@ -588,20 +588,21 @@ ACTIONS: list[Callable[[Training, Path], None]] = [
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_users_do_between_steps(tied: bool, tmp_path: Path) -> None:
-    """One run does all of it, one after the other; between two actions updates are pending again."""
+    """One run does all of it, one after the other, each while updates are pending."""
 
     def content(time: str, mib: float | None) -> Iterator[tuple[list[Any], dict[str, Tensor]]]:
         weights, home = ({"placement": "host", "device_mib": mib}, "stream") if mib else (None, "resident")
         run = make(home, time, "clipped", "bfloat16", weights, make=partial(TinyTransformer, tied=tied))
-        losses = run.train(2)
+        losses = run.train(1)
         if mib:
             run.delays(tied)
         for action in ACTIONS:
             folder = tmp_path / time / str(mib) / action.__name__
             folder.mkdir(parents=True)
+            losses = [*losses, *run.train(1)]
             action(run, folder)
             losses = [*losses, *run.train(2)]
-            yield losses, run.snapshot()
+            yield losses, run.snapshot()  # everything has been updated then, up to the next step
         run.optimizer.close()
 
     expected = list(content("at_step", None))
