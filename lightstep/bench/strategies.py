@@ -47,7 +47,7 @@ class StrategyContender(_Prepared):
         if task.optimizer != "adamw" and strategy.config.sharding.kind == "deepspeed":
             raise Skipped("a DeepSpeed engine has one optimizer class; --optimizer muon needs two")
         super().__init__(task, strategy)
-        self._optimizer = strategy.create_optimizer(self.model, **optimizer_arguments(task.optimizer))
+        self._optimizer = strategy.create_optimizer(self.model, **_arguments(task, strategy))
         self._parameters = list(self.model.parameters())
         self.name = name
         self.about = strategy.config.description or name
@@ -104,6 +104,25 @@ class StrategyContender(_Prepared):
         if callable(close):
             close()
         super().close()
+
+
+def _arguments(task: Task, strategy: Strategy) -> dict[str, Any]:
+    """Those of `create_optimizer`. Where DeepSpeed updates on the CPU, its own kernel does, compiled at the first use.
+
+    Raises:
+        Skipped: there is no compiler for it.
+    """
+    arguments, sharding = optimizer_arguments(task.optimizer), strategy.config.sharding
+    if sharding.kind == "deepspeed" and sharding.offload == "cpu":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+
+        try:
+            CPUAdamBuilder().load()
+        except Exception as error:
+            raise Skipped(f"DeepSpeed's CPUAdam cannot be built here ({error})") from error
+        arguments["optimizer_class"] = DeepSpeedCPUAdam
+    return arguments
 
 
 class WithoutOptimizer(_Prepared):

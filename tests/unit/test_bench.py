@@ -24,10 +24,11 @@ from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.machine import Ranks, StepProfile, pinned_bytes
 from lightstep.bench.qwen_moe import MoeShape
 from lightstep.bench.step import StepTask
-from lightstep.bench.strategies import parse_overrides, parse_strategies
+from lightstep.bench.strategies import _arguments, parse_overrides, parse_strategies
 from lightstep.cli import app
-from lightstep.config import ConfigError
+from lightstep.config import ConfigError, parse_config
 from lightstep.plan.measure import MeasuredLink
+from lightstep.presets import read_source
 from lightstep.strategy import Strategy
 from tests.snippets import Script, run_script
 
@@ -168,6 +169,26 @@ def test_a_strategy_that_needs_several_ranks_fails_alone(tmp_path: Path, monkeyp
     (folder,) = tmp_path.iterdir()
     rows = rows_of(json.loads((folder / "bench.json").read_text()))
     assert folder.name.endswith("-step") and rows["fsdp2"]["note"] and rows["torch"]["step_ms"] > 0
+
+
+@pytest.mark.parametrize("builds", [True, False])
+def test_deepspeeds_strategies_update_with_its_own_kernel(builds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        if not builds:
+            raise RuntimeError("no compiler")
+
+    builder = SimpleNamespace(CPUAdamBuilder=lambda: SimpleNamespace(load=load))
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", SimpleNamespace(DeepSpeedCPUAdam=torch.optim.SGD))
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", builder)
+    task: Any = SimpleNamespace(optimizer="adamw")
+    for name, offloads in (("deepspeed-zero3", False), ("deepspeed-zero3-offload", True)):
+        strategy: Any = SimpleNamespace(config=parse_config(read_source(name)[1], name))
+        if offloads and not builds:
+            with pytest.raises(Skipped, match="cannot be built here"):
+                _arguments(task, strategy)
+        else:
+            chosen = _arguments(task, strategy)["optimizer_class"]
+            assert chosen is (torch.optim.SGD if offloads else torch.optim.AdamW)
 
 
 def test_deepspeed_has_one_optimizer_for_all_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
