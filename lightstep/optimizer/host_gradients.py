@@ -19,7 +19,8 @@ from lightstep.clipping import add_keeper
 from lightstep.distributed import differs_across_ranks, like, local_tensor
 from lightstep.precision.gradient_sums import set_grad
 from lightstep.precision.gradients import refuse_sparse
-from lightstep.state.host_weights import Field, HostWeights, WeightGroup, WeightHome
+from lightstep.state.host_fields import Field
+from lightstep.state.host_weights import HostWeights, WeightGroup, WeightHome
 
 __all__ = ["HostGradients"]
 

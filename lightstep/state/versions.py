@@ -4,7 +4,7 @@ A speculative update writes the new record to a *spare* slab and leaves the old 
 updated in place, so the previous ones are saved (2 bytes per bf16 parameter): on the device, or on the host, where they
 are written after the new record. A commit swaps the two slabs; a rollback copies the previous weights back. Weights
 that rest on the host have been saved before, in forward
-(:class:`~lightstep.state.host_weights.KeptWeights`).
+(:class:`~lightstep.state.host_fields.KeptWeights`).
 
 A snapshot (``snapshot.py``) *pins* the slabs of its records, and another thread reads them (records that live on the
 device are copied: ``device_copies.py``). **Nobody writes to a pinned
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from lightstep.state.device_copies import DeviceCopies
+from lightstep.state.host_fields import KeptWeights
 from lightstep.state.host_memory import HostMemoryError, HostSlab, available_bytes
-from lightstep.state.host_weights import KeptWeights, WeightGroup, groups_of
+from lightstep.state.host_weights import WeightGroup, groups_of
 from lightstep.state.record import History, Record, Slot
 from lightstep.state.schema import aligned
 from lightstep.state.segment import Segment
@@ -361,7 +362,7 @@ class Versions:
             slab = self._new_slab(group.weights.nbytes, group.owner.device)
             if slab is None:
                 return False
-            self._kept[group] = KeptWeights(group, slab)
+            self._kept[group] = KeptWeights(group.weights, group.parameters, slab, group.owner.lock)
             group.kept.append(self._kept[group])
         return True
 

@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import lightstep
 from lightstep import ConfigError
 from lightstep.distributed import like, local_tensor
-from lightstep.state.host_weights import Field
+from lightstep.state.host_fields import Field
 from tests.covering import every_pair
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.sharding.weight_visits import VisitOrder
-from lightstep.state.host_weights import Field, HostWeights, WeightGroup
+from lightstep.state.host_fields import Field
+from lightstep.state.host_weights import HostWeights, WeightGroup
 from tests.covering import every_pair
 from tests.distributed.models import CLASSES, VOCABULARY
 from tests.reference.tiny_models import CONVERTED

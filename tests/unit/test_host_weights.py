@@ -31,8 +31,9 @@ from lightstep.optimizer.overlap import SpeculativeUpdates
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.state.checksummed_weights import ChecksummedWeights
+from lightstep.state.host_fields import Field, KeptWeights
 from lightstep.state.host_memory import HostSlab
-from lightstep.state.host_weights import Field, HostWeights, KeptWeights, WeightGroup
+from lightstep.state.host_weights import HostWeights, WeightGroup
 from lightstep.state.lanes import LaneError
 from tests.covering import every_pair
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
@@ -213,7 +214,7 @@ def test_what_backward_may_have_to_restore_leaves_in_forward(monkeypatch: pytest
 def kept_weights(value: float) -> tuple[HostWeights, WeightGroup, KeptWeights, Callable[[], None]]:
     weights = HostWeights(torch.device("cpu"), 1 << 20)
     group = WeightGroup(weights, [nn.Parameter(torch.full((4,), value))], "a layer")
-    kept = KeptWeights(group, HostSlab(group.weights.nbytes))
+    kept = KeptWeights(group.weights, group.parameters, HostSlab(group.weights.nbytes), weights.lock)
     kept.wanted = frozenset({0})
     group.kept.append(kept)
 
@@ -692,7 +693,7 @@ def test_a_run_goes_on_after_a_failure(time: str, kind: str, tmp_path: Path, mon
         nonlocal left
         left -= 1
         if left == 0 and kind == "a copy":
-            field._lanes.host_to_device.run(partial(torch.zeros(2).copy_, torch.zeros(3)), "bringing some weights")
+            field.lanes.host_to_device.run(partial(torch.zeros(2).copy_, torch.zeros(3)), "bringing some weights")
         elif left == 0 and kind == "interrupt":
             raise KeyboardInterrupt
         elif kind == "no room" and left in (0, -1):  # again, when all that is idle has been freed

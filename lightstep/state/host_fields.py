@@ -1,0 +1,241 @@
+"""Memory on the host for tensors that are on the device while somebody works on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from lightstep.distributed import writes
+from lightstep.state.host_memory import HostSlab
+from lightstep.state.lanes import Lanes
+
+__all__ = ["Field", "KeptWeights", "Ranges"]
+
+_ALIGNMENT = 512
+"""Bytes: tensors in a field begin as aligned as memory of their own on a device."""
+
+Ranges = Iterable[tuple[int, int]]
+
+
+class Field:
+    """One tensor for each parameter of a group: on the host, and in device memory that is there or not.
+
+    Args:
+        likes: tensors with the shapes and dtypes.
+        dtype: of all of them; ``None``: their own.
+        is_used_once: in a step. Its device memory is the first to be freed.
+        room: elements of memory for each, if that is more than it has.
+
+    Attributes:
+        on_host, on_device: a tensor for each parameter. Those on the device are empty unless the field is held.
+        room_on_host, room_on_device: the memory of each, 1-dim. On the host each has a storage of its own: savers
+            (accelerate, safetensors) take tensors of one storage for tied ones, and write one of them.
+        nbytes: size in either place.
+        lanes: those of its copies.
+        what: for messages.
+    """
+
+    def __init__(
+        self,
+        likes: Sequence[Tensor],
+        dtype: torch.dtype | None,
+        lanes: Lanes,
+        what: str,
+        is_used_once: bool = False,
+        room: Sequence[int] | None = None,
+    ) -> None:
+        self.is_used_once = is_used_once
+        places, end = [], 0
+        for like, elements in zip(likes, room or [like.numel() for like in likes], strict=True):
+            size = elements * (dtype or like.dtype).itemsize
+            places.append((end, end + size))
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = end
+        self._places = places
+        self._slab = HostSlab(max(end, 1), device=lanes.device, what=what)
+        self.host = self._slab.tensor(torch.uint8, end)
+        memory: list[Tensor] = []
+        lane = lanes.host_to_device
+        lane.run(lambda: memory.append(torch.empty(end, dtype=torch.uint8, device=lanes.device)))
+        if lane.stream is None:
+            lane.synchronize()
+        (flat,) = memory
+        self._storage = flat.untyped_storage()
+        self._bytes = flat.data  # with a version counter of its own: copies are no writes that autograd should see
+        self._dtypes = [dtype or like.dtype for like in likes]
+        self.room_on_host = [torch.from_dlpack(memory) for memory in self._memories(self.host)]
+        self.room_on_device = self._memories(flat)
+        self.on_host = [_shaped(memory, like) for memory, like in zip(self.room_on_host, likes, strict=True)]
+        self.on_device = [_shaped(memory, like) for memory, like in zip(self.room_on_device, likes, strict=True)]
+        self.what, self.lanes = what, lanes
+        self._storage.resize_(0)
+        self.arrived, self.used, self.updated, self.returned = (lanes.event() for _ in range(4))
+        self.holds = 0
+        self.is_present = False
+        self.is_expected = False
+        """It was brought ahead, and nobody has held it since."""
+        self.is_fresh = False
+        """An update has written it, and no forward has read it since."""
+        self.is_returning = False
+        """A copy to the host may be under way."""
+
+    def _memories(self, flat: Tensor) -> list[Tensor]:
+        """The memory of each tensor in ``flat``, 1-dim."""
+        pairs = zip(self._places, self._dtypes, strict=True)
+        return [flat[start:stop].view(dtype) for (start, stop), dtype in pairs]
+
+    def bring(self) -> None:
+        """Queue the copy to the device."""
+        lane, size = self.lanes.host_to_device, self.nbytes
+        lane.wait(self.returned)
+        lane.allocate(lambda: self._storage.resize_(size), f"memory for {self.what}")
+        lane.copy(self._bytes, self.host, f"bringing {self.what}")
+        lane.record(self.arrived)
+        self.is_present = True
+
+    def free(self) -> None:
+        """Free the device memory, once it is not used any more."""
+        lane = self.lanes.host_to_device
+        for event in (self.used, self.updated, self.returned):
+            lane.wait(event)
+        lane.run(lambda: self._storage.resize_(0))
+        self.is_present = self.is_fresh = self.is_expected = False
+
+    def take_back(self, ranges: Ranges | None = None) -> None:
+        """Queue the copy to the host of these bytes (``None``: all), as the caller's work so far has left them."""
+        lane = self.lanes.device_to_host
+        self.lanes.caller().record(self.updated)
+        lane.wait(self.updated)
+        for start, stop in [(0, self.nbytes)] if ranges is None else ranges:
+            lane.copy(self.host[start:stop], self._bytes[start:stop], f"taking back {self.what}")
+        lane.record(self.returned)
+        self.is_returning = True
+
+    def fill(self, tensors: dict[int, Tensor]) -> None:
+        """Queue copies of these tensors on the device, by number, straight to the host. They must live until then.
+
+        Their strides are those of :attr:`on_host`.
+        """
+        lane = self.lanes.device_to_host
+        self.lanes.caller().record(self.used)
+        lane.wait(self.used)
+        lane.wait(self.arrived)  # what was there before may still be read
+        sources = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors.values()]
+        targets = [self.room_on_host[number][: tensor.numel()] for number, tensor in tensors.items()]
+        lane.copies(targets, sources, f"taking {self.what} to the host")
+        lane.record(self.returned)
+        self.is_returning = True
+
+    def copy_to(self, host: Tensor, ranges: Ranges) -> None:
+        """Queue copies of these bytes to other host memory of the field's size, as updates so far have left them."""
+        lane = self.lanes.device_to_host
+        for event in (self.arrived, self.updated):
+            lane.wait(event)
+        for start, stop in ranges:
+            lane.copy(host[start:stop], self._bytes[start:stop], f"keeping {self.what}")
+        lane.record(self.returned)
+        self.is_returning = True
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """The tensors of the field in other host memory of its size (uint8, flat)."""
+        pairs = zip(self._memories(flat), self.on_host, strict=True)
+        return [_shaped(memory, like) for memory, like in pairs]
+
+    def abandon(self) -> None:
+        """The lanes have failed: nothing is on the device, or on its way."""
+        self._storage.resize_(0)
+        self.holds = 0
+        self.is_present = self.is_fresh = self.is_expected = self.is_returning = False
+
+    def bytes_of(self, number: int, start: int, stop: int) -> tuple[int, int]:
+        """The range of bytes of some elements of one tensor."""
+        size, base = self.on_host[number].element_size(), self._places[number][0]
+        return base + start * size, base + stop * size
+
+    def settle(self) -> None:
+        """Block the host until what is under way to it has arrived."""
+        if self.is_returning:
+            self.is_returning = False  # first: an update in a lane may begin another copy meanwhile
+            self.returned.synchronize()
+
+
+def _shaped(memory: Tensor, like: Tensor) -> Tensor:
+    """With the shape and the order of elements (channels last) of ``like``."""
+    strides = torch.empty_like(like, device="meta").stride()
+    return memory[: like.numel()].as_strided(like.shape, strides)
+
+
+class KeptWeights:
+    """A second copy of a group's weights on the host, for the time when an update has changed them and may be undone.
+
+    It is made while the weights are on the device for a forward, when that direction of the link is idle: in backward
+    it is full.
+
+    Args:
+        field: the weights.
+        slab: the memory, of the field's size.
+        lock: held while this object changes.
+
+    Attributes:
+        on_host: a tensor for each parameter.
+        wanted: the numbers of those that will be needed.
+        uses: updates of these weights that may still be undone.
+    """
+
+    def __init__(
+        self, field: Field, parameters: Sequence[nn.Parameter], slab: HostSlab, lock: AbstractContextManager[object]
+    ) -> None:
+        self.slab, self._field, self._parameters, self._lock = slab, field, parameters, lock
+        self._bytes = slab.tensor(torch.uint8, field.nbytes)
+        self.on_host = field.views_of(self._bytes)
+        self.wanted: frozenset[int] = frozenset()
+        self.uses = 0
+        self._versions: list[int | None] = [None] * len(parameters)  # of the weights in it
+        self._copied = field.lanes.event()
+
+    def keep(self) -> None:
+        """Copy what is wanted and has changed. The weights are held on the device."""
+        with self._lock:
+            numbers = [number for number in sorted(self.wanted) if not self.is_current(number)]
+            if not numbers or self.uses:
+                return
+            for number in numbers:
+                self._versions[number] = writes(self._parameters[number])
+            self._copy([(number, 0, self.on_host[number].numel()) for number in numbers])
+
+    def keep_now(self, places: Iterable[tuple[int, int, int]]) -> None:
+        """Copy parts of weights, by number, first and last element, that the caller's next work changes."""
+        self._copy(places)
+        self.wait()
+
+    def _copy(self, places: Iterable[tuple[int, int, int]]) -> None:
+        self._field.copy_to(self._bytes, _joined(self._field.bytes_of(*place) for place in places))
+        self._field.lanes.device_to_host.record(self._copied)
+
+    def wait(self) -> None:
+        """The caller's next work may change the weights."""
+        self._field.lanes.caller().wait(self._copied)
+
+    def is_current(self, number: int) -> bool:
+        """Whether it has the weights of this parameter."""
+        return self._versions[number] == writes(self._parameters[number])
+
+    def note_written(self, numbers: Iterable[int]) -> None:
+        """These parameters have changed on the device."""
+        with self._lock:
+            for number in numbers:
+                self._versions[number] = None
+
+
+def _joined(ranges: Ranges) -> list[tuple[int, int]]:
+    """The ranges in order, those with nothing but padding in between as one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start - found[-1][1] < _ALIGNMENT:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return found
