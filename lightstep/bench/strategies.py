@@ -119,7 +119,7 @@ def _arguments(task: Task, strategy: Strategy) -> dict[str, Any]:
 
         try:
             CPUAdamBuilder().load()
-        except Exception as error:
+        except RuntimeError as error:
             raise Skipped(f"DeepSpeed's CPUAdam cannot be built here ({error})") from error
         arguments["optimizer_class"] = DeepSpeedCPUAdam
     return arguments

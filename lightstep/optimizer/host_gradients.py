@@ -217,7 +217,7 @@ class HostGradients:
 
     def clear(self) -> None:
         """The gradients have been consumed or dropped."""
-        self._stored = {}
+        self._stored, self._staying = {}, []
 
     # -- their use
 

@@ -191,7 +191,7 @@ class KeptWeights:
         self.slab, self._field, self._parameters, self._lock = slab, field, parameters, lock
         self._bytes = slab.tensor(torch.uint8, field.nbytes)
         self.on_host = field.views_of(self._bytes)
-        self.wanted: frozenset[int] = frozenset()
+        self.wanted: Sequence[int] = ()
         self.uses = 0
         self._versions: list[int | None] = [None] * len(parameters)  # of the weights in it
         self._copied = field.lanes.event()
@@ -199,7 +199,7 @@ class KeptWeights:
     def keep(self) -> None:
         """Copy what is wanted and has changed. The weights are held on the device."""
         with self._lock:
-            numbers = [number for number in sorted(self.wanted) if not self.is_current(number)]
+            numbers = [number for number in self.wanted if not self.is_current(number)]
             if not numbers or self.uses:
                 return
             for number in numbers:

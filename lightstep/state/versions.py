@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,9 +30,15 @@ from torch import Tensor
 from lightstep.state.device_copies import DeviceCopies
 from lightstep.state.host_fields import KeptWeights
 from lightstep.state.host_memory import HostMemoryError, HostSlab, available_bytes
-from lightstep.state.host_weights import WeightGroup, groups_of
+from lightstep.state.host_weights import WeightGroup
+from lightstep.state.previous_weights import (
+    KeptPreviousWeights,
+    PreviousWeights,
+    groups_of_record,
+    rests_on_host,
+    size_of_weights,
+)
 from lightstep.state.record import History, Record, Slot
-from lightstep.state.schema import aligned
 from lightstep.state.segment import Segment
 from lightstep.state.spare_memory import GIB
 from lightstep.state.staging import Staging
@@ -43,132 +49,6 @@ logger = logging.getLogger(__name__)
 
 _LEFT_FREE = 0.1
 """The share of the host's free memory that ``auto`` does not use."""
-
-
-class PreviousWeights:
-    """Memory for a record's previous weights, one after another in their own dtypes, and for their fingerprints.
-
-    Args:
-        slab: host memory to which they are written; ``None``: they stay on the device.
-        fingerprinted: they have fingerprints.
-
-    Attributes:
-        nbytes: size of the weights.
-        host: the weights on the host; ``None`` if they stay on the device.
-        device: the weights on the device; ``None``: they follow the record in its slot until that is written back.
-        fingerprints: on the device.
-    """
-
-    def __init__(self, record: Record, slab: HostSlab | None, fingerprinted: bool) -> None:
-        self._offsets, self.nbytes = _offsets_of(record)
-        self.slab = slab
-        self.host = None if slab is None else slab.tensor(torch.uint8, self.nbytes)
-        on_device = self.nbytes if slab is None else 0
-        self.device = torch.empty(on_device, dtype=torch.uint8, device=record.device) if on_device else None
-        self.fingerprints = _fingerprints_for(record) if fingerprinted else None
-
-    def save(self, segments: Sequence[Segment], staging: Staging, after_record: Tensor) -> Tensor | None:
-        """Save the weights of these segments.
-
-        Args:
-            after_record: the slot's memory behind the record.
-
-        Returns:
-            Where they are until the slot is written back.
-        """
-        place = after_record if self.device is None else self.device
-        _copy([(self._row(segment, place), segment.weights(staging)) for segment in segments])
-        return place
-
-    def restore(self, segments: Sequence[Segment], place: Tensor | None) -> None:
-        """Copy them back.
-
-        Args:
-            place: what :meth:`save` has returned, unless the slot has been written back.
-        """
-        place = self.host if place is None else place
-        assert place is not None
-        copies: list[tuple[Tensor, Tensor]] = []
-        for segment in segments:
-            copies += zip(segment.locals, segment.parts_of(self._row(segment, place)), strict=True)
-        _copy(copies)
-
-    def _row(self, segment: Segment, buffer: Tensor) -> Tensor:
-        """The weights of one segment in ``buffer`` (uint8), flat."""
-        dtype, start = segment.locals[0].dtype, self._offsets[segment.first]
-        return buffer[start : start + dtype.itemsize * (segment.stop - segment.first)].view(dtype)
-
-
-class KeptPreviousWeights(PreviousWeights):
-    """The same for weights that rest on the host, and are kept there a second time before they are updated."""
-
-    def __init__(self, record: Record, kept: Mapping[WeightGroup, KeptWeights], fingerprinted: bool) -> None:
-        self.nbytes, self.slab, self.host, self.device = 0, None, None, None
-        self.fingerprints = _fingerprints_for(record) if fingerprinted else None
-        self.kept = {group: kept[group] for group in _groups_of(record)}
-        self._parts: dict[KeptWeights, list[tuple[int, int, int]]] = {}
-        for part in record.parts:
-            home = part.owner.home
-            assert home is not None
-            self._parts.setdefault(self.kept[home.group], []).append((home.number, part.start, part.stop))
-        self._are_kept = False
-
-    def note_kept(self) -> None:
-        """An update is about to be submitted: whether the weights have been kept as they are."""
-        self._are_kept = all(kept.is_current(number) for kept, parts in self._parts.items() for number, _, _ in parts)
-
-    def save(self, segments: Sequence[Segment], staging: Staging, after_record: Tensor) -> Tensor | None:
-        for kept, parts in self._parts.items():
-            if self._are_kept:
-                kept.wait()
-            else:
-                kept.keep_now(parts)
-        return None
-
-    def restore(self, segments: Sequence[Segment], place: Tensor | None) -> None:
-        copies: list[tuple[Tensor, Tensor]] = []
-        for segment in segments:
-            for local, part in zip(segment.locals, segment.parts, strict=True):
-                home = part.owner.home
-                assert home is not None
-                copies.append((local, part.slice(self.kept[home.group].on_host[home.number])))
-        _copy(copies)
-
-
-def _fingerprints_for(record: Record) -> Tensor:
-    return torch.zeros(len(record.parts), dtype=torch.int32, device=record.device)
-
-
-def _offsets_of(record: Record) -> tuple[dict[int, int], int]:
-    """The first byte of each part's weight, by the part's first element, and the size of all weights."""
-    offsets, end = {}, 0
-    for part in record.parts:
-        offsets[part.first] = end
-        end += part.owner.local.itemsize * aligned(part.elements)
-    return offsets, end
-
-
-def _rests_on_host(record: Record) -> bool:
-    """Whether the record's weights do."""
-    return all(part.owner.home is not None for part in record.parts)
-
-
-def _groups_of(record: Record) -> list[WeightGroup]:
-    return groups_of(part.owner.home for part in record.parts)
-
-
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair to the first, by kernels on a device.
-
-    ``copy_`` took up to 1.7 ms for 22 MB within an H200, beside copies from and to the host.
-    """
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-    for to, source in pairs:
-        targets, sources = by_dtype[to.dtype]
-        targets.append(to)
-        sources.append(source)
-    for targets, sources in by_dtype.values():
-        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 class Version:
@@ -245,6 +125,7 @@ class Versions:
         self._speculative: dict[Record, Version] = {}
         self._previous: dict[Record, PreviousWeights] = {}
         self._kept: dict[WeightGroup, KeptWeights] = {}
+        self._wanted: list[Record] = []  # whose weights the next forward keeps
         self._reserved = False  # speculative updates are wanted
         self._device_full = False
         self.device_copies: DeviceCopies | None = None
@@ -273,8 +154,8 @@ class Versions:
         previous = self._previous.get(record)
         if previous is not None:
             return record.nbytes + (0 if previous.host is None else previous.nbytes)
-        follow = self._goes_to_host and self._reserved and not _rests_on_host(record)
-        return record.nbytes + (_offsets_of(record)[1] if follow else 0)
+        follow = self._goes_to_host and self._reserved and not rests_on_host(record)
+        return record.nbytes + (size_of_weights(record) if follow else 0)
 
     @property
     def _goes_to_host(self) -> bool:
@@ -346,12 +227,12 @@ class Versions:
             self._device_full = True  # another try in every step would empty torch's cache in every step
             effect = "they are kept on the host" if self._goes_to_host else "fewer updates run during backward"
             logger.warning("no room on %s for previous weights: %s", record.device, effect)
-        if self._goes_to_host and _rests_on_host(record):
-            if not all(map(self._reserve_kept, _groups_of(record))):
+        if self._goes_to_host and rests_on_host(record):
+            if not all(map(self._reserve_kept, groups_of_record(record))):
                 return False
             self._previous[record] = KeptPreviousWeights(record, self._kept, fingerprinted)
             return True
-        slab = self._new_slab(_offsets_of(record)[1], record.device) if self._goes_to_host else None
+        slab = self._new_slab(size_of_weights(record), record.device) if self._goes_to_host else None
         if slab is not None:
             self._previous[record] = PreviousWeights(record, slab, fingerprinted)
         return slab is not None
@@ -366,22 +247,23 @@ class Versions:
             group.kept.append(self._kept[group])
         return True
 
-    def keep_weights_of(self, records: Iterable[Record]) -> None:
+    def keep_weights_of(self, records: list[Record]) -> None:
         """The next forward keeps the weights of these records, and of no others."""
+        if records == self._wanted:  # as in most steps
+            return
+        self._wanted = records
         wanted: dict[WeightGroup, set[int]] = {group: set() for group in self._kept}
         for record in records:
             for home in (part.owner.home for part in record.parts):
                 if home is not None and home.group in wanted:
                     wanted[home.group].add(home.number)
         for group, numbers in wanted.items():
-            self._kept[group].wanted = frozenset(numbers)
+            self._kept[group].wanted = sorted(numbers)
 
     def note_kept_weights(self, records: Iterable[Record]) -> None:
-        """See :meth:`KeptPreviousWeights.note_kept`."""
+        """See :meth:`PreviousWeights.note_kept`."""
         for record in records:
-            previous = self._previous.get(record)
-            if isinstance(previous, KeptPreviousWeights):
-                previous.note_kept()
+            self._previous[record].note_kept()
 
     def _free_previous(self, record: Record) -> None:
         self._free(self._previous.pop(record).slab)
@@ -428,10 +310,8 @@ class Versions:
         return self._speculative.pop(record)
 
     def _use_kept(self, record: Record, more: int) -> None:
-        previous = self._previous[record]
-        if isinstance(previous, KeptPreviousWeights):
-            for kept in previous.kept.values():
-                kept.uses += more
+        for kept in self._previous[record].kept.values():
+            kept.uses += more
 
     # -- snapshots
 
@@ -520,7 +400,7 @@ class Versions:
         for group, kept in self._kept.items():
             group.kept.remove(kept)
             self._free(kept.slab)
-        self._kept = {}
+        self._kept, self._wanted = {}, []
         with self._unpinned:
             self._released = True
             for slabs in self._spare.values():
