@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -116,24 +117,42 @@ class Measurement:
         torch.manual_seed(0)
         self.model = self.strategy.prepare_model(make_model(args))
         self.optimizer: Any = self.strategy.create_optimizer(self.model, lr=1e-6, weight_decay=0.0)
-        self.shape, self.device = (1, args.tokens), self.strategy.device
+        self.device = self.strategy.device
         self.vocabulary, self.iterations = self.model.config.vocab_size, args.iterations
         self.url = url
 
-    def step(self) -> tuple[float, float]:
-        """An iteration, the device's work included: when it began, and its seconds."""
-        begin, tokens = time.monotonic(), torch.randint(0, self.vocabulary, self.shape, device=self.device)
-        self.optimizer.backward(self.model(input_ids=tokens, labels=tokens).loss)
+    def step(self, tokens: int) -> None:
+        batch = torch.randint(0, self.vocabulary, (1, tokens), device=self.device)
+        self.optimizer.backward(self.model(input_ids=batch, labels=batch).loss)
         self.optimizer.step()
-        self.synchronize()
-        return begin, time.monotonic() - begin
+        if self.device.type == "cpu":
+            self.optimizer.wait_for_update()
+
+    def steps(self, tokens: int) -> list[float]:
+        """Iterations that wait for nothing on the host: when each of them ended, in seconds from the beginning."""
+        moments = [self.moment()]
+        for _ in range(self.iterations):
+            self.step(tokens)
+            moments.append(self.moment())
+        if self.device.type == "cpu":
+            return [moment - moments[0] for moment in moments]
+        moments[-1].synchronize()
+        return [moments[0].elapsed_time(moment) / 1e3 for moment in moments]
+
+    def moment(self) -> Any:
+        """Now, on the stream that computes."""
+        if self.device.type == "cpu":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def synchronize(self) -> None:
         self.optimizer.wait_for_update()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def row(self, lr: float, deltas: bool, steps: int, pipe: Connection | None) -> None:
+    def row(self, tokens: int, lr: float, deltas: bool, steps: int, pipe: Connection | None) -> None:
         """Publications that the loop does not wait for, with iterations meanwhile. Prints medians."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -142,24 +161,28 @@ class Measurement:
         for _ in range(2):  # connects the two, and page-locks memory
             self.strategy.publish_weights(self.model, servers, wait=False)
             self.strategy.wait_for_publication()
-        alone = statistics.median(self.step()[1] for _ in range(self.iterations))
+        self.steps(tokens)
+        alone = statistics.median(end - start for start, end in itertools.pairwise(self.steps(tokens)))
         calls, copies, reports, meanwhile = [], [], [], []
         for number in range(steps):
             if deltas:  # to a set of one step before
                 self.strategy.publish_weights(self.model, servers)
-            self.step()
+            self.step(tokens)
             expected = digest(self.model.named_parameters()) if number == 0 and pipe is not None else None
+            self.synchronize()
             begin = time.monotonic()
             self.strategy.publish_weights(self.model, servers, wait=False)
             calls.append(time.monotonic() - begin)
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # the copy on the device
-            copies.append(time.monotonic() - begin)
-            iterations = [self.step() for _ in range(self.iterations)]
+            copied = time.monotonic() - begin
+            ends = self.steps(tokens)
             report = self.strategy.wait_for_publication()
             assert report is not None
             reports.append(report)
-            meanwhile += [took / alone for began, took in iterations if began < begin + report.seconds]
+            copies.append(copied)
+            pairs = itertools.pairwise(ends)
+            meanwhile += [(end - start) / alone for start, end in pairs if start < report.seconds - copied]
             if pipe is not None and expected is not None:
                 pipe.send("digest")
                 assert pipe.recv() == expected, "what arrived is not what was published"
@@ -169,8 +192,8 @@ class Measurement:
         say(
             f"{'deltas' if deltas else 'whole':7} lr {lr:g}: {size / 2**20:.1f} MiB "
             f"({size / reports[0].whole_nbytes:.1%}) in {seconds:.2f} s ({size / seconds / 1e9:.2f} GB/s); the loop "
-            f"waited {call:.1f} ms, its stream too {copy:.1f} ms; an iteration takes {alone * 1e3:.0f} ms, and "
-            f"{statistics.mean(meanwhile):.3f} of that meanwhile ({len(meanwhile)} iterations: median "
+            f"waited {call:.1f} ms, its stream {copy:.1f} ms; an iteration of {tokens} tokens takes {alone * 1e3:.0f} "
+            f"ms, and {statistics.mean(meanwhile):.3f} of that meanwhile ({len(meanwhile)} iterations: median "
             f"{statistics.median(meanwhile):.3f}, longest {max(meanwhile):.3f}){'' if pipe is None else '; bits equal'}"
         )
 
@@ -205,7 +228,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--tokens", type=int, default=16, help="of each iteration")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16], help="of each iteration; rows for each number")
     parser.add_argument("--iterations", type=int, default=8, help="while a set is on its way")
     parser.add_argument("--steps", type=int, default=5, help="publications of each kind")
     parser.add_argument("--rows", type=int, default=len(ROWS), help="only so many")
@@ -219,10 +242,11 @@ def main() -> None:
         measurement = Measurement(args, url)
         count = sum(p.numel() for p in measurement.model.parameters()) / 1e6
         for _ in range(3):
-            measurement.step()
+            measurement.step(args.tokens[0])
         say(f"{count:.0f} M parameters, {args.strategy}; {link(measurement.device)}")
-        for lr, deltas in ROWS[: 1 if args.sglang else args.rows]:
-            measurement.row(lr, deltas, args.steps, pipe)
+        for tokens in args.tokens:
+            for lr, deltas in ROWS[: 1 if args.sglang else args.rows]:
+                measurement.row(tokens, lr, deltas, args.steps, pipe)
         measurement.strategy.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import importlib.util
 import sys
 import types
@@ -41,6 +42,21 @@ def vllm_folder() -> Path | None:
     return next((each for each in folders if all((each / name).exists() for name in FILES)), None)
 
 
+def nccl_library() -> str | None:
+    """NCCL of torch's version, as all members need the same: a file of its own, or torch's where it is within that."""
+    if not torch.cuda.is_available():
+        return None
+    within = str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so")
+    for path in ("libnccl.so.2", within):
+        found = ctypes.c_int()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(path).ncclGetVersion(ctypes.byref(found))
+        major, minor, patch = torch.cuda.nccl.version()
+        if found.value == 10000 * major + 100 * minor + patch:
+            return path
+    return None
+
+
 def _module(name: str, folder: Path | None = None, **contents: Any) -> types.ModuleType:
     module = types.ModuleType(name)
     module.__path__ = [] if folder is None else [str(folder)]
@@ -54,7 +70,7 @@ def _stand_ins(folder: Path) -> dict[str, types.ModuleType]:
     def with_class(module: str, name: str) -> types.ModuleType:
         return _module(module, **{name: type(name, (), {})})
 
-    envs = _module("vllm.envs", VLLM_DISABLE_PYNCCL=False, VLLM_NCCL_SO_PATH=None)
+    envs = _module("vllm.envs", VLLM_DISABLE_PYNCCL=False, VLLM_NCCL_SO_PATH=nccl_library())
     made = [
         _module("vllm", folder, envs=envs),
         envs,
@@ -101,7 +117,10 @@ def imported_engine() -> Iterator[Any]:
     sys.modules.update(made)
     try:
         import vllm.distributed.weight_transfer.nccl_engine as found
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
+        library = ctypes.CDLL(nccl_library())  # an older one has not all that vLLM calls elsewhere
+        NCCLLibrary.exported_functions = [f for f in NCCLLibrary.exported_functions if hasattr(library, f.name)]
         yield found
     finally:
         for name in [name for name in sys.modules if _is_ours(name)]:

@@ -57,7 +57,7 @@ class Part:
     shard: WeightInfo
 
 
-@dataclass(frozen=True)
+@dataclass
 class SendingPlan:
     """What follows from names, dtypes and shards of a model's tensors. It refers to none of them.
 
@@ -66,6 +66,7 @@ class SendingPlan:
         senders: a rank that has a tensor of which the first trainer has no part, by name.
         buckets: the tensors as they are sent.
         parts: by bucket and trainer: its shards. Each is the first trainer's that has it.
+        in_files: the buckets as the model's files have them; ``None`` until somebody asks.
     """
 
     described: Hashable
@@ -73,6 +74,7 @@ class SendingPlan:
     infos: Sequence[WeightInfo]
     buckets: Sequence[Sequence[WeightInfo]]
     parts: Sequence[Sequence[Sequence[Part]]]
+    in_files: Sequence[Sequence[WeightInfo]] | None = None
 
 
 class PublishedModel:
@@ -189,8 +191,19 @@ class WeightSource(ABC):
         device: of the buckets that are sent.
     """
 
-    def __init__(self, model: nn.Module, buckets: Sequence[Sequence[WeightInfo]], device: torch.device) -> None:
-        self.model, self.buckets, self.device = model, buckets, device
+    def __init__(self, published: PublishedModel, device: torch.device) -> None:
+        self.model, self.buckets, self.device = published.model, published.plan.buckets, device
+        self._plan = published.plan
+
+    def buckets_in_files(self) -> Sequence[Sequence[WeightInfo]]:
+        """The buckets as the model's files have them.
+
+        Raises:
+            WeightTransferError: some tensors in a file are made of tensors in several buckets.
+        """
+        if self._plan.in_files is None:
+            self._plan.in_files = infos_in_files(self.model, self.buckets)
+        return self._plan.in_files
 
     @abstractmethod
     def bucket(self, number: int, buffer: Tensor | None) -> Bucket | None:
@@ -200,12 +213,19 @@ class WeightSource(ABC):
             buffer: 1-D uint8, which may be used for the bucket; ``None`` on trainers that only take part.
         """
 
-    def prepare_deltas(self) -> Sequence[bool]:
-        """Compare with the base, before any bucket. Called by all trainers. Which buckets are smaller as deltas."""
-        return [False] * len(self.buckets)
+    def compare(self, number: int) -> int | None:
+        """How many words of this trainer's part of a bucket changed since the base; ``None``: it has to be sent whole.
 
-    def delta(self, number: int, is_sender: bool) -> BucketDelta | None:
-        """What changed in a bucket since the base. Called by all trainers, and returned on the one that sends."""
+        Called by all trainers, before :meth:`delta`.
+        """
+        return None
+
+    def delta(self, number: int, changed: Sequence[int], is_sender: bool) -> BucketDelta | None:
+        """What :meth:`compare` found. Called by all trainers, and returned on the one that sends.
+
+        Args:
+            changed: by trainer.
+        """
         raise NotImplementedError
 
 
@@ -213,7 +233,7 @@ class GatheredWeights(WeightSource):
     """The present weights, gathered by the process groups that training uses."""
 
     def __init__(self, published: PublishedModel, ranks: Ranks) -> None:
-        super().__init__(published.model, published.plan.buckets, published.device)
+        super().__init__(published, published.device)
         self._published, self._ranks = published, ranks
 
     def bucket(self, number: int, buffer: Tensor | None) -> Bucket | None:
@@ -260,13 +280,14 @@ class Publication:
         transport, begin = self._transport, time.monotonic()
         try:
             self._run_on_all(lambda: self._begin(transport, version) if transport else None)
-            if self._ranks.gather(transport is not None and transport.accepts_deltas)[0]:
-                are_deltas = self._source.prepare_deltas()
-            else:
-                are_deltas = [False] * len(self._source.buckets)
-            for number, is_delta in enumerate(are_deltas):
-                step = self._send_delta if is_delta else self._send_bucket
-                self._run_on_all(partial(step, number))
+            accepts_deltas = self._ranks.gather(transport is not None and transport.accepts_deltas)[0]
+            for number, infos in enumerate(self._source.buckets):
+                compare = partial(self._source.compare, number)
+                changed: list[Any] = self._run_on_all(compare) if accepts_deltas else [None]
+                if None in changed or BucketDelta.nbytes_of(sum(changed)) > Bucket.nbytes_of(infos):
+                    self._run_on_all(partial(self._send_bucket, number))
+                else:
+                    self._run_on_all(partial(self._send_delta, number, changed))
             self._run_on_all(lambda: transport.finish() if transport else None)
         except BaseException as error:
             if transport is not None:
@@ -277,8 +298,8 @@ class Publication:
     def _begin(self, transport: WeightTransport, version: int) -> None:
         self._buffer = self._new_buffer(self._source.buckets)
         if transport.uses_file_names:
-            found = infos_in_files(self._source.model, self._source.buckets)
-            if found != list(map(list, self._source.buckets)):
+            found = self._source.buckets_in_files()
+            if list(map(list, found)) != list(map(list, self._source.buckets)):
                 self._sent, self._files_buffer = found, self._new_buffer(found)
         transport.begin(version, self._sent)
 
@@ -304,8 +325,8 @@ class Publication:
             tensor.view(_BITS[info.dtype.itemsize]).copy_(found[info.name])
         return target
 
-    def _send_delta(self, number: int) -> None:
-        delta = self._source.delta(number, self._transport is not None)
+    def _send_delta(self, number: int, changed: Sequence[int]) -> None:
+        delta = self._source.delta(number, changed, self._transport is not None)
         if self._transport is None or delta is None:
             return
         if self._files_buffer is not None:
@@ -317,6 +338,7 @@ class Publication:
     def _delta_in_files(self, number: int, delta: BucketDelta) -> BucketDelta:
         """The same changes, as positions in the bucket that the model's files have."""
         assert self._buffer is not None and self._files_buffer is not None
+        delta = BucketDelta(delta.infos, delta.buffer.to(self._source.device))
         bucket, target = Bucket(delta.infos, self._buffer), Bucket(self._sent[number], self._files_buffer)
         positions, words = delta.positions.long(), bucket.buffer.view(torch.int16)
         words.zero_()
@@ -327,22 +349,24 @@ class Publication:
         values = self._in_files(bucket, target).buffer.view(torch.int16)[found]
         return BucketDelta.of_words(target.infos, found, values)
 
-    def _run_on_all(self, step: Callable[[], object]) -> None:
-        """Run ``step`` on all ranks. If it fails on one of them, all raise."""
+    def _run_on_all(self, step: Callable[[], Any]) -> list[Any]:
+        """Run ``step`` on all ranks, and return what each of them returned. If it fails on one of them, all raise."""
         error: BaseException | None = None
+        found = None
         try:
-            step()
+            found = step()
         except BaseException as caught:
             error = caught
         text = f"{type(error).__name__}: {error}"
-        failures = self._ranks.gather(None if error is None else (text, getattr(error, "ranks", ())))
+        told = self._ranks.gather((found, None if error is None else (text, getattr(error, "ranks", ()))))
         if isinstance(error, WeightTransferError) or (error is not None and not isinstance(error, Exception)):
             raise error
         if error is not None:
             raise WeightTransferError(f"weights were not published: {text}") from error
-        for trainer, failure in enumerate(failures):
+        for trainer, (_, failure) in enumerate(told):
             if failure is not None:
                 raise WeightTransferError(f"trainer {trainer}: {failure[0]}", failure[1])
+        return [each for each, _ in told]
 
 
 # -- names in a model's files: transformers joins some tensors in memory, such as those of experts --------------------

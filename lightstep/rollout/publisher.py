@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightstep.checkpoint.background import Pending, start_thread, thread_group
 from lightstep.distributed import Ranks, RemoteRankError, local_tensor
-from lightstep.rollout.publication import Part, Publication, PublishedModel, PublishedWeights, WeightSource
+from lightstep.rollout.publication import Publication, PublishedModel, PublishedWeights, WeightSource
 from lightstep.rollout.transport import (
     Bucket,
     BucketDelta,
@@ -71,7 +71,7 @@ class StagedWeights(WeightSource):
     """
 
     def __init__(self, published: PublishedModel, pool: HostCopyPool, ranks: Ranks, gathering: Ranks) -> None:
-        super().__init__(published.model, published.plan.buckets, torch.device("cpu"))
+        super().__init__(published, torch.device("cpu"))
         self.pool, self.origin, self._ranks = pool, published.device, gathering
         self._parts = published.plan.parts
         self.set_id = uuid.uuid4().hex
@@ -80,7 +80,7 @@ class StagedWeights(WeightSource):
         self._on_device: deque[tuple[int, Tensor]] = deque()  # copies there, by bucket
         self._brought: dict[int, Any] = {}  # events
         self._bringing = threading.Lock()
-        self._changed: list[list[int]] = []
+        self._changed = (torch.empty(0), torch.empty(0))  # positions in the compared bucket's own shards, and words
         self._incoming = torch.empty(0, dtype=torch.uint8, device="cpu")
         own = [[part.shard for part in parts[ranks.rank]] for parts in self._parts]
         sizes = [Bucket.nbytes_of(shards) for shards in own]
@@ -154,51 +154,46 @@ class StagedWeights(WeightSource):
         """Whether this trainer has the same parts of the same tensors as in ``base``."""
         return self._parts == base._parts
 
-    def prepare_deltas(self) -> Sequence[bool]:
-        for number in range(len(self.buckets)):
-            self._wait_for(number)
-        own = [self._count(number) for number in range(len(self.buckets))]
-        self._changed = self._ranks.gather(own)
-        sums = [sum(counts) for counts in zip(*self._changed, strict=True)]
-        return [
-            has_words(infos) and BucketDelta.nbytes_of(changed) <= Bucket.nbytes_of(infos) < _LARGEST
-            for infos, changed in zip(self.buckets, sums, strict=True)
-        ]
-
-    def _count(self, number: int) -> int:
-        return sum(len(words) for *_, words in self._changes(number))
-
-    def _changes(self, number: int) -> Iterator[tuple[Part, Tensor, Tensor]]:
-        """Own parts of a bucket, with positions of changed words in them, and these words. A GPU compares them."""
+    def compare(self, number: int) -> int | None:
+        """As in the base class. A GPU compares them."""
         assert self.base is not None
-        if not has_words(self.buckets[number]):
-            return
-        own = self._parts[number][self._ranks.rank]
-        for part, (_, now), (_, before) in zip(own, self._own[number], self.base._own[number], strict=True):
-            for positions, words in changed_words(now, before, self.origin):
-                yield part, positions, words
+        if not has_words(self.buckets[number]) or Bucket.nbytes_of(self.buckets[number]) >= _LARGEST:
+            return None
+        self._wait_for(number)
+        own, before = self._own[number].buffer, self.base._own[number].buffer
+        self._changed = changed_words(own, before, self.origin)
+        return len(self._changed[0])
 
-    def delta(self, number: int, is_sender: bool) -> BucketDelta | None:
-        infos, starts = self.buckets[number], dict(Bucket(self.buckets[number], self._incoming).starts())
-        found = [
-            BucketDelta.of_words(
-                infos,
-                shard_in_bucket(positions, starts[part.info], part.info, part.region, part.shard.shape),
-                words,
-            )
-            for part, positions, words in self._changes(number)
-        ]
-        own = BucketDelta(infos, joined(infos, found).buffer.cpu() if found else self._incoming[:0])
+    def delta(self, number: int, changed: Sequence[int], is_sender: bool) -> BucketDelta | None:
+        infos = self.buckets[number]
+        own = BucketDelta.of_words(infos, self._in_bucket(number, self._changed[0]), self._changed[1])
         if not is_sender:
             if own.changed:
-                dist.send(own.buffer, group=self._ranks.group, group_dst=0)
+                dist.send(own.buffer.cpu(), group=self._ranks.group, group_dst=0)
             return None
         deltas = [own]
-        for trainer, counts in enumerate(self._changed):
-            if trainer and counts[number]:
-                nbytes = BucketDelta.nbytes_of(counts[number])
-                deltas.append(BucketDelta(infos, self._received(trainer, nbytes).clone()))
-        return joined(infos, deltas)
+        for trainer, count in enumerate(changed):
+            if trainer and count:
+                received = self._received(trainer, BucketDelta.nbytes_of(count))
+                deltas.append(BucketDelta(infos, received.to(self.origin, copy=True)))
+        return joined(infos, deltas) if len(deltas) > 1 else own
+
+    def _in_bucket(self, number: int, positions: Tensor) -> Tensor:
+        """Positions of words in this trainer's shards of a bucket, ascending, as positions in the whole bucket."""
+        infos, parts = self.buckets[number], self._parts[number][self._ranks.rank]
+        own = Bucket([part.shard for part in parts], self._incoming)
+        if not parts or list(own.infos) == list(infos):
+            return positions
+        firsts = [start // 2 for _, start in own.starts()]
+        starts = dict(Bucket(infos, self._incoming).starts())
+        cuts = torch.searchsorted(positions, torch.tensor(firsts, device=positions.device)).tolist()
+        pieces = positions.tensor_split(cuts[1:])
+        return torch.cat(
+            [
+                shard_in_bucket(piece - first, starts[part.info], part.info, part.region, part.shard.shape)
+                for piece, first, part in zip(pieces, firsts, parts, strict=True)
+            ]
+        )
 
 
 def _device_memory(nbytes: int, device: torch.device) -> Tensor | None:
@@ -213,6 +208,7 @@ def _fill(bucket: Bucket, tensors: Mapping[str, Tensor]) -> None:
     pairs = [(target, tensors[shard.name]) for shard, target in bucket]
     if not pairs:
         return
+    bucket.zero_gaps()
     targets, sources = zip(*pairs, strict=True)
     if bucket.buffer.device != sources[0].device:  # cast there, and copy what is smaller
         sources = tuple(source.to(target.dtype) for target, source in pairs)
@@ -379,11 +375,11 @@ class Publisher:
             self._base = base
 
     def _own_stream(self, device: torch.device) -> torch.cuda.StreamContext:
-        """A stream of the threads' own: their copies do not wait for what training has queued.
+        """A stream of the threads' own: their work does not wait for what training has queued.
 
         It is kept: memory that was allocated for one stream is not used again for another one.
         """
         if device.type != "cuda":
             return torch.cuda.stream(None)
-        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream = self._stream or torch.cuda.Stream(device, priority=-1)
         return torch.cuda.stream(self._stream)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightstep.rollout.link import WeightLink
 from lightstep.sharding.model_names import NamedTensor
+from lightstep.state.host_copy_pool import HostCopyPool
 
 
 class WeightTransferError(RuntimeError):
@@ -111,6 +112,13 @@ class Bucket:
         for info in self.infos:
             yield info, start
             start += -(-info.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def zero_gaps(self) -> None:
+        """Zero what is between tensors, so that buckets with equal tensors have equal bytes."""
+        for info, start in self.starts():
+            gap = -info.nbytes % _ALIGNMENT
+            if gap:
+                self.buffer[start + info.nbytes :][:gap].zero_()
 
 
 _ALIGNMENT = 16  # bytes
@@ -251,7 +259,7 @@ def refuse_mismatch(offered: Sequence[WeightInfo], expected: Sequence[WeightInfo
 # -- deltas ------------------------------------------------------------------------------------------------------------
 
 _WORD = 2
-_PIECE = 1 << 24
+_PIECE = 1 << 25
 """Words that are compared at a time."""
 
 
@@ -266,6 +274,7 @@ class HeldWeights:
         self.set_id: str | None = None
         self._receiving: str | None = None
         self._has_last = False  # the last bucket has arrived
+        self._pool = HostCopyPool("keeping the last set of weights for deltas", "Servers without deltas need none")
         self._buffers: dict[tuple[str, ...], Tensor] = {}
 
     def refuse_other_base(self, base: str) -> None:
@@ -280,33 +289,37 @@ class HeldWeights:
         if base:
             self.refuse_other_base(base)
         else:
-            self._buffers.clear()
+            self._clear()
         self.set_id, self._receiving, self._has_last = None, set_id, False
 
     def forget(self) -> None:
         """A set begins that is not kept."""
         self.set_id = self._receiving = None
+        self._clear()
+
+    def _clear(self) -> None:
         self._buffers.clear()
+        self._pool.reset()
 
     def keep(self, bucket: Bucket, is_last: bool) -> None:
         """A bucket arrived whole."""
         key = tuple(info.name for info in bucket.infos)
-        if key in self._buffers and len(self._buffers[key]) == len(bucket.buffer):
-            self._buffers[key].copy_(bucket.buffer)
-        else:
-            self._buffers[key] = bucket.buffer.to("cpu", copy=True)
+        if key not in self._buffers or len(self._buffers[key]) != len(bucket.buffer):
+            self._buffers[key] = self._pool.allocate_bytes(len(bucket.buffer), bucket.buffer.device)
+        self._buffers[key].copy_(bucket.buffer)
         self._has_last = is_last
 
     def apply(self, infos: Sequence[WeightInfo], data: Tensor, is_last: bool) -> Bucket:
-        """The whole bucket, of which ``data`` is the delta's."""
+        """The whole bucket, of which ``data`` is the delta's, on the device of ``data``. An engine may keep it."""
         key = tuple(info.name for info in infos)
         buffer = self._buffers.get(key)
         if buffer is None or len(buffer) != Bucket.nbytes_of(infos):
             raise RuntimeError(f"a delta to a bucket that is not here: {key[0]}, ...")
-        delta = BucketDelta(infos, data.cpu())
-        buffer.view(torch.int16)[delta.positions.long()] = delta.values
+        delta, whole = BucketDelta(infos, data), buffer.to(data.device, copy=True)
+        whole.view(torch.int16)[delta.positions.long()] = delta.values
+        buffer.copy_(whole)
         self._has_last = is_last
-        return Bucket(infos, buffer)
+        return Bucket(infos, whole)
 
     def end(self) -> None:
         """The set ends here. It counts as complete if its last bucket has arrived."""
@@ -337,8 +350,7 @@ def receive_bucket(link: WeightLink, held: HeldWeights, infos: Sequence[WeightIn
         data = torch.empty(BucketDelta.nbytes_of(place.changed), dtype=torch.uint8, device=link.device)
         if place.changed:
             link.broadcast(data)
-        whole = held.apply(infos, data, place.is_last)
-        return Bucket(infos, whole.buffer.to(link.device, copy=True))  # an engine may keep what it is given
+        return held.apply(infos, data, place.is_last)
     bucket = Bucket(infos, torch.empty(Bucket.nbytes_of(infos), dtype=torch.uint8, device=link.device))
     link.broadcast(bucket.buffer)
     if place.set_id:
@@ -351,17 +363,20 @@ def has_words(infos: Sequence[WeightInfo]) -> bool:
     return all(info.dtype.itemsize % _WORD == 0 for info in infos)
 
 
-def changed_words(tensor: Tensor, base: Tensor, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """The words that differ, in contiguous tensors, piece by piece: positions (int64), and the words there (int16).
+def changed_words(buffer: Tensor, base: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The words that differ between two buffers: positions (int64, ascending), and the words in the first (int16).
 
     Args:
-        device: where they are compared, and where the results are.
+        device: where they are compared piece by piece, and where the results are.
     """
-    pieces = zip(_words(tensor).split(_PIECE), _words(base).split(_PIECE), strict=True)
+    positions, words = [], []
+    pieces = zip(buffer.view(torch.int16).split(_PIECE), base.view(torch.int16).split(_PIECE), strict=True)
     for number, (own, other) in enumerate(pieces):
-        words = own.to(device, non_blocking=True)
-        positions = (words != other.to(device, non_blocking=True)).nonzero().view(-1)
-        yield positions + number * _PIECE, words[positions]
+        here = own.to(device, non_blocking=True)
+        found = (here != other.to(device, non_blocking=True)).nonzero().view(-1)
+        positions.append(found + number * _PIECE)
+        words.append(here[found])
+    return torch.cat(positions), torch.cat(words)
 
 
 def shard_in_bucket(
@@ -388,7 +403,3 @@ def joined(infos: Sequence[WeightInfo], deltas: Sequence[BucketDelta]) -> Bucket
     """One delta of all."""
     positions = torch.cat([delta.positions for delta in deltas])
     return BucketDelta.of_words(infos, positions, torch.cat([delta.values for delta in deltas]))
-
-
-def _words(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.int16)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import time
 from typing import Any
 
@@ -17,7 +15,7 @@ from lightstep.state.lanes import CopyLane
 from tests.reference.tiny_llama import VOCABULARY, make_llama
 from tests.rollout_servers import FakeVllm
 from tests.unit.test_publishing import STATES, Slow
-from tests.vllm_receiver import VllmReceiver, imported_engine, vllm_folder
+from tests.vllm_receiver import VllmReceiver, imported_engine, nccl_library, vllm_folder
 
 pytestmark = pytest.mark.gpu
 
@@ -162,17 +160,8 @@ def test_a_server_on_another_gpu_gets_them_over_nccl(deltas: bool) -> None:
     server.kill()
 
 
-def has_nccl_library() -> bool:
-    """vLLM loads nccl's library by its name; torch may have it within its own."""
-    try:
-        ctypes.CDLL(os.environ.get("VLLM_NCCL_SO_PATH") or "libnccl.so.2")
-    except OSError:
-        return False
-    return True
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.skipif(not has_nccl_library(), reason="needs libnccl.so.2; VLLM_NCCL_SO_PATH names it")
+@pytest.mark.skipif(nccl_library() is None, reason="needs a library of NCCL in torch's version")
 @pytest.mark.skipif(vllm_folder() is None, reason="needs vLLM's Python files: python -m tests.vllm_receiver packs them")
 def test_vllms_own_engine_gets_them_over_nccl() -> None:
     """Its receiver is vLLM's, and what it loads into a stand-in."""

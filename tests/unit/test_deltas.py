@@ -299,10 +299,6 @@ def test_a_receiver_applies_deltas_to_nothing_else_than_their_base() -> None:
 def test_positions_of_a_shard_in_its_bucket(dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightstep.rollout.transport._PIECE", 37)
 
-    def changes(tensor: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-        positions, words = zip(*changed_words(tensor, base, torch.device("cpu")), strict=True)
-        return torch.cat(positions), torch.cat(words)
-
     infos = [WeightInfo(("a",), (3,), torch.bfloat16), WeightInfo(("b",), (4, 6, 8), dtype)]
     before = Bucket(infos, torch.zeros(Bucket.nbytes_of(infos), dtype=torch.uint8))
     after = Bucket(infos, torch.zeros(Bucket.nbytes_of(infos), dtype=torch.uint8))
@@ -311,11 +307,12 @@ def test_positions_of_a_shard_in_its_bucket(dtype: torch.dtype, dim: int, monkey
     place = [slice(0, size) if i != dim else slice(1, 3) for i, size in enumerate((4, 6, 8))]
     whole = dict(after)[infos[1]]
     shard = whole[tuple(region)]
-    shard.copy_(torch.randint(0, 2, shard.shape))
-    found, words = changes(shard.contiguous(), torch.zeros(shard.shape, dtype=dtype))
+    shard.copy_(torch.randint(0, 2, shape := shard.shape))
+    shard, cpu = shard.contiguous().view(-1), torch.device("cpu")
+    found, words = changed_words(shard, torch.zeros_like(shard), cpu)
     start = dict(after.starts())[infos[1]]
-    positions = shard_in_bucket(found, start, infos[1], place, shard.shape)
-    expected, expected_words = changes(after.buffer, before.buffer)
+    positions = shard_in_bucket(found, start, infos[1], place, shape)
+    expected, expected_words = changed_words(after.buffer, before.buffer, cpu)
     order = positions.argsort()
     assert torch.equal(positions[order], expected) and torch.equal(words[order], expected_words)
 
