@@ -1,10 +1,11 @@
 """Publishes a Llama to a server's stand-in in another process: time, stall of the loop, iterations meanwhile, and bytes
-with and without deltas. On two GPUs the trainer has the first one, and the server the second one, over nccl; else the
-server is on the CPU, over gloo. A delta is what one step has changed.
+with and without deltas. Where there are more GPUs than trainers, the server has the next one, over nccl; else it is on
+the CPU, over gloo. A delta is what one step has changed.
 
 python -m tests.measure_publishing                      # 25 M parameters on the CPU, over gloo
 python -m tests.measure_publishing --llama-3b           # 3.2 B parameters, the shape of Llama-3.2-3B
 python -m tests.measure_publishing --vllm PYTHON        # to a real server, on the CPU; or --sglang
+torchrun --nproc-per-node 3 -m tests.measure_publishing --llama-3b --strategy fsdp2     # from several trainers
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightstep import SglangServer, Strategy, VllmServer
@@ -38,6 +40,7 @@ GIB = 2**30
 PIECE = 2**24
 ROWS = ((1e-6, False), (1e-6, True), (1e-5, True))
 """Learning rates, and whether deltas are sent."""
+TRAINERS, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 
 
 def make_model(args: argparse.Namespace) -> nn.Module:
@@ -57,7 +60,8 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
     """Two sums of each tensor's words, one of them with a weight for each position. Computed where the tensor is."""
     found: dict[str, tuple[int, int]] = {}
     for name, tensor in tensors:
-        words, plain, weighted = tensor.bfloat16().contiguous().view(-1).view(torch.int16), [], []
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        words, plain, weighted = whole.bfloat16().contiguous().view(-1).view(torch.int16), [], []
         for start in range(0, len(words), PIECE):
             piece = words[start : start + PIECE].long()
             places = torch.arange(start, start + len(piece), device=piece.device) % 65521 + 1
@@ -81,13 +85,18 @@ def serve(args: argparse.Namespace, pipe: Connection) -> None:
         pipe.send(digest(server.process.weights.items()))
 
 
+def has_own_gpu() -> bool:
+    """The server has."""
+    return torch.cuda.device_count() > TRAINERS
+
+
 @contextlib.contextmanager
 def stand_in(args: argparse.Namespace) -> Iterator[tuple[str, Connection]]:
     """Its URL, and what asks it for digests."""
     processes = multiprocessing.get_context("spawn")
     pipe, other = processes.Pipe()
     server = processes.Process(target=serve, args=(args, other), daemon=True)
-    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "1" if torch.cuda.device_count() > 1 else ""}):
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": str(TRAINERS) if has_own_gpu() else ""}):
         server.start()
     yield pipe.recv(), pipe
     pipe.send("end")
@@ -110,6 +119,11 @@ def real_server(args: argparse.Namespace) -> Iterator[tuple[str, None]]:
             server.kill()
 
 
+@contextlib.contextmanager
+def other_trainer(args: argparse.Namespace) -> Iterator[tuple[str, None]]:
+    yield "http://known-to-the-first-one", None
+
+
 class Measurement:
     def __init__(self, args: argparse.Namespace, url: str) -> None:
         self.client = SglangServer if args.sglang else VllmServer
@@ -119,7 +133,7 @@ class Measurement:
         self.optimizer: Any = self.strategy.create_optimizer(self.model, lr=1e-6, weight_decay=0.0)
         self.device = self.strategy.device
         self.vocabulary, self.iterations = self.model.config.vocab_size, args.iterations
-        self.url = url
+        self.url, self.checks = url, not (args.vllm or args.sglang)
 
     def step(self, tokens: int) -> None:
         batch = torch.randint(0, self.vocabulary, (1, tokens), device=self.device)
@@ -156,7 +170,7 @@ class Measurement:
         """Publications that the loop does not wait for, with iterations meanwhile. Prints medians."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        backend = None if torch.cuda.device_count() > 1 else "gloo"
+        backend = None if has_own_gpu() else "gloo"
         servers = self.client(self.url, timeout_s=120, backend=backend, deltas=deltas)
         for _ in range(2):  # connects the two, and page-locks memory
             self.strategy.publish_weights(self.model, servers, wait=False)
@@ -168,7 +182,7 @@ class Measurement:
             if deltas:  # to a set of one step before
                 self.strategy.publish_weights(self.model, servers)
             self.step(tokens)
-            expected = digest(self.model.named_parameters()) if number == 0 and pipe is not None else None
+            expected = digest(self.model.named_parameters()) if number == 0 and self.checks else None
             self.synchronize()
             begin = time.monotonic()
             self.strategy.publish_weights(self.model, servers, wait=False)
@@ -187,6 +201,8 @@ class Measurement:
                 pipe.send("digest")
                 assert pipe.recv() == expected, "what arrived is not what was published"
         servers.close()
+        if RANK:
+            return
         size, seconds = statistics.median(r.nbytes for r in reports), statistics.median(r.seconds for r in reports)
         call, copy = statistics.median(calls) * 1e3, statistics.median(copies) * 1e3
         say(
@@ -199,8 +215,9 @@ class Measurement:
 
 
 def say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    if RANK == 0:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
 
 
 def link(device: torch.device) -> str:
@@ -238,12 +255,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(2)
     links.CHANNELS = args.channels
-    with (real_server if args.vllm or args.sglang else stand_in)(args) as (url, pipe):
+    if torch.cuda.is_available():
+        torch.cuda.set_device(RANK)
+    server = other_trainer if RANK else real_server if args.vllm or args.sglang else stand_in
+    with server(args) as (url, pipe):
         measurement = Measurement(args, url)
         count = sum(p.numel() for p in measurement.model.parameters()) / 1e6
         for _ in range(3):
             measurement.step(args.tokens[0])
-        say(f"{count:.0f} M parameters, {args.strategy}; {link(measurement.device)}")
+        say(f"{count:.0f} M parameters, {args.strategy}, {TRAINERS} trainers; {link(measurement.device)}")
         for tokens in args.tokens:
             for lr, deltas in ROWS[: 1 if args.sglang else args.rows]:
                 measurement.row(tokens, lr, deltas, args.steps, pipe)
