@@ -1,17 +1,22 @@
 """Full fine-tuning of Llama-3.1-8B with everything on the host, and a limit on the device's memory.
 
     python -m tests.measure_offload --gpu-memory 24
+    python -m tests.measure_offload --save FOLDER     # three steps, a checkpoint, two steps
+    python -m tests.measure_offload --load FOLDER     # in a new process: the same two steps
 
-Prints time and peak memory of forward and backward alone (without a limit, weights on the device), of a step with one
-micro-batch, and of one with several. It needs a GPU with room for weights and gradients (40 GB), for the first line.
+The first prints time and peak memory of forward and backward alone (without a limit, weights on the device), of a step
+with one micro-batch, and of one with several. It needs a GPU with room for weights and gradients (40 GB), for that.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,18 +61,60 @@ def alone(shape: LlamaShape) -> None:
     timed(f"forward and backward alone, {4 * SEQUENCE} tokens", iterate)
 
 
-def offloaded(shape: LlamaShape, gpu_memory: float, update: str) -> None:
+def set_up(shape: LlamaShape, gpu_memory: float, update: str) -> tuple[lightstep.Strategy, Any, Any]:
+    """A strategy, a prepared model, and its optimizer."""
     keys = {
         "optimizer_state.update": update,
         "precision.reduce": "parameters",
         "weights.device_mib": 3600,
         "sharding.activation_checkpointing": True,
     }
+    begin = time.perf_counter()
     strategy = lightstep.Strategy.load("offload", overrides=keys)
     model = strategy.prepare_model(Llama.make(shape, torch.device("cuda"), length=SEQUENCE))
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(gpu_memory * 1e9 / torch.cuda.mem_get_info()[1])
     optimizer = strategy.create_optimizer(model, lr=1e-6)
+    say(f"set-up: {time.perf_counter() - begin:.0f} s; {host_peak()}")
+    return strategy, model, optimizer
+
+
+def host_peak() -> str:
+    return (
+        f"host memory of the process at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9:.0f} GB"
+    )
+
+
+def saved(shape: LlamaShape, gpu_memory: float, update: str, folder: Path, loads: bool) -> None:
+    """Steps before and after a checkpoint, or after it alone. Losses and norms of those after it are printed."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    strategy, model, optimizer = set_up(shape, gpu_memory, update)
+    torch.manual_seed(1)
+    batches = [batch(shape, SEQUENCE) for _ in range(5)]
+
+    def train(*numbers: int) -> list[tuple[float, float]]:
+        found = []
+        for number in numbers:
+            loss = model(*batches[number])
+            optimizer.backward(loss)
+            found.append((float(loss), float(optimizer.step().grad_norm)))
+        return found
+
+    if not loads:
+        train(0, 1, 2)
+    begin = time.perf_counter()
+    (strategy.load_checkpoint if loads else strategy.save_checkpoint)(folder, model, optimizer)
+    seconds, nbytes = (
+        time.perf_counter() - begin,
+        sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+    )
+    say(f"{'loaded' if loads else 'saved'} {nbytes / 1e9:.1f} GB in {seconds:.0f} s; {host_peak()}")
+    say(f"losses and norms of the next two steps: {train(3, 4)}; {host_peak()}")
+    strategy.close()
+
+
+def offloaded(shape: LlamaShape, gpu_memory: float, update: str) -> None:
+    strategy, model, optimizer = set_up(shape, gpu_memory, update)
 
     def step(tokens: int, micro_batches: int) -> Callable[[], None]:
         def iterate() -> None:
@@ -90,8 +137,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu-memory", type=float, default=24.0, help="GB that this process may allocate")
     parser.add_argument("--update", default="next_forward", help="optimizer_state.update")
+    parser.add_argument("--params", type=float, default=8e9)
+    parser.add_argument("--save", type=Path, metavar="FOLDER")
+    parser.add_argument("--load", type=Path, metavar="FOLDER")
     given = parser.parse_args()
-    shape = LlamaShape.nearest(8_000_000_000, released=True)
+    shape = LlamaShape.nearest(int(given.params), released=True)
+    if given.save or given.load:
+        saved(shape, given.gpu_memory, given.update, given.save or given.load, bool(given.load))
+        return
     alone(shape)
     torch.cuda.empty_cache()
     offloaded(shape, given.gpu_memory, given.update)
