@@ -25,10 +25,12 @@ from lightstep.precision.moments_int8_triton import (
     decode_positive,
     decode_signed,
     encode_in_eights,
+    inverse,
     places_in_eights,
     quotient,
     share_of_noise,
     sign_bytes,
+    signs_of,
 )
 from lightstep.precision.moments_triton import mix, noise_of
 from lightstep.precision.noise import salt_of, signed
@@ -40,8 +42,8 @@ _SALTS = tuple(signed(salt_of(name)) for name in ("exp_avg", "exp_avg_sq", "max_
 
 
 @triton.jit
-def _load_moment(codes, scales, signs, where, KEPT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A moment in fp32, with the sign that it is kept with. (Also a weight, which is in bf16.)"""
+def _load_moment(codes, scales, where, KEPT: tl.constexpr, POSITIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A moment in fp32; if it is positive and in 8 bits, without the sign that it is kept with. (Also a weight.)"""
     place, eight, inside, left, _ = where
     code = tl.load(codes + place, mask=inside, other=0)
     if KEPT == 0:
@@ -50,11 +52,28 @@ def _load_moment(codes, scales, signs, where, KEPT: tl.constexpr):  # type: igno
         return (code.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         scale = tl.load(scales + eight // (KEPT // 8), mask=eight * 8 < left, other=0)[:, None]
-        if signs is not None:
-            byte = tl.load(signs + eight, mask=eight * 8 < left, other=0)
-            return decode_positive(code, scale, byte[:, None], place)
+        if POSITIVE:
+            return decode_positive(code, scale)
         else:
             return decode_signed(code, scale)
+
+
+@triton.jit
+def _load_square(codes, scales, signs, where, KEPT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The magnitude of a moment of squares, and the sign that it is kept with (int32, 0 or 1)."""
+    _, eight, _, left, _ = where
+    value = _load_moment(codes, scales, where, KEPT, True)
+    if signs is not None:
+        negative = signs_of(tl.load(signs + eight, mask=eight * 8 < left, other=0))
+    else:
+        negative = (value.to(tl.int32, bitcast=True) >> 31) & 1
+    return tl.abs(value), negative
+
+
+@triton.jit
+def _with_sign(value, negative):  # type: ignore[no-untyped-def]
+    bits = (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (negative << 31)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -78,8 +97,47 @@ def _rounded(bits, noise):  # type: ignore[no-untyped-def]
 def _store_moment(  # type: ignore[no-untyped-def]
     codes,
     scales,
+    value,
+    numbers,
+    where,
+    window,
+    SALT: tl.constexpr,
+    KEPT: tl.constexpr,
+    POSITIVE: tl.constexpr,
+    NOISY: tl.constexpr,
+    JUMPS: tl.constexpr,
+):
+    """Keep fp32 numbers; of positive ones in 8 bits not the signs."""
+    place, eight, inside, left, _ = where
+    if NOISY:
+        noise = _noise(numbers, where, window, SALT, JUMPS)
+    if KEPT == 0:
+        tl.store(codes + place, value, mask=inside)
+    elif KEPT == 1:
+        bits = value.to(tl.int32, bitcast=True)
+        if NOISY:
+            tl.store(codes + place, _rounded(bits, noise), mask=inside)
+        else:  # a NaN's sign is lost in a cast
+            code = value.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+            code = (code & 0x7FFF) | ((bits >> 16) & 0x8000)
+            tl.store(codes + place, code.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+    else:
+        up = 0.5
+        if NOISY:
+            up = share_of_noise(noise)
+        code, scale = encode_in_eights(value, up, POSITIVE, KEPT)
+        is_first = (eight % (KEPT // 8) == 0) & (eight * 8 < left)
+        tl.store(scales + eight // (KEPT // 8), scale, mask=is_first)
+        tl.store(codes + place, code, mask=inside)
+
+
+@triton.jit
+def _store_square(  # type: ignore[no-untyped-def]
+    codes,
+    scales,
     signs,
-    bits,
+    value,
+    negative,
     numbers,
     where,
     window,
@@ -88,30 +146,13 @@ def _store_moment(  # type: ignore[no-untyped-def]
     NOISY: tl.constexpr,
     JUMPS: tl.constexpr,
 ):
-    """Keep the fp32 numbers with these bits."""
-    place, eight, inside, left, _ = where
-    if NOISY:
-        noise = _noise(numbers, where, window, SALT, JUMPS)
-    if KEPT == 0:
-        tl.store(codes + place, bits.to(tl.float32, bitcast=True), mask=inside)
-    elif KEPT == 1:
-        if NOISY:
-            tl.store(codes + place, _rounded(bits, noise), mask=inside)
-        else:  # a NaN's sign is lost in a cast
-            code = bits.to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
-            code = (code & 0x7FFF) | ((bits >> 16) & 0x8000)
-            tl.store(codes + place, code.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+    """Keep a moment of squares with these signs."""
+    _, eight, _, left, _ = where
+    if signs is not None:
+        tl.store(signs + eight, sign_bytes(negative), mask=eight * 8 < left)
     else:
-        if NOISY:
-            up = share_of_noise(noise)
-        else:
-            up = tl.full(place.shape, 0.5, tl.float32)
-        code, scale = encode_in_eights(bits, up, signs is not None, KEPT)
-        is_first = (eight % (KEPT // 8) == 0) & (eight * 8 < left)
-        tl.store(scales + eight // (KEPT // 8), scale.to(tl.float32, bitcast=True), mask=is_first)
-        if signs is not None:
-            tl.store(signs + eight, sign_bytes(bits), mask=eight * 8 < left)
-        tl.store(codes + place, code.to(tl.uint8), mask=inside)
+        value = _with_sign(value, negative)
+    _store_moment(codes, scales, value, numbers, where, window, SALT, KEPT, True, NOISY, JUMPS)
 
 
 @triton.jit
@@ -160,18 +201,18 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
     updates = tl.load(step).to(tl.int32) + 1
     where = (place, eight, inside, left, updates)
     g = tl.load(gradient + place, mask=inside, other=0).to(tl.float32)
-    m = _load_moment(exp_avg, scales, None, where, KEPT)
-    v = _load_moment(exp_avg_sq, sq_scales, sq_signs, where, KEPT)
-    if low is not None:
-        signed = v.to(tl.int32, bitcast=True)
-        v = (signed & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    m = _load_moment(exp_avg, scales, where, KEPT, False)
+    v, negative = _load_square(exp_avg_sq, sq_scales, sq_signs, where, KEPT)
+    if low is None:
+        v = _with_sign(v, negative)
+    else:
         code = tl.load(weight + place, mask=inside, other=0).to(tl.int16, bitcast=True).to(tl.int32)
         lower = tl.load(low + place, mask=inside, other=0).to(tl.int32) & 0xFFFF
-        p = (((code - ((signed >> 31) & 1)) << 16) | lower).to(tl.float32, bitcast=True)
-    elif master is not None:
+        p = (((code - negative) << 16) | lower).to(tl.float32, bitcast=True)
+    if master is not None:
         p = tl.load(master + place, mask=inside, other=0)
-    else:
-        p = _load_moment(weight, None, None, where, 1)
+    elif low is None:
+        p = _load_moment(weight, None, where, 1, False)
 
     if learning_rate is not None:
         lr = tl.load(learning_rate)
@@ -196,37 +237,50 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
     v = tl.fma(beta2, v, tl.fma(beta2 * -1.0, square, square))
     largest = v
     if max_exp_avg_sq is not None:
-        before = _load_moment(max_exp_avg_sq, max_scales, max_signs, where, KEPT)
+        before, before_negative = _load_square(max_exp_avg_sq, max_scales, max_signs, where, KEPT)
+        before = _with_sign(before, before_negative)
         largest = tl.where(before < v, v, before)
-        bits = largest.to(tl.int32, bitcast=True)
-        _store_moment(max_exp_avg_sq, max_scales, max_signs, bits, numbers, where, window, MAX_SALT, KEPT, NOISY, JUMPS)
+        _store_square(
+            max_exp_avg_sq,
+            max_scales,
+            max_signs,
+            largest,
+            (largest.to(tl.int32, bitcast=True) >> 31) & 1,
+            numbers,
+            where,
+            window,
+            MAX_SALT,
+            KEPT,
+            NOISY,
+            JUMPS,
+        )
     size = tl.sqrt_rn(largest)
-    size = tl.where(size < float("inf"), quotient(size, root, tl.div_rn(1.0, root)), size)
+    rounded, rest = inverse(root)
+    # The root is at most 1, and the quotient of infinity a NaN.
+    size = tl.maximum(size, quotient(size, root, rounded, rest))
     p = p - tl.div_rn(rate * m, size + eps)
 
-    bits = m.to(tl.int32, bitcast=True)
-    _store_moment(exp_avg, scales, None, bits, numbers, where, window, SALT, KEPT, NOISY, JUMPS)
-    second = v.to(tl.int32, bitcast=True)
+    _store_moment(exp_avg, scales, m, numbers, where, window, SALT, KEPT, False, NOISY, JUMPS)
+    bits = p.to(tl.int32, bitcast=True)
     if low is not None:
-        bits = p.to(tl.int32, bitcast=True)
-        upper = bits >> 16
-        rounded = (bits + 0x7FFF + (upper & 1)) >> 16
-        truncated = upper + ((upper & 0x7F) == 0).to(tl.int32)
-        code = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, truncated, rounded)
-        tl.store(weight + place, code.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+        rounded = p.to(tl.bfloat16)  # of NaNs a subtraction gives only 0x7FFFFFFF, whose upper half this is
+        tl.store(weight + place, rounded, mask=inside)
         tl.store(low + place, bits.to(tl.int16), mask=inside)
-        second = (second & 0x7FFFFFFF) | (((code - upper) & 1) << 31)
-        add_to_mark(mark, code.to(tl.int16).to(tl.int32), start + place, inside)
-    elif master is None:
-        noise = _noise(numbers, where, window, WEIGHT_SALT, JUMPS)
-        tl.store(weight + place, _rounded(p.to(tl.int32, bitcast=True), noise), mask=inside)
+        code = rounded.to(tl.int16, bitcast=True).to(tl.int32)
+        negative = (code ^ (bits >> 16)) & 1
+        add_to_mark(mark, code, start + place, inside)
     else:
-        tl.store(master + place, p, mask=inside)
-        if weight is not None:
-            rounded = p.to(weight.dtype.element_ty)
-            tl.store(weight + place, rounded, mask=inside)
-            add_to_mark(mark, rounded.to(tl.int16, bitcast=True).to(tl.int32), start + place, inside)
-    _store_moment(exp_avg_sq, sq_scales, sq_signs, second, numbers, where, window, SQ_SALT, KEPT, NOISY, JUMPS)
+        negative = (v.to(tl.int32, bitcast=True) >> 31) & 1
+        if master is None:
+            noise = _noise(numbers, where, window, WEIGHT_SALT, JUMPS)
+            tl.store(weight + place, _rounded(bits, noise), mask=inside)
+        else:
+            tl.store(master + place, p, mask=inside)
+            if weight is not None:
+                rounded = p.to(weight.dtype.element_ty)
+                tl.store(weight + place, rounded, mask=inside)
+                add_to_mark(mark, rounded.to(tl.int16, bitcast=True).to(tl.int32), start + place, inside)
+    _store_square(exp_avg_sq, sq_scales, sq_signs, v, negative, numbers, where, window, SQ_SALT, KEPT, NOISY, JUMPS)
 
 
 @triton.jit(do_not_specialize=["length"])

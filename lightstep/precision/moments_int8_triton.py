@@ -69,28 +69,32 @@ if available:
     @triton.jit
     def decode_signed(code, scale):  # type: ignore[no-untyped-def]
         """The fp32 values of codes of numbers with a sign."""
-        signed = code.to(tl.int8, bitcast=True).to(tl.int32)
-        bits = (power(tl.abs(signed).to(tl.float32), False) * scale).to(tl.int32, bitcast=True)
-        return (bits | (signed & -2147483648)).to(tl.float32, bitcast=True)
+        signed = ((code ^ 0x80).to(tl.int32) + 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 128
+        bits = (power(tl.abs(signed), False) * scale).to(tl.int32, bitcast=True)
+        return (bits | (signed.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
 
     @triton.jit
-    def decode_positive(code, scale, byte, place):  # type: ignore[no-untyped-def]
-        """The fp32 values of codes of numbers that are never negative; ``byte`` has the sign of each at ``place``."""
-        bits = (power(code.to(tl.float32), True) * scale).to(tl.int32, bitcast=True)
-        sign = (byte.to(tl.int32) >> (place % 8).to(tl.int32)) & 1
-        return (bits | (sign << 31)).to(tl.float32, bitcast=True)
+    def decode_positive(code, scale):  # type: ignore[no-untyped-def]
+        """The fp32 values of codes of numbers that are never negative."""
+        return power((code.to(tl.int32) + 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0, True) * scale
 
     @triton.jit
     def share_of_noise(noise):  # type: ignore[no-untyped-def]
         """The part of a step that 16 bits of noise stand for."""
-        return (noise >> 4).to(tl.float32) * 0.000244140625 + 0.0001220703125
+        large = ((noise >> 4) + 0x4B000000).to(tl.float32, bitcast=True)  # 2^23 more than the upper 12 bits
+        return tl.fma(large, 0.000244140625, -2047.9998779296875)
 
     @triton.jit
-    def quotient(x, divisor, reciprocal):  # type: ignore[no-untyped-def]
-        """``x / divisor``, correctly rounded, from the divisor's rounded reciprocal; nothing is infinite or tiny."""
-        found = x * reciprocal
-        found = tl.fma(tl.fma(found * -1.0, divisor, x), reciprocal, found)
-        return tl.fma(tl.fma(found * -1.0, divisor, x), reciprocal, found)
+    def inverse(divisor):  # type: ignore[no-untyped-def]
+        """The rounded reciprocal, and what it lacks of the exact one."""
+        rounded = tl.div_rn(1.0, divisor)
+        return rounded, tl.fma(rounded * -1.0, divisor, 1.0) * rounded
+
+    @triton.jit
+    def quotient(x, divisor, rounded, rest):  # type: ignore[no-untyped-def]
+        """``x / divisor``, correctly rounded, with the divisor's :func:`inverse`; nothing is infinite or tiny."""
+        found = tl.fma(x, rounded, x * rest)
+        return tl.fma(tl.fma(found * -1.0, divisor, x), rounded, found)
 
     @triton.jit
     def places_in_eights(TILE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -98,44 +102,54 @@ if available:
         return tl.arange(0, TILE // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
 
     @triton.jit
-    def encode_in_eights(bits, up, POSITIVE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Codes (int32, ``[n / 8, 8]``) and scales (the bits of fp32 numbers, ``[n / 8]``) of fp32 numbers.
+    def _larger(x, y):  # type: ignore[no-untyped-def]
+        return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+    @triton.jit
+    def encode_in_eights(value, up, POSITIVE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Codes (uint8, ``[n / 8, 8]``) and scales (``[n / 8]``) of fp32 numbers.
 
         Args:
-            bits: of the numbers, ``[n / 8, 8]``.
+            value: ``[n / 8, 8]``.
             up: the part of a step that is rounded up.
         """
-        magnitude = bits & 0x7FFFFFFF
-        largest = tl.max(magnitude, axis=1)
+        magnitude = tl.abs(value)
+        largest = tl.reduce(magnitude, 1, _larger)
         EIGHTS: tl.constexpr = BLOCK // 8
         rows = tl.reshape(largest, (largest.shape[0] // EIGHTS, EIGHTS))
-        scale = tl.reshape(tl.broadcast_to(tl.max(rows, axis=1)[:, None], rows.shape), largest.shape)
-        scale = tl.where(scale < 0x7F800000, scale, 0x7FC00000)
+        scale = tl.reshape(tl.broadcast_to(tl.reduce(rows, 1, _larger)[:, None], rows.shape), largest.shape)
+        scale = tl.where(scale < float("inf"), scale.to(tl.int32, bitcast=True), 0x7FC00000)
         # Both are multiplied by a power of two that brings the divisor near 1. What gets tiny by that has code 0.
         near_1 = ((254 - tl.minimum(scale >> 23, 253)) << 23).to(tl.float32, bitcast=True)
         divisor = tl.maximum(scale, 1).to(tl.float32, bitcast=True) * near_1
-        reciprocal = tl.div_rn(1.0, divisor)
-        part = magnitude.to(tl.float32, bitcast=True) * near_1[:, None]
-        part = quotient(part, divisor[:, None], reciprocal[:, None])
-        root = tl.sqrt(part)  # not exact: the guess is right or one too low
-        steps = 127.0
+        rounded, rest = inverse(divisor)
+        part = quotient(magnitude * near_1[:, None], divisor[:, None], rounded[:, None], rest[:, None])
+        # The root's error is less than 1/8192 of a step, so whatever `up` is, its floor is the code or one too low.
         if POSITIVE:
-            root = tl.sqrt(root)
             steps = 255.0
-        code = tl.floor(root * steps + (up - 0.001))
-        code = tl.where(power(code + 1.0 - up, POSITIVE) <= part, code + 1.0, code)
-        code = tl.minimum(tl.maximum(code, 0.0), steps)
-        if POSITIVE:
-            code = tl.where(magnitude > 0, tl.maximum(code, 1.0), 0.0)
-        code = tl.where(part == part, code, steps).to(tl.int32)
+            least = tl.minimum(magnitude * 1.7014118346046923e38, 2.3651323e-10)  # 0 has code 0, the rest 1 or more
+            part = _larger(part, least)
+            root = tl.fma(tl.rsqrt(tl.rsqrt(part)), steps, -0.5)
+        else:
+            steps = 127.0
+            root = tl.fma(part, tl.rsqrt(tl.fma(part, 6.2000124e-05, 1e-37)), -0.5)
+        code = tl.minimum(root + 12582912.0, 12582912.0 + steps)  # 3 * 2^22: rounded to integers; NaN has all steps
+        next_one = code - 12582911.0
+        code = tl.where(power(next_one - up, POSITIVE) <= part, code + 1.0, code)
         if not POSITIVE:
-            code = tl.where(bits < 0, -code, code)
-        return code, scale
+            sign = value.to(tl.int32, bitcast=True) & -2147483648
+            code = ((code - 12582912.0).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True) + 12582912.0
+        return code.to(tl.int32, bitcast=True).to(tl.uint8), scale.to(tl.float32, bitcast=True)
 
     @triton.jit
-    def sign_bytes(bits):  # type: ignore[no-untyped-def]
-        """The signs of numbers with these bits (``[n / 8, 8]``), eight in a byte."""
-        return tl.sum(((bits >> 31) & 1) << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
+    def signs_of(bytes):  # type: ignore[no-untyped-def]
+        """The eight bits of bytes (``[n / 8]``), as int32 (``[n / 8, 8]``)."""
+        return (bytes.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1
+
+    @triton.jit
+    def sign_bytes(signs):  # type: ignore[no-untyped-def]
+        """Bytes of eight bits."""
+        return tl.sum(signs << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
 
     @triton.jit(do_not_specialize=["n"])
     def _decode_kernel(out, codes, scales, signs, n, BLOCK: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -144,8 +158,10 @@ if available:
         code = tl.load(codes + place, mask=inside, other=0)
         scale = tl.load(scales + place // BLOCK, mask=inside, other=0)
         if signs is not None:
-            byte = tl.load(signs + place // 8, mask=inside, other=0)
-            tl.store(out + place, decode_positive(code, scale, byte, place), mask=inside)
+            byte = tl.load(signs + place // 8, mask=inside, other=0).to(tl.int32)
+            bits = decode_positive(code, scale).to(tl.int32, bitcast=True)
+            bits |= (byte >> (place % 8).to(tl.int32)) << 31
+            tl.store(out + place, bits.to(tl.float32, bitcast=True), mask=inside)
         else:
             tl.store(out + place, decode_signed(code, scale), mask=inside)
 
@@ -172,19 +188,18 @@ if available:
         place = first + places_in_eights(TILE)
         inside = place < n
         bits = tl.load(value + place, mask=inside, other=0)
-        if step is None:
-            up = tl.full(place.shape, 0.5, tl.float32)
-        else:
+        up = 0.5
+        if step is not None:
             a = mix(tl.load(step).to(tl.int32) * -2048144777 + salt)
             up = share_of_noise(
                 noise_of(numbers, place, inside, a, mix(a + -1028477379), start, inner, jump, skipped, JUMPS)
             )
-        code, scale = encode_in_eights(bits, up, signs is not None, BLOCK)
+        code, scale = encode_in_eights(bits.to(tl.float32, bitcast=True), up, signs is not None, BLOCK)
         is_first = (eight % (BLOCK // 8) == 0) & (eight < n // 8)
-        tl.store(scales + eight // (BLOCK // 8), scale.to(tl.float32, bitcast=True), mask=is_first)
+        tl.store(scales + eight // (BLOCK // 8), scale, mask=is_first)
         if signs is not None:
-            tl.store(signs + eight, sign_bytes(bits), mask=eight < n // 8)
-        tl.store(codes + place, code.to(tl.uint8), mask=inside)
+            tl.store(signs + eight, sign_bytes((bits >> 31) & 1), mask=eight < n // 8)
+        tl.store(codes + place, code, mask=inside)
 
     decoding = Launcher(_decode_kernel, _TILE, _WARPS, enable_fp_fusion=False)
     encoding = Launcher(_encode_kernel, _TILE, _WARPS, enable_fp_fusion=False)
