@@ -1,15 +1,20 @@
 """Rates of the update's kernel beside that of a copy, on a GPU: ``python -m tests.measure_kernel``.
 
+``--kinds`` selects some; ``--launches 1024x4x4 256x8x1x96`` compares launches for moments in 8 bits: the elements of a
+tile, tiles of a program, warps, and the most registers of a thread. Eight elements for each thread are best.
+
 One run of 134 M bf16 weights with split masters, by how the moments are kept. Bytes are those that an update reads and
 writes, gradients in bf16 included.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import statistics
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,25 +74,41 @@ def memory_of(kind: adam_kernel.Kind) -> tuple[AdamMemory, Tensor, float]:
     return AdamMemory(tensors, 1, 0, kind.block, kind.window, kind.noisy), gradient, 2 + 2 * (2 + 2 + moments)
 
 
+def launcher_of(name: str) -> Any:
+    from lightstep.precision import adam_triton
+
+    tile, tiles, warps, *registers = map(int, name.split("x"))
+    return adam_triton.launcher(tile, tiles, warps, **({"maxnreg": registers[0]} if registers else {}))
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kinds", nargs="+", choices=KEPT, default=list(KEPT))
+    parser.add_argument("--launches", nargs="+", default=[])
+    options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
-    kernels = adam_kernel.fused_kernel_on(device)
+    kernels: Any = adam_kernel.fused_kernel_on(device)
     assert kernels is not None, "there is no kernel for this device"
     rate = copy_rate(device)
     sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: a copy has {rate:.0f} GB/s\n")
     flags = (True, True, True, False, False, False, True)  # from fingerprinted to multiplied
     marks, step = torch.zeros(3, dtype=torch.int32, device=device), torch.tensor(7.0, device=device)
-    for name, (block, noise) in KEPT.items():
+    for name in options.kinds:
+        block, noise = KEPT[name]
         dtype, noisy = torch.bfloat16, noise != "none"
         kind = adam_kernel.Kind(device, dtype, dtype, True, False, *flags, block, noise, noisy)  # type: ignore[arg-type]
         memory, gradient, nbytes = memory_of(kind)
-        batch, settings, scaling = AdamBatch([memory], marks), kind.settings(1e-4, 0.9, 0.95, 1e-8), kind.scaling()
-        run = functools.partial(batch.update, kernels, [gradient], [step], settings, scaling)
-        found = milliseconds(run)
-        share = nbytes * COUNT / found / 1e6 / rate
-        sys.stdout.write(
-            f"{name:20} {found / COUNT * 1e9:6.2f} ms per 1e9, {nbytes:5.2f} bytes each, {share:.0%} of a copy\n"
-        )
+        for launch in ["", *(options.launches if block > 1 else [])]:
+            if launch:
+                kernels.coding = launcher_of(launch)
+            batch, settings, scaling = AdamBatch([memory], marks), kind.settings(1e-4, 0.9, 0.95, 1e-8), kind.scaling()
+            run = functools.partial(batch.update, kernels, [gradient], [step], settings, scaling)
+            found = milliseconds(run)
+            share = nbytes * COUNT / found / 1e6 / rate
+            sys.stdout.write(
+                f"{name:20} {launch:12} {found / COUNT * 1e9:6.2f} ms per 1e9, {nbytes:5.2f} bytes each, "
+                f"{share:.0%} of a copy\n"
+            )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ else is contracted. Before and after, it joins and splits masters in registers, 
 decodes and encodes moments that are kept in fewer bytes, as :mod:`lightstep.precision.moments` and
 :mod:`lightstep.precision.moments_int8`. Weights without masters are rounded as moments in bf16 are.
 
-Several runs share a launch, one row of programs each, so that the GPU is not idle between them. The body has two
-versions, for whole blocks and for the last one, because accesses under a mask are not vectorised.
+Several runs share a launch, one row of programs each, so that the GPU is not idle between them. A program finds its
+addresses and what depends on the step once, and then processes some tiles. The body has two versions, for whole tiles
+and for the last one, because accesses under a mask are not vectorised.
 """
 
 from __future__ import annotations
@@ -34,24 +35,32 @@ from lightstep.precision.moments_int8_triton import (
 )
 from lightstep.precision.moments_triton import mix, noise_of
 from lightstep.precision.noise import salt_of, signed
-from lightstep.precision.split_triton import TOGETHER, add_to_mark, pick, places_of
+from lightstep.precision.split_triton import TOGETHER, mixed, pick, places_of
 from lightstep.precision.triton_launch import Launcher, is_aligned
 
-_BLOCK, _WARPS, _CODING_WARPS = 1024, 8, 4
 _SALTS = tuple(signed(salt_of(name)) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "weight"))
+
+
+@triton.jit
+def _inside(place, eight, left, KEPT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which places there are; if moments are in 8 bits by eights, so that accesses under this mask are vectorised."""
+    if KEPT > 1:
+        return tl.broadcast_to((eight * 8 < left)[:, None], place.shape)
+    else:
+        return place < left
 
 
 @triton.jit
 def _load_moment(codes, scales, where, KEPT: tl.constexpr, POSITIVE: tl.constexpr):  # type: ignore[no-untyped-def]
     """A moment in fp32; if it is positive and in 8 bits, without the sign that it is kept with. (Also a weight.)"""
     place, eight, inside, left, _ = where
-    code = tl.load(codes + place, mask=inside, other=0)
+    code = tl.load(codes + place, mask=inside)
     if KEPT == 0:
         return code
     elif KEPT == 1:
         return (code.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        scale = tl.load(scales + eight // (KEPT // 8), mask=eight * 8 < left, other=0)[:, None]
+        scale = tl.load(scales + eight // (KEPT // 8), mask=eight * 8 < left)[:, None]
         if POSITIVE:
             return decode_positive(code, scale)
         else:
@@ -64,7 +73,7 @@ def _load_square(codes, scales, signs, where, KEPT: tl.constexpr):  # type: igno
     _, eight, _, left, _ = where
     value = _load_moment(codes, scales, where, KEPT, True)
     if signs is not None:
-        negative = signs_of(tl.load(signs + eight, mask=eight * 8 < left, other=0))
+        negative = signs_of(tl.load(signs + eight, mask=eight * 8 < left))
     else:
         negative = (value.to(tl.int32, bitcast=True) >> 31) & 1
     return tl.abs(value), negative
@@ -156,6 +165,13 @@ def _store_square(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _fingerprint(codes, place, inside):  # type: ignore[no-untyped-def]
+    """Of weights (int32 from their 16 bits): one number, or one for each eight if places are in eights."""
+    numbers = tl.where(inside, mixed(codes, place), 0)
+    return tl.sum(numbers, axis=len(numbers.shape) - 1)
+
+
+@triton.jit
 def _block(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
     own,
     max_exp_avg_sq,
@@ -169,11 +185,12 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
     max_signs,
     numbers,
     mark,
+    total,
     shared,
     window,
-    learning_rate,
     divisor,
     factor,
+    first,
     start,
     left,
     DECAY: tl.constexpr,
@@ -186,45 +203,48 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
     SQ_SALT: tl.constexpr,
     MAX_SALT: tl.constexpr,
     WEIGHT_SALT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     # What may be None is outside of the tuples: Triton takes none into one.
-    gradient, exp_avg, exp_avg_sq, step = own
-    corrections, lr, beta1, beta2, weight_decay, eps, length = shared
-    eight = tl.arange(0, BLOCK // 8)
+    gradient, exp_avg, exp_avg_sq = own[0] + first, own[1] + first, own[2] + first
+    updates, lr, rate, root, beta1, beta2, weight_decay, eps = shared
+    max_exp_avg_sq = None if max_exp_avg_sq is None else max_exp_avg_sq + first
+    weight = None if weight is None else weight + first
+    low = None if low is None else low + first
+    master = None if master is None else master + first
+    numbers = None if numbers is None else numbers + first
+    eight = tl.arange(0, TILE // 8)
     if KEPT > 1:
-        place = places_in_eights(BLOCK)
+        place = places_in_eights(TILE)
+        scales, sq_scales, sq_signs = scales + first // KEPT, sq_scales + first // KEPT, sq_signs + first // 8
+        max_scales = None if max_scales is None else max_scales + first // KEPT
+        max_signs = None if max_signs is None else max_signs + first // 8
     else:
-        place = tl.arange(0, BLOCK)
-    inside = place < left if not WHOLE else tl.full(place.shape, True, tl.int1)
-    updates = tl.load(step).to(tl.int32) + 1
+        place = tl.arange(0, TILE)
+    inside = _inside(place, eight, left, KEPT) if not WHOLE else tl.full(place.shape, True, tl.int1)
     where = (place, eight, inside, left, updates)
-    g = tl.load(gradient + place, mask=inside, other=0).to(tl.float32)
+    window = (window[0], window[1], window[2], window[3] + first)
+    g = tl.load(gradient + place, mask=inside).to(tl.float32)
     m = _load_moment(exp_avg, scales, where, KEPT, False)
     v, negative = _load_square(exp_avg_sq, sq_scales, sq_signs, where, KEPT)
     if low is None:
         v = _with_sign(v, negative)
     else:
-        code = tl.load(weight + place, mask=inside, other=0).to(tl.int16, bitcast=True).to(tl.int32)
-        lower = tl.load(low + place, mask=inside, other=0).to(tl.int32) & 0xFFFF
-        p = (((code - negative) << 16) | lower).to(tl.float32, bitcast=True)
+        code = tl.load(weight + place, mask=inside).to(tl.int16, bitcast=True).to(tl.int32)
+        lower = tl.load(low + place, mask=inside).to(tl.int32) & 0xFFFF
+        p = (((code << 16) | lower) - (negative << 16)).to(tl.float32, bitcast=True)
     if master is not None:
-        p = tl.load(master + place, mask=inside, other=0)
+        p = tl.load(master + place, mask=inside)
     elif low is None:
         p = _load_moment(weight, None, where, 1, False)
 
-    if learning_rate is not None:
-        lr = tl.load(learning_rate)
-    known = tl.minimum(updates, length - 1)
-    rate = tl.div_rn(lr, tl.load(corrections + known))
-    root = tl.load(corrections + length + known)
     # Multiplied by -1.0, because Triton's `-x` is `0 - x`, which is +0 if x is 0.
 
     if divisor is not None:
-        g = tl.div_rn(g, tl.load(divisor))
+        g = tl.div_rn(g, divisor)
     if factor is not None:
-        g = g * tl.load(factor)
+        g = g * factor
     if MAXIMIZE:
         g = g * -1.0
     if DECAY:
@@ -255,9 +275,8 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
             JUMPS,
         )
     size = tl.sqrt_rn(largest)
-    rounded, rest = inverse(root)
     # The root is at most 1, and the quotient of infinity a NaN.
-    size = tl.maximum(size, quotient(size, root, rounded, rest))
+    size = tl.maximum(size, quotient(size, root[0], root[1], root[2]))
     p = p - tl.div_rn(rate * m, size + eps)
 
     _store_moment(exp_avg, scales, m, numbers, where, window, SALT, KEPT, False, NOISY, JUMPS)
@@ -268,7 +287,8 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
         tl.store(low + place, bits.to(tl.int16), mask=inside)
         code = rounded.to(tl.int16, bitcast=True).to(tl.int32)
         negative = (code ^ (bits >> 16)) & 1
-        add_to_mark(mark, code, start + place, inside)
+        if mark is not None:
+            total += _fingerprint(code, start + place, inside)
     else:
         negative = (v.to(tl.int32, bitcast=True) >> 31) & 1
         if master is None:
@@ -279,8 +299,10 @@ def _block(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915
             if weight is not None:
                 rounded = p.to(weight.dtype.element_ty)
                 tl.store(weight + place, rounded, mask=inside)
-                add_to_mark(mark, rounded.to(tl.int16, bitcast=True).to(tl.int32), start + place, inside)
+                if mark is not None:
+                    total += _fingerprint(rounded.to(tl.int16, bitcast=True).to(tl.int32), start + place, inside)
     _store_square(exp_avg_sq, sq_scales, sq_signs, v, negative, numbers, where, window, SQ_SALT, KEPT, NOISY, JUMPS)
+    return total
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -323,78 +345,107 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
     MAX_SALT: tl.constexpr,
     WEIGHT_SALT: tl.constexpr,
     COUNT: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     number = tl.program_id(1)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
     own_places = places + 7 * number
     n = tl.load(own_places)
-    if first < n:
-        gradient = pick(gradients, number, COUNT) + first
-        exp_avg = pick(exp_avgs, number, COUNT) + first
-        exp_avg_sq = pick(exp_avg_sqs, number, COUNT) + first
-        max_exp_avg_sq = None if max_exp_avg_sqs is None else pick(max_exp_avg_sqs, number, COUNT) + first
-        weight = None if weights is None else pick(weights, number, COUNT) + first
-        low = None if lows is None else pick(lows, number, COUNT) + first
-        master = None if masters is None else pick(masters, number, COUNT) + first
-        scales = None if all_scales is None else pick(all_scales, number, COUNT) + first // KEPT
-        sq_scales = None if all_sq_scales is None else pick(all_sq_scales, number, COUNT) + first // KEPT
-        max_scales = None if all_max_scales is None else pick(all_max_scales, number, COUNT) + first // KEPT
-        sq_signs = None if all_sq_signs is None else pick(all_sq_signs, number, COUNT) + first // 8
-        max_signs = None if all_max_signs is None else pick(all_max_signs, number, COUNT) + first // 8
-        numbers = None if all_numbers is None else pick(all_numbers, number, COUNT) + first
+    if begin < n:
+        gradient = pick(gradients, number, COUNT)
+        exp_avg = pick(exp_avgs, number, COUNT)
+        exp_avg_sq = pick(exp_avg_sqs, number, COUNT)
+        max_exp_avg_sq = None if max_exp_avg_sqs is None else pick(max_exp_avg_sqs, number, COUNT)
+        weight = None if weights is None else pick(weights, number, COUNT)
+        low = None if lows is None else pick(lows, number, COUNT)
+        master = None if masters is None else pick(masters, number, COUNT)
+        scales = None if all_scales is None else pick(all_scales, number, COUNT)
+        sq_scales = None if all_sq_scales is None else pick(all_sq_scales, number, COUNT)
+        max_scales = None if all_max_scales is None else pick(all_max_scales, number, COUNT)
+        sq_signs = None if all_sq_signs is None else pick(all_sq_signs, number, COUNT)
+        max_signs = None if all_max_signs is None else pick(all_max_signs, number, COUNT)
+        numbers = None if all_numbers is None else pick(all_numbers, number, COUNT)
         step = pick(steps, number, COUNT)
         mark = None if fingerprints is None else fingerprints + tl.load(own_places + 1)
-        start = (tl.load(own_places + 2) + first).to(tl.int32)
-        left = tl.minimum(n - first, BLOCK).to(tl.int32)
+        position = tl.load(own_places + 2)
+        own = (gradient, exp_avg, exp_avg_sq)
+        updates = tl.load(step).to(tl.int32) + 1
+        if learning_rate is not None:
+            lr = tl.load(learning_rate)
+        known = tl.minimum(updates, length - 1)
+        rate = tl.div_rn(lr, tl.load(corrections + known))
+        root = tl.load(corrections + length + known)
+        rounded, rest = inverse(root)
+        shared = (updates, lr, rate, (root, rounded, rest), beta1, beta2, weight_decay, eps)
+        scaled = None if divisor is None else tl.load(divisor)
+        multiplied = None if factor is None else tl.load(factor)
+        window = (
+            tl.load(own_places + 3),
+            tl.load(own_places + 4),
+            tl.load(own_places + 5),
+            tl.load(own_places + 6),
+        )
+        total = tl.zeros((TILE // 8,), tl.int32) if KEPT > 1 else 0
+        end = tl.minimum(begin + BLOCK, n)
         if tl.load(overflow) == 0:
-            own = (gradient, exp_avg, exp_avg_sq, step)
-            shared = (corrections, lr, beta1, beta2, weight_decay, eps, length)
-            skipped = tl.load(own_places + 6) + first
-            window = (tl.load(own_places + 3), tl.load(own_places + 4), tl.load(own_places + 5), skipped)
-            for WHOLE in tl.static_range(2):
-                if (left == BLOCK) == WHOLE:
-                    _block(
-                        own,
-                        max_exp_avg_sq,
-                        weight,
-                        low,
-                        master,
-                        scales,
-                        sq_scales,
-                        max_scales,
-                        sq_signs,
-                        max_signs,
-                        numbers,
-                        mark,
-                        shared,
-                        window,
-                        learning_rate,
-                        divisor,
-                        factor,
-                        start,
-                        left,
-                        DECAY,
-                        DECOUPLED,
-                        MAXIMIZE,
-                        KEPT,
-                        NOISY,
-                        JUMPS,
-                        SALT,
-                        SQ_SALT,
-                        MAX_SALT,
-                        WEIGHT_SALT,
-                        BLOCK,
-                        WHOLE,
-                    )
+            for first in range(begin, end, TILE):
+                start = (position + first).to(tl.int32)
+                left = tl.minimum(n - first, TILE).to(tl.int32)
+                for WHOLE in tl.static_range(1 if KEPT > 1 else 0, 2):
+                    if (left == TILE) == WHOLE if KEPT < 2 else True:
+                        total = _block(
+                            own,
+                            max_exp_avg_sq,
+                            weight,
+                            low,
+                            master,
+                            scales,
+                            sq_scales,
+                            max_scales,
+                            sq_signs,
+                            max_signs,
+                            numbers,
+                            mark,
+                            total,
+                            shared,
+                            window,
+                            scaled,
+                            multiplied,
+                            first,
+                            start,
+                            left,
+                            DECAY,
+                            DECOUPLED,
+                            MAXIMIZE,
+                            KEPT,
+                            NOISY,
+                            JUMPS,
+                            SALT,
+                            SQ_SALT,
+                            MAX_SALT,
+                            WEIGHT_SALT,
+                            TILE,
+                            WHOLE and KEPT < 2,
+                        )
         elif mark is not None:
-            place = tl.arange(0, BLOCK)
-            code = tl.load(weight + place, mask=place < left, other=0).to(tl.int16, bitcast=True).to(tl.int32)
-            add_to_mark(mark, code, start + place, place < left)
+            eight = tl.arange(0, TILE // 8)
+            place = places_in_eights(TILE) if KEPT > 1 else tl.arange(0, TILE)
+            for first in range(begin, end, TILE):
+                inside = _inside(place, eight, n - first, KEPT)
+                code = tl.load(weight + first + place, mask=inside).to(tl.int16, bitcast=True)  # type: ignore[operator]
+                total += _fingerprint(code.to(tl.int32), (position + first).to(tl.int32) + place, inside)
+        if mark is not None:
+            tl.atomic_add(mark, tl.sum(total) if KEPT > 1 else total, sem="relaxed")
 
 
-_launcher = Launcher(_adam_kernel, _BLOCK, _WARPS, enable_fp_fusion=False)
-_coding_launcher = Launcher(_adam_kernel, _BLOCK, _CODING_WARPS, enable_fp_fusion=False)  # of 8-bit moments
+def launcher(tile: int, tiles: int, warps: int, **options: int) -> tuple[Launcher, int]:
+    """A launcher whose programs process ``tiles`` tiles of so many elements, and the tile."""
+    return Launcher(_adam_kernel, tile * tiles, warps, enable_fp_fusion=False, **options), tile
+
+
+# With few registers more programs run at a time. Moments in 8 bits: eight elements for each thread.
+plain, coding = launcher(1024, 1, 8, maxnreg=64), launcher(1024, 4, 4, maxnreg=96)
 
 
 def update(
@@ -453,7 +504,7 @@ class _Launch:
         memories = [batch.memories[number] for number in rows]
         self._rows = [*rows, *[rows[-1]] * (TOGETHER - len(rows))]
         self._count, self._n, self._tensors = len(rows), memories[0].n, memories[0].tensors
-        self._launcher = _coding_launcher if memories[0].block > 1 else _launcher
+        self._launcher, self._tile = coding if memories[0].block > 1 else plain
         self._fingerprints = batch.fingerprints
         self._columns = self._columns_of([batch.memories[number].addresses for number in self._rows])
         self._compiling = self._columns_of([batch.memories[number].tensors for number in self._rows])
@@ -481,7 +532,7 @@ class _Launch:
         key = self._keys.get(form)
         if key is None:
             tensors = (gradients[first], *self._tensors, steps[first], self._fingerprints, *shared)
-            key = self._keys[form] = self._launcher.key(tensors, (*constants, TOGETHER))
+            key = self._keys[form] = self._launcher.key(tensors, (*constants, TOGETHER, self._tile))
         if self._launcher.is_compiled(key):
             columns = self._columns
             own: tuple[Any, ...] = tuple([addresses[i] for i in self._rows])

@@ -135,10 +135,13 @@ if available:
             root = tl.fma(part, tl.rsqrt(tl.fma(part, 6.2000124e-05, 1e-37)), -0.5)
         code = tl.minimum(root + 12582912.0, 12582912.0 + steps)  # 3 * 2^22: rounded to integers; NaN has all steps
         next_one = code - 12582911.0
-        code = tl.where(power(next_one - up, POSITIVE) <= part, code + 1.0, code)
-        if not POSITIVE:
-            sign = value.to(tl.int32, bitcast=True) & -2147483648
-            code = ((code - 12582912.0).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True) + 12582912.0
+        is_next = power(next_one - up, POSITIVE) <= part
+        if POSITIVE:
+            code = tl.where(is_next, code + 1.0, code)
+        else:
+            bits = tl.where(is_next, next_one, next_one - 1.0).to(tl.int32, bitcast=True)
+            bits |= value.to(tl.int32, bitcast=True) & -2147483648
+            code = bits.to(tl.float32, bitcast=True) + 12582912.0
         return code.to(tl.int32, bitcast=True).to(tl.uint8), scale.to(tl.float32, bitcast=True)
 
     @triton.jit
