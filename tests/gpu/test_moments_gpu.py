@@ -12,13 +12,14 @@ import lightstep
 from lightstep.distributed import Window
 from lightstep.precision import adam_kernel, moments, moments_int8, split
 from lightstep.precision.moments import BFloat16
+from lightstep.precision.moments_int8 import Int8
 from lightstep.precision.noise import Noise
 from lightstep.precision.split import probe_masters
 from lightstep.state import segment
 from tests.covering import every_pair
 from tests.gpu.test_step_on_gpu import host_syncs_refused, set_gradients
 from tests.reference.pair import BACKENDS, DTYPES, EVERY_TIME, scale_for
-from tests.unit.test_moments import CLASSES, KINDS, STREAM, WINDOWS, ShortPair, by_hand
+from tests.unit.test_moments import CLASSES, KINDS, STREAM, WINDOWS, ShortPair, at_thresholds, by_hand
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +40,22 @@ def test_the_noise_is_that_of_the_cpu(window: Window) -> None:
     for step in (77, torch.tensor(77.0), torch.tensor(77.0, device=DEVICE)):
         BFloat16(Noise()).at([found.zero_()]).encode_update(value.to(DEVICE), "exp_avg", step, window)
         assert torch.equal(found.view(torch.int16).cpu(), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("exponent", [0, -40, -115, 120])
+@pytest.mark.parametrize("noise", [None, Noise()])
+@pytest.mark.parametrize("never_negative", [False, True])
+def test_codes_of_numbers_at_their_thresholds(never_negative: bool, noise: Noise | None, exponent: int) -> None:
+    """The kernels guess a code from roots that are not exact."""
+    value, codec, found = at_thresholds(never_negative, noise, exponent)[0], Int8(128, never_negative, noise), []
+    for device in ("cpu", DEVICE):
+        planes = [torch.empty(value.numel() // per, dtype=dtype, device=device) for _, dtype, per in codec.planes]
+        if noise is None:
+            codec.at(planes).encode(value.to(device))
+        else:
+            codec.at(planes).encode_update(value.to(device), "exp_avg", 7, Window())
+        found.append([plane.cpu() for plane in planes])
+    assert all(map(torch.equal, *found))
 
 
 @every_pair(name=CLASSES, parameters=DTYPES, backend=EVERY_TIME, kind=KINDS)

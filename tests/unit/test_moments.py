@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import logging
+import zlib
 from typing import Any
 from unittest import mock
 
@@ -234,6 +235,46 @@ def test_no_noise_changes_a_decoded_value(never_negative: bool) -> None:
         scratch = mock.Mock(row=lambda numbers, start, count, row=row: (row[:count], None, None))
         moments_int8._encode(decoded, planes, 128, scratch, 0, Window())
         assert all(map(torch.equal, planes, before)), noise
+
+
+def at_thresholds(never_negative: bool, noise: Noise | None, exponent: int) -> tuple[torch.Tensor, ...]:
+    """Values that are a few units in the last place from where a code begins, and for each the part of a step that is
+    rounded up and its part of the scale."""
+    steps, count, generator = (255 if never_negative else 127), 1 << 18, torch.Generator().manual_seed(exponent)
+    up = torch.full((count,), 0.5)
+    if noise is not None:
+        scratch = noise.at(torch.device("cpu"), 7)
+        scratch.begin(zlib.crc32(b"exp_avg"))
+        up = (scratch.row(Window(), 0, count)[0] >> 4).float().add(0.5).mul(2.0**-12)
+    begins = moments_int8._power(torch.randint(1, steps + 1, (count,), generator=generator) - up, steps)
+    scale = (torch.rand(count // 128, 1, generator=generator) + 1) * 2.0**exponent
+    value = begins.view(-1, 128) * scale
+    nudges = torch.randint(-2, 3, value.shape, generator=generator, dtype=torch.int32)
+    value.view(torch.int32).add_(nudges).clamp_(min=0)
+    value[:, :1] = scale
+    part = (value / scale).view(-1)
+    return (value if never_negative else value * torch.tensor([1.0, -1.0]).repeat(64)).view(-1), up, part
+
+
+@pytest.mark.parametrize("exponent", [0, -40, -115, 120])
+@pytest.mark.parametrize("noise", [None, Noise()])
+@pytest.mark.parametrize("never_negative", [False, True])
+def test_a_code_is_the_largest_that_is_not_above_its_number(
+    never_negative: bool, noise: Noise | None, exponent: int
+) -> None:
+    value, up, part = at_thresholds(never_negative, noise, exponent)
+    codec = Int8(128, never_negative, noise)
+    planes = [torch.empty(value.numel() // per, dtype=dtype) for _, dtype, per in codec.planes]
+    if noise is None:
+        codec.at(planes).encode(value)
+    else:
+        codec.at(planes).encode_update(value, "exp_avg", 7, Window())
+    code = planes[0].float() if never_negative else planes[0].view(torch.int8).float().abs()
+    steps = 255 if never_negative else 127
+    least = value > 0 if never_negative else code < 0  # what is above zero has a code above zero
+    is_above = moments_int8._power(code - up, steps) > part
+    assert not (is_above & (code > least)).any() and (code >= least.float()).all()
+    assert (moments_int8._power(code + 1 - up, steps) > part).all()
 
 
 @pytest.mark.parametrize("noise", [None, Noise()])
