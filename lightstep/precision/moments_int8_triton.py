@@ -68,10 +68,10 @@ if available:
 
     @triton.jit
     def decode_signed(code, scale):  # type: ignore[no-untyped-def]
-        """The fp32 values of codes of numbers with a sign."""
-        signed = ((code ^ 0x80).to(tl.int32) + 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 128
-        bits = (power(tl.abs(signed), False) * scale).to(tl.int32, bitcast=True)
-        return (bits | (signed.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+        """The fp32 values of codes of numbers with a sign; NaN has none."""
+        root = ((code ^ 0x80).to(tl.int32) + 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 128
+        root = root * 0.007874015748031496
+        return root * tl.abs(root) * scale
 
     @triton.jit
     def decode_positive(code, scale):  # type: ignore[no-untyped-def]
@@ -124,10 +124,12 @@ if available:
         divisor = tl.maximum(scale, 1).to(tl.float32, bitcast=True) * near_1
         rounded, rest = inverse(divisor)
         part = quotient(magnitude * near_1[:, None], divisor[:, None], rounded[:, None], rest[:, None])
-        # The root's error is less than 1/8192 of a step, so whatever `up` is, its floor is the code or one too low.
+        # `up` is from 1/8192 to 8191/8192, and the root's error is less than 1/8192 of a step: at most 2^-22.9 of each
+        # reciprocal root, and 2^-22.4 of the power. So the root's floor is the code or one too low.
         if POSITIVE:
             steps = 255.0
-            least = tl.minimum(magnitude * 1.7014118346046923e38, 2.3651323e-10)  # 0 has code 0, the rest 1 or more
+            # Zero has code 0, and the rest at least that of 1.00001 steps, which is 1 whatever `up` is.
+            least = tl.minimum(magnitude * 1.7014118346046923e38, 2.3651323e-10)
             part = _larger(part, least)
             root = tl.fma(tl.rsqrt(tl.rsqrt(part)), steps, -0.5)
         else:
@@ -166,7 +168,9 @@ if available:
             bits |= (byte >> (place % 8).to(tl.int32)) << 31
             tl.store(out + place, bits.to(tl.float32, bitcast=True), mask=inside)
         else:
-            tl.store(out + place, decode_signed(code, scale), mask=inside)
+            bits = decode_signed(code, scale).to(tl.int32, bitcast=True)
+            bits |= code.to(tl.int8, bitcast=True).to(tl.int32) & -2147483648
+            tl.store(out + place, bits.to(tl.float32, bitcast=True), mask=inside)
 
     @triton.jit(do_not_specialize=["salt", "start", "inner", "jump", "skipped", "n"])
     def _encode_kernel(  # type: ignore[no-untyped-def]
