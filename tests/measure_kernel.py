@@ -1,7 +1,7 @@
 """Rates of the update's kernel beside that of a copy, on a GPU: ``python -m tests.measure_kernel``.
 
-``--kinds`` selects some; ``--launches 1024x4x4 256x8x1x96`` compares launches for moments in 8 bits: the elements of a
-tile, tiles of a program, warps, and the most registers of a thread. Eight elements for each thread are best.
+``--kinds`` selects some; ``--launches 1024x4x4 256x8x1x96`` compares launches with the usual one: the elements of a
+tile, tiles of a program, warps, and the most registers of a thread.
 
 One run of 134 M bf16 weights with split masters, by how the moments are kept. Bytes are those that an update reads and
 writes, gradients in bf16 included.
@@ -98,9 +98,10 @@ def main() -> None:
         dtype, noisy = torch.bfloat16, noise != "none"
         kind = adam_kernel.Kind(device, dtype, dtype, True, False, *flags, block, noise, noisy)  # type: ignore[arg-type]
         memory, gradient, nbytes = memory_of(kind)
-        for launch in ["", *(options.launches if block > 1 else [])]:
-            if launch:
-                kernels.coding = launcher_of(launch)
+        way = "coding" if block > 1 else "plain"
+        usual = getattr(kernels, way)
+        for launch in ["", *options.launches]:
+            setattr(kernels, way, launcher_of(launch) if launch else usual)
             batch, settings, scaling = AdamBatch([memory], marks), kind.settings(1e-4, 0.9, 0.95, 1e-8), kind.scaling()
             run = functools.partial(batch.update, kernels, [gradient], [step], settings, scaling)
             found = milliseconds(run)

@@ -445,7 +445,7 @@ def launcher(tile: int, tiles: int, warps: int, **options: int) -> tuple[Launche
 
 
 # With few registers more programs run at a time. Moments in 8 bits: eight elements for each thread.
-plain, coding = launcher(1024, 1, 8, maxnreg=64), launcher(1024, 4, 4, maxnreg=96)
+plain, coding = launcher(1024, 2, 8, maxnreg=64), launcher(1024, 4, 4, maxnreg=96)
 
 
 def update(
