@@ -89,7 +89,7 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     kernels: Any = adam_kernel.fused_kernel_on(device)
     assert kernels is not None, "there is no kernel for this device"
-    rate = copy_rate(device)
+    rate, usual = copy_rate(device), (kernels.plain, kernels.coding)
     sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: a copy has {rate:.0f} GB/s\n")
     flags = (True, True, True, False, False, False, True)  # from fingerprinted to multiplied
     marks, step = torch.zeros(3, dtype=torch.int32, device=device), torch.tensor(7.0, device=device)
@@ -98,10 +98,8 @@ def main() -> None:
         dtype, noisy = torch.bfloat16, noise != "none"
         kind = adam_kernel.Kind(device, dtype, dtype, True, False, *flags, block, noise, noisy)  # type: ignore[arg-type]
         memory, gradient, nbytes = memory_of(kind)
-        way = "coding" if block > 1 else "plain"
-        usual = getattr(kernels, way)
         for launch in ["", *options.launches]:
-            setattr(kernels, way, launcher_of(launch) if launch else usual)
+            kernels.plain, kernels.coding = (launcher_of(launch),) * 2 if launch else usual
             batch, settings, scaling = AdamBatch([memory], marks), kind.settings(1e-4, 0.9, 0.95, 1e-8), kind.scaling()
             run = functools.partial(batch.update, kernels, [gradient], [step], settings, scaling)
             found = milliseconds(run)
