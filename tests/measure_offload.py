@@ -52,14 +52,13 @@ def timed(what: str, work: Callable[[], object], times: int = 3) -> None:
 def alone(shape: LlamaShape) -> None:
     model = Llama.make(shape, torch.device("cuda"), length=SEQUENCE)
     checkpoint_activations(model)
-    for tokens in (4 * SEQUENCE, 8 * SEQUENCE):
-        words = batch(shape, tokens)
+    words = batch(shape, 4 * SEQUENCE)
 
-        def iterate(words: tuple[Tensor, Tensor] = words) -> None:
-            model(*words).backward()
+    def iterate() -> None:
+        model(*words).backward()
 
-        iterate()
-        timed(f"forward and backward alone, {tokens} tokens", iterate)
+    iterate()
+    timed(f"forward and backward alone, {4 * SEQUENCE} tokens", iterate)
 
 
 def set_up(shape: LlamaShape, gpu_memory: float, update: str) -> tuple[lightstep.Strategy, Any, Any]:
@@ -127,7 +126,7 @@ def offloaded(shape: LlamaShape, gpu_memory: float, update: str) -> None:
         return iterate
 
     timed("first step", step(SEQUENCE, 1), 1)
-    for tokens, micro_batches in ((SEQUENCE, 1), (4 * SEQUENCE, 1), (8 * SEQUENCE, 2)):
+    for tokens, micro_batches in ((SEQUENCE, 1), (4 * SEQUENCE, 1), (4 * SEQUENCE, 4)):
         step(tokens, micro_batches)()
         timed(f"{micro_batches} x {tokens} tokens", step(tokens, micro_batches))
     report = optimizer.memory_report()
