@@ -80,7 +80,7 @@ class StagedWeights(WeightSource):
         self._on_device: deque[tuple[int, Tensor]] = deque()  # copies there, by bucket
         self._brought: dict[int, Any] = {}  # events
         self._bringing = threading.Lock()
-        self._changed = (torch.empty(0), torch.empty(0))  # positions in the compared bucket's own shards, and words
+        self._changed: tuple[Tensor, Tensor] | None = None  # positions in the compared bucket's own shards, and words
         self._incoming = torch.empty(0, dtype=torch.uint8, device="cpu")
         own = [[part.shard for part in parts[ranks.rank]] for parts in self._parts]
         sizes = [Bucket.nbytes_of(shards) for shards in own]
@@ -155,18 +155,25 @@ class StagedWeights(WeightSource):
         return self._parts == base._parts
 
     def compare(self, number: int) -> int | None:
-        """As in the base class. A GPU compares them."""
+        """As in the base class. A GPU compares them, if it has room."""
         assert self.base is not None
-        if not has_words(self.buckets[number]) or Bucket.nbytes_of(self.buckets[number]) >= _LARGEST:
+        self._changed, infos = None, self.buckets[number]
+        nbytes = Bucket.nbytes_of(infos)
+        if not has_words(infos) or nbytes >= _LARGEST:
             return None
         self._wait_for(number)
-        own, before = self._own[number].buffer, self.base._own[number].buffer
-        self._changed = changed_words(own, before, self.origin)
-        return len(self._changed[0])
+        own, before, most = self._own[number].buffer, self.base._own[number].buffer, nbytes // BucketDelta.nbytes_of(1)
+        try:
+            self._changed = changed_words(own, before, self.origin, most)
+        except torch.OutOfMemoryError:
+            self._changed = changed_words(own, before, own.device, most)
+        return None if self._changed is None else len(self._changed[0])
 
     def delta(self, number: int, changed: Sequence[int], is_sender: bool) -> BucketDelta | None:
-        infos = self.buckets[number]
-        own = BucketDelta.of_words(infos, self._in_bucket(number, self._changed[0]), self._changed[1])
+        assert self._changed is not None
+        infos, (positions, words) = self.buckets[number], self._changed
+        self._changed = None
+        own = BucketDelta.of_words(infos, self._in_bucket(number, positions), words)
         if not is_sender:
             if own.changed:
                 dist.send(own.buffer.cpu(), group=self._ranks.group, group_dst=0)
@@ -175,7 +182,7 @@ class StagedWeights(WeightSource):
         for trainer, count in enumerate(changed):
             if trainer and count:
                 received = self._received(trainer, BucketDelta.nbytes_of(count))
-                deltas.append(BucketDelta(infos, received.to(self.origin, copy=True)))
+                deltas.append(BucketDelta(infos, received.to(own.buffer.device, copy=True)))
         return joined(infos, deltas) if len(deltas) > 1 else own
 
     def _in_bucket(self, number: int, positions: Tensor) -> Tensor:
@@ -186,7 +193,7 @@ class StagedWeights(WeightSource):
             return positions
         firsts = [start // 2 for _, start in own.starts()]
         starts = dict(Bucket(infos, self._incoming).starts())
-        cuts = torch.searchsorted(positions, torch.tensor(firsts, device=positions.device)).tolist()
+        cuts = torch.searchsorted(positions, positions.new_tensor(firsts)).tolist()
         pieces = positions.tensor_split(cuts[1:])
         return torch.cat(
             [

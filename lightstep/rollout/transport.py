@@ -363,18 +363,23 @@ def has_words(infos: Sequence[WeightInfo]) -> bool:
     return all(info.dtype.itemsize % _WORD == 0 for info in infos)
 
 
-def changed_words(buffer: Tensor, base: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The words that differ between two buffers: positions (int64, ascending), and the words in the first (int16).
+def changed_words(buffer: Tensor, base: Tensor, device: torch.device, most: int) -> tuple[Tensor, Tensor] | None:
+    """The words that differ between two buffers: positions (int32, ascending), and the words in the first (int16).
+
+    ``None``: more than ``most`` differ.
 
     Args:
         device: where they are compared piece by piece, and where the results are.
     """
-    positions, words = [], []
+    positions, words, count = [], [], 0
     pieces = zip(buffer.view(torch.int16).split(_PIECE), base.view(torch.int16).split(_PIECE), strict=True)
     for number, (own, other) in enumerate(pieces):
         here = own.to(device, non_blocking=True)
         found = (here != other.to(device, non_blocking=True)).nonzero().view(-1)
-        positions.append(found + number * _PIECE)
+        count += len(found)
+        if count > most:
+            return None
+        positions.append((found + number * _PIECE).int())
         words.append(here[found])
     return torch.cat(positions), torch.cat(words)
 

@@ -79,6 +79,32 @@ def test_above_a_third_a_bucket_is_sent_whole() -> None:
     run.close()
 
 
+def test_without_room_on_the_device_the_host_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, asked = Run(), []
+
+    def compare(own: Tensor, base: Tensor, device: torch.device, most: int) -> tuple[Tensor, Tensor] | None:
+        asked.append(device)
+        if len(asked) % 2:
+            raise torch.OutOfMemoryError("no room")
+        return changed_words(own, base, device, most)
+
+    monkeypatch.setattr("lightstep.rollout.publisher.changed_words", compare)
+    for version in range(1, 4):
+        run.step()
+        assert run.publish() == version and run.serves(str(version))
+    assert run.is_delta and len(asked) > 4
+    run.close()
+
+
+def test_what_is_between_tensors_is_the_same_in_every_bucket() -> None:
+    infos = [WeightInfo((name,), (size,), torch.bfloat16) for name, size in (("a", 3), ("b", 8), ("c", 13))]
+    bucket = Bucket(infos, torch.randint(1, 255, (Bucket.nbytes_of(infos),), dtype=torch.uint8))
+    tensors = {info: tensor.clone() for info, tensor in bucket}
+    bucket.zero_gaps()
+    assert all(torch.equal(tensor.view(torch.int16), tensors[info].view(torch.int16)) for info, tensor in bucket)
+    assert int((bucket.buffer == 0).sum()) == 10 + 0 + 6
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0])
 def test_bits_are_compared(value: float) -> None:
     run = Run()
@@ -308,11 +334,19 @@ def test_positions_of_a_shard_in_its_bucket(dtype: torch.dtype, dim: int, monkey
     whole = dict(after)[infos[1]]
     shard = whole[tuple(region)]
     shard.copy_(torch.randint(0, 2, shape := shard.shape))
-    shard, cpu = shard.contiguous().view(-1), torch.device("cpu")
-    found, words = changed_words(shard, torch.zeros_like(shard), cpu)
+    shard = shard.contiguous().view(-1)
+
+    def changes(buffer: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+        found = changed_words(buffer, base, torch.device("cpu"), most=10**9)
+        assert found is not None
+        count = len(found[0])
+        assert changed_words(buffer, base, torch.device("cpu"), most=count - 1) is None
+        return found
+
+    found, words = changes(shard, torch.zeros_like(shard))
     start = dict(after.starts())[infos[1]]
     positions = shard_in_bucket(found, start, infos[1], place, shape)
-    expected, expected_words = changed_words(after.buffer, before.buffer, cpu)
+    expected, expected_words = changes(after.buffer, before.buffer)
     order = positions.argsort()
     assert torch.equal(positions[order], expected) and torch.equal(words[order], expected_words)
 
