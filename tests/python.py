@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -91,5 +92,6 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], folder: str) -> No
 
 if __name__ == "__main__":
     importlib.import_module(sys.argv[1])
+    gc.freeze()  # an interpreter that ends collects a million objects otherwise
     if (request := _next_request()) is not None:
         _run(**request)
