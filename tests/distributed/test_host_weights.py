@@ -328,7 +328,7 @@ def check_actions(rank: int, world_size: int) -> None:
         run.optimizer.close()
 
     expected = list(content("at_step", None))
-    for time, mib in (("at_step", 0.001), ("next_forward", 0.001), ("overlap", 0.001), ("overlap", 64.0)):
+    for time, mib in (("next_forward", 0.001), ("overlap", 0.001), ("overlap", 64.0)):
         for action, wanted, found in zip(ACTIONS, expected, content(time, mib), strict=True):
             assert found[0] == wanted[0], (action.__name__, time, mib)
             different = [key for key, value in wanted[1].items() if not torch.equal(value, found[1][key])]
@@ -411,7 +411,7 @@ def check_failures(rank: int, world_size: int, time: str, folder: Path) -> None:
         bring(field)
 
     messages = []
-    for count in range(1, 8):
+    for count in range(1, 8, 2):
         run.strategy.load_checkpoint(folder / "c", run.model, run.optimizer)
         run.steps, left = start, count
         with pytest.MonkeyPatch.context() as patch:

@@ -265,7 +265,6 @@ def check_on_host(
     ("ranks", "layers", "time", "compute"),
     [
         (1, [[0, 1, 2, 3]], "overlap", True),
-        (2, [[0, 1, 2, 3]], "at_step", True),
         (2, [[0, 1, 2, 3]], "next_forward", False),
         (2, [[0, 1, 2, 3]], "overlap", True),
         (2, PARTS, "at_step", False),

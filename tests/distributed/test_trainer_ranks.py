@@ -27,6 +27,7 @@ from lightstep.trainer.output import newest_undamaged
 from lightstep.trainer.session import train
 from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.ranks import Pool
+from tests.measure_kills import ALONE, FORKING
 from tests.patience import PATIENCE
 from tests.unit.test_trainer import MODEL
 from tests.unit.test_trainer_data import word_tokenizer
@@ -240,8 +241,8 @@ def test_all_parts_of_what_is_resumed_are_whole(pool: Pool, tmp_path: Path) -> N
 def test_torchrun_reports_once_and_passes_a_signal_on(values: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(yaml.safe_dump({**values, "steps": 100_000, "checkpoint": {"every": 0}, "log_every": 1}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "lightstep", "train", str(file), "--strategy", "fsdp2"]
+    command = [sys.executable, "-m", FORKING.module, *ALONE, "--nproc-per-node=2"]
+    command += ["lightstep", "train", str(file), "--strategy", "fsdp2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -44,6 +44,7 @@ from tests.unit.test_homes_and_times import HOMES, LIMITS
 from tests.unit.test_next_forward import Training, assert_same
 
 TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
+FAILURES = ["no room", "a copy", "interrupt"]
 
 
 pytestmark = pytest.mark.usefixtures("small_units")
@@ -694,10 +695,11 @@ def test_odd_memory_layouts(time: str, make_model: type[TinyModel]) -> None:
         pair.train(6)
 
 
-@pytest.mark.parametrize("kind", ["no room", "a copy", "interrupt"])
+@pytest.mark.parametrize("kind", FAILURES)
 @pytest.mark.parametrize("time", TIMES)
 def test_a_run_goes_on_after_a_failure(time: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the ``count``-th copy to the device, wherever that is: in forward, in backward or in an update."""
+    """Of the ``count``-th copy to the device, wherever that is: in forward, in backward or in an update. Each kind meets
+    every count."""
     run = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.02})
     run.train(2)
     run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)
@@ -716,7 +718,7 @@ def test_a_run_goes_on_after_a_failure(time: str, kind: str, tmp_path: Path, mon
         bring(field)
 
     messages = []
-    for count in (*range(1, 30, 4), 2, 16):
+    for count in range(1 + (TIMES.index(time) + FAILURES.index(kind)) % 4, 30, 4):
         run.strategy.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
         run.steps, left = 2, count
         with monkeypatch.context() as patch:
@@ -738,7 +740,7 @@ def test_a_run_goes_on_after_a_failure(time: str, kind: str, tmp_path: Path, mon
         "a copy": "bringing some weights failed",
         "interrupt": "interrupt|KeyboardInterrupt",
     }
-    assert len(messages) > 3 and all(re.search(known[kind], message) for message in messages), messages
+    assert len(messages) > 2 and all(re.search(known[kind], message) for message in messages), messages
     run.optimizer.close()
 
 

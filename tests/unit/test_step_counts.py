@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
+
+from tests.python import python
 
 CODE = "from tests import step_counts; step_counts.BLOCKS = 3; step_counts.main()"
 
 
 def test_the_command_counts_every_way_to_train() -> None:
     """In a process of its own: threads of other tests would be counted."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, check=True)
+    done = python("-c", CODE, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
     _, _, *rows = done.stdout.splitlines()
     found = {
         name.strip(): [float(number) for number in numbers] for _, name, *numbers, _ in (r.split("|") for r in rows)
