@@ -700,8 +700,10 @@ def test_odd_memory_layouts(time: str, make_model: type[TinyModel]) -> None:
 @pytest.mark.parametrize("kind", FAILURES)
 @pytest.mark.parametrize("time", TIMES)
 def test_a_run_goes_on_after_a_failure(time: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the ``count``-th copy to the device, wherever that is: in forward, in backward or in an update. Each kind meets
-    every count."""
+    """Of the ``count``-th copy to the device, wherever that is: in forward, in backward or in an update.
+
+    Each kind meets every count.
+    """
     run = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.02})
     run.train(2)
     run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from torch import nn
 from lightstep import Strategy
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.trainer.config import TrainConfig
+from tests.python import python
 from tests.reference.tiny_llama import VOCABULARY, make_llama
 from tests.unit.test_next_forward import assert_same
 from tests.unit.test_trainer import MODEL, _train, configured, text
@@ -128,9 +126,7 @@ def test_the_peak_is_the_weights_and_a_tensor(how: str, tmp_path: Path) -> None:
     largest = max(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(tmp_path, max_shard_size="50MB")
     del model
-    here = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), how]
-    done = subprocess.run(command, env=here, capture_output=True, text=True, check=False)
+    done = python("-c", SCRIPT, str(tmp_path), how, cwd=Path.cwd(), imported="transformers.trainer")
     assert done.returncode == 0, done.stderr
     peak, weights = map(int, done.stdout.split()[-2:])
     assert weights > 8 * largest
