@@ -171,14 +171,10 @@ def check_same_bits(
 TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
 
 
-@every_pair(home=HOMES, time=TIMES, limit=LIMITS, by_strategy=[False, True])
-def test_the_same_bits(pool: Pool, home: str, time: str, limit: str, by_strategy: bool) -> None:
-    pool.run(check_same_bits, 2, home=home, time=time, limit=limit, by_strategy=by_strategy, mib=None)
-
-
-@every_pair(home=HOMES, time=TIMES, limit=LIMITS, mib=[0.001, 64.0])
-def test_weights_that_rest_on_the_host(pool: Pool, home: str, time: str, limit: str, mib: float) -> None:
-    pool.run(check_same_bits, 2, home=home, time=time, limit=limit, by_strategy=True, mib=mib)
+@every_pair(home=HOMES, time=TIMES, limit=LIMITS, mib=[None, 0.001, 64.0], by_strategy=[False, True])
+def test_the_same_bits(pool: Pool, home: str, time: str, limit: str, mib: float | None, by_strategy: bool) -> None:
+    """All weights of a model that rests on the host are sharded by the strategy."""
+    pool.run(check_same_bits, 2, home=home, time=time, limit=limit, by_strategy=by_strategy or mib is not None, mib=mib)
 
 
 @every_value(home=HOMES, time=TIMES, limit=LIMITS, by_strategy=[False, True], mib=[None, None, 0.001, 64.0])
