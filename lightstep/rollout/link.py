@@ -56,7 +56,7 @@ class WeightLink:
     ) -> None:
         self.number, self.device = number, device
         self._timeout = timeout
-        self._connected, self._pace = False, 0.0  # seconds for each byte
+        self._connected = False
         self._lanes = LanesOfDevices(small_pieces=True)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         limit = datetime.timedelta(seconds=timeout)
@@ -92,30 +92,26 @@ class WeightLink:
         if self.device.type == "cpu":
             self._group.broadcast(tensor, 0).wait()
             return
-        self._complete(lambda: self._group.broadcast(tensor, 0), tensor.nbytes)
+        self._complete(lambda: self._group.broadcast(tensor, 0))
 
     def connect(self) -> None:
         """Meet the other members in the sum of one number, as vLLM's own engine begins."""
         one = torch.zeros(1, device=self.device)
         self._complete(lambda: self._group.allreduce([one]))
 
-    def _complete(self, start: Callable[[], Any], nbytes: int = 0) -> None:
-        """Start work of NCCL on so many bytes, and wait for it, at first as long as the last one lets expect.
+    def _complete(self, start: Callable[[], Any]) -> None:
+        """Start work of NCCL, and wait for it.
 
         Raises:
             RuntimeError: another member has died, or did not take part in time.
         """
-        begin = time.monotonic()
-        deadline = begin + self._timeout
+        deadline = time.monotonic() + self._timeout
         work = self._start(start, deadline)
-        time.sleep(min(0.9 * self._pace * nbytes, self._timeout))
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no answer within {self._timeout:g} s")
             time.sleep(_POLL)
         work.wait()
-        if nbytes:
-            self._pace = (time.monotonic() - begin) / nbytes
 
     def _start(self, start: Callable[[], Any], deadline: float) -> Any:
         """Launch work. The first one connects the members, which in NCCL has no timeout, so a thread does it."""

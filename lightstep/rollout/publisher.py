@@ -121,7 +121,7 @@ class StagedWeights(WeightSource):
             self.pool.wait_for(self._own[number].buffer)
 
     def bucket(self, number: int, buffer: Tensor | None) -> Bucket | None:
-        own = self._own[number]
+        own, self._changed = self._own[number], None
         self._wait_for(number)
         if buffer is None:
             if own.infos:
