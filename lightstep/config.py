@@ -284,8 +284,8 @@ class RolloutServers(_Frozen):
     """What happens to running requests; ``None`` is ``wait`` for vLLM and ``keep`` for SGLang."""
     backend: Literal["gloo", "nccl"] | None = None
     """Of the process group; ``None`` is nccl for weights on a GPU, else gloo."""
-    deltas: bool = False
-    """vLLM: weights that did not change since the last set are not sent."""
+    deltas: bool | Literal["auto"] = False
+    """vLLM: weights that did not change since the last set are not sent; ``auto``: where that takes less time."""
 
     @model_validator(mode="after")
     def _only_vllm_takes_deltas(self) -> RolloutServers:

@@ -34,6 +34,9 @@ __all__ = ["ServerTransport", "SglangFolder", "SglangServer", "VllmNcclServer", 
 _FIRST_ID = "0"
 """Under which torch's group puts NCCL's identifier of its first communicator."""
 
+_TRIES, _AGAIN = 2, 32
+"""Of deltas and of whole sets, and after how many sets the slower ones are tried again."""
+
 _GRACE = 2.0
 """Seconds in which a server's own error may arrive, after the broadcast has failed."""
 
@@ -82,7 +85,8 @@ class ServerTransport(_Servers):
         api_key: sent as a bearer token.
         check: compare names with the servers' models before anything is sent.
         deltas: only ``VllmServer``. Weights that did not change since the last set are not sent. Each worker keeps a
-            set in host memory for that, and each trainer its shards of one.
+            set in host memory for that, and each trainer its shards of one. ``"auto"``: where that takes less time than
+            whole sets.
 
     Raises:
         ValueError: there is no URL, or one is not ``http(s)://...``; an unknown ``pause``; ``deltas`` where
@@ -99,13 +103,14 @@ class ServerTransport(_Servers):
         address: str | None = None,
         api_key: str | None = None,
         check: bool = True,
-        deltas: bool = False,
+        deltas: bool | Literal["auto"] = False,
     ) -> None:
         if deltas and not self.protocol.has_plugin:
             raise ValueError(f"{type(self).__name__} loads whole tensors only; leave deltas out, or use VllmServer")
         super().__init__(urls, pause, timeout_s, api_key)
         self._next_servers = self._servers  # and the servers of the last set
-        self.deltas = deltas
+        self.deltas, self._faster = bool(deltas), _Faster() if deltas == "auto" else None
+        self._begun = 0.0
         self._set_id, self._base, self._buckets_left = "", "", 0
         self._backend, self._address, self._checks = backend, address, check
         self._link: WeightLink | None = None
@@ -152,7 +157,7 @@ class ServerTransport(_Servers):
         self._on_all(lambda server: server.refuse_other_versions())  # also finds those that are gone
         known = (bool(self._base) or self._link is not None) and self._all_know_the_last_version()
         holds = known and bool(self._base) and all(self._on_all(lambda server: server.holds(self._base, infos)))
-        self.accepts_deltas = holds
+        self.accepts_deltas = holds and (self._faster is None or self._faster.is_deltas())
         if self._link is not None and (not known or (self._base and not holds)):
             self._disconnect()
         if self._link is None:
@@ -162,6 +167,7 @@ class ServerTransport(_Servers):
         if self._checks:
             self._on_all(lambda server: server.check(infos))
         self._buckets_left = len(buckets)
+        self._begun = time.monotonic()
         self._half_sent = True  # from here on, only a complete set makes them go on
         self._on_all(lambda server: server.pause(self._pause))
         self._on_all(lambda server: server.start())
@@ -221,6 +227,8 @@ class ServerTransport(_Servers):
         self._on_all(lambda server: server.end(self._version))
         self._half_sent = False
         self._on_all(lambda server: server.resume())
+        if self._faster is not None:
+            self._faster.note(self.accepts_deltas, time.monotonic() - self._begun)
 
     def abort(self, reason: str) -> None:
         """Paused servers stay paused: they may have half of this set, or of one whose trainer has died."""
@@ -292,6 +300,25 @@ class ServerTransport(_Servers):
             self._joined = False
             with contextlib.suppress(WeightTransferError):
                 self._on_all(lambda server: server.leave(self._group))
+
+
+class _Faster:
+    """Whether deltas or whole sets took less time lately. Both are tried twice at first: they allocate memory then."""
+
+    def __init__(self) -> None:
+        self._seconds, self._tried, self._left = {False: 0.0, True: 0.0}, {False: 0, True: 0}, _AGAIN
+
+    def is_deltas(self) -> bool:
+        """What the next set should be. The slower one has its turn now and then: links and learning rates change."""
+        if min(self._tried.values()) < _TRIES:
+            return self._tried[True] <= self._tried[False]
+        self._left = self._left - 1 if self._left else _AGAIN
+        return (self._seconds[True] < self._seconds[False]) is bool(self._left)
+
+    def note(self, is_deltas: bool, seconds: float) -> None:
+        """A set arrived."""
+        self._seconds[is_deltas] = seconds
+        self._tried[is_deltas] += 1
 
 
 class VllmServer(ServerTransport):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightstep import ConfigError, SglangServer, Strategy, VllmServer, WeightTransferError
+from lightstep.rollout import servers
 from lightstep.rollout.transport import Bucket, BucketDelta, HeldWeights, WeightInfo, changed_words, shard_in_bucket
 from tests.rollout_servers import FakeServer, FakeVllm, Refusal
 from tests.unit.test_rollout_servers import Breaking, Training
@@ -32,8 +33,8 @@ class Run(Training):
     """A model whose weights change little, and servers that take deltas."""
 
     def __init__(self, servers: int = 1, **settings: Any) -> None:
-        settings = {"model": make_model(), **settings}
-        super().__init__("vllm", servers, deltas=True, **settings)
+        settings = {"model": make_model(), "deltas": True, **settings}
+        super().__init__("vllm", servers, **settings)
         self.sent = 0
 
     def step(self) -> None:
@@ -292,6 +293,23 @@ def test_servers_that_are_killed_at_random_moments_never_serve_anything_but_a_wh
     run.step()
     run.publish()
     assert run.serves(str(run.strategy.rollout._version)) and deltas
+    run.close()
+
+
+def test_what_takes_less_time_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are tried twice, and later the slower one now and then."""
+    monkeypatch.setattr("lightstep.rollout.servers._AGAIN", 4)
+    run = Run(deltas="auto")
+    seconds, note = {True: 5.0, False: 1.0}, servers._Faster.note
+    monkeypatch.setattr(servers._Faster, "note", lambda own, is_deltas, _: note(own, is_deltas, seconds[is_deltas]))
+    sent = []
+    for version in range(1, 17):
+        run.step()
+        assert run.publish() == version and run.serves(str(version))
+        sent.append(run.is_delta)
+        if version == 9:
+            seconds[True] = 0.5
+    assert sent == [False, True, True, False, *[False] * 3, True, *[False] * 4, *[True] * 4]
     run.close()
 
 
