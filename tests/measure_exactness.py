@@ -35,10 +35,12 @@ Settings = dict[str, Any]
 
 
 def at(update: str, backend: str = "stream") -> Settings:
-    return {"optimizer_state.backend": backend, "optimizer_state.update": update}
+    ring = {"optimizer_state.ring_mib": 0.01} if backend == "stream" else {}
+    return {"optimizer_state.backend": backend, "optimizer_state.update": update, **ring}
 
 
-OFFLOAD: Settings = {"weights.placement": "host", "weights.device_mib": 8}
+OFFLOAD: Settings = {"weights.placement": "host", "weights.device_mib": 0.001}
+HALF = "half of the state"
 REDUCED = ", every micro-batch reduced"
 GROUPS: dict[str, tuple[Settings, dict[str, Settings]]] = {
     "fp32 moments": (
@@ -51,7 +53,7 @@ GROUPS: dict[str, tuple[Settings, dict[str, Settings]]] = {
             "stream": at("at_step"),
             "stream, next_forward": at("next_forward"),
             "stream, overlap": at("overlap"),
-            "stream, overlap, some on the device": {**at("overlap"), "optimizer_state.resident_gib": 0.05},
+            "stream, overlap, some on the device": {**at("overlap"), "optimizer_state.resident_gib": HALF},
         },
     ),
     "fp32 moments" + REDUCED: (
@@ -85,13 +87,16 @@ def run(
     """Losses and norms of all steps, this rank's shards at the end, and the norms once more."""
     keys = {"clipping.max_norm": args.max_norm, **settings}
     clips, norms = keys["clipping.max_norm"] is not None, []
-    strategy = lightstep.Strategy.load("fsdp2", overrides=keys)
     device = device_of(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(0)
     sizes = {"hidden_size": args.hidden, "intermediate_size": 3 * args.hidden, "num_hidden_layers": args.layers}
     config = LlamaConfig(vocab_size=args.vocabulary, num_attention_heads=8, pad_token_id=0, **sizes)
     config._attn_implementation = "eager"
-    model: Any = strategy.prepare_model(LlamaForCausalLM(config))
+    llama = LlamaForCausalLM(config)
+    if keys.get("optimizer_state.resident_gib") == HALF:
+        keys["optimizer_state.resident_gib"] = 5 * llama.num_parameters() / dist.get_world_size() / 2**30
+    strategy = lightstep.Strategy.load("fsdp2", overrides=keys)
+    model: Any = strategy.prepare_model(llama)
     optimizer: Any = strategy.create_optimizer(model, lr=1e-3)
     first = 0
     if args.resume:

@@ -74,7 +74,7 @@ class SendingPlan:
     infos: Sequence[WeightInfo]
     buckets: Sequence[Sequence[WeightInfo]]
     parts: Sequence[Sequence[Sequence[Part]]]
-    in_files: Sequence[Sequence[WeightInfo]] | None = None
+    in_files: list[list[WeightInfo]] | None = None
 
 
 class PublishedModel:
@@ -195,7 +195,7 @@ class WeightSource(ABC):
         self.model, self.buckets, self.device = published.model, published.plan.buckets, device
         self._plan = published.plan
 
-    def buckets_in_files(self) -> Sequence[Sequence[WeightInfo]]:
+    def buckets_in_files(self) -> list[list[WeightInfo]]:
         """The buckets as the model's files have them.
 
         Raises:
@@ -299,7 +299,7 @@ class Publication:
         self._buffer = self._new_buffer(self._source.buckets)
         if transport.uses_file_names:
             found = self._source.buckets_in_files()
-            if list(map(list, found)) != list(map(list, self._source.buckets)):
+            if found != list(map(list, self._source.buckets)):
                 self._sent, self._files_buffer = found, self._new_buffer(found)
         transport.begin(version, self._sent)
 

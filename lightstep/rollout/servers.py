@@ -89,8 +89,8 @@ class ServerTransport(_Servers):
             whole sets.
 
     Raises:
-        ValueError: there is no URL, or one is not ``http(s)://...``; an unknown ``pause``; ``deltas`` where
-            servers load whole tensors only.
+        ValueError: there is no URL, or one is not ``http(s)://...``; an unknown ``pause`` or ``deltas``; ``deltas``
+            where servers load whole tensors only.
     """
 
     def __init__(
@@ -105,6 +105,8 @@ class ServerTransport(_Servers):
         check: bool = True,
         deltas: bool | Literal["auto"] = False,
     ) -> None:
+        if deltas not in (False, True, "auto"):
+            raise ValueError(f"deltas is {deltas!r}; allowed are False, True and 'auto'")
         if deltas and not self.protocol.has_plugin:
             raise ValueError(f"{type(self).__name__} loads whole tensors only; leave deltas out, or use VllmServer")
         super().__init__(urls, pause, timeout_s, api_key)

@@ -372,6 +372,8 @@ def test_positions_of_a_shard_in_its_bucket(dtype: torch.dtype, dim: int, monkey
 def test_only_vllm_takes_deltas() -> None:
     with pytest.raises(ValueError, match="leave deltas out"):
         SglangServer("http://host", deltas=True)
+    with pytest.raises(ValueError, match="deltas is 'fast'; allowed are False, True and 'auto'"):
+        VllmServer("http://host", deltas="fast")  # type: ignore[arg-type]
     servers = {"kind": "sglang", "urls": ["http://host"], "deltas": True}
     with pytest.raises(ConfigError, match="leave deltas out"):
         Strategy.load("resident", overrides={"roles.rollout": {"servers": servers}})

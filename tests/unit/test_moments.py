@@ -128,6 +128,17 @@ STREAM = {"backend": "stream", "ring_mib": 8}
 SHAPES = [(700, 613), (700, 640), (40, 48), (300, 17), (5,), (1,), (0, 4), (2, 3, 64)]
 
 
+homes_and_moments = pytest.mark.parametrize(
+    ("state", "moments"),
+    [
+        ({}, "int8"),
+        ({"backend": "bulk"}, "bfloat16"),
+        (STREAM, "bfloat16"),
+        ({**STREAM, "update": "next_forward"}, "int8"),
+    ],
+)
+
+
 def by_hand(state: dict[str, Any], steps: int = 3, optimizer_class: Any = torch.optim.AdamW, **options: Any) -> Any:
     """A run on gradients from nowhere beside its reference: optimizer, parameters."""
     state = {"moments": "bfloat16", **state}
@@ -156,15 +167,7 @@ def by_hand(state: dict[str, Any], steps: int = 3, optimizer_class: Any = torch.
     return optimizer
 
 
-@pytest.mark.parametrize(
-    ("state", "moments"),
-    [
-        ({}, "int8"),
-        ({"backend": "bulk"}, "bfloat16"),
-        (STREAM, "bfloat16"),
-        ({**STREAM, "update": "next_forward"}, "int8"),
-    ],
-)
+@homes_and_moments
 def test_large_tensors_whole_and_cut(state: dict[str, Any], moments: str) -> None:
     state = {**state, "moments": moments, "moments_rounding": "stochastic"}
     optimizer = by_hand(state, lr=1e-2, betas=(0.9, 0.999))

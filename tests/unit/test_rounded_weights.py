@@ -28,7 +28,7 @@ from tests.reference.rounded_weights import (
 )
 from tests.reference.tiny_model import loss_of, representable
 from tests.unit.test_homes_and_times import HOMES
-from tests.unit.test_moments import CLASSES, SHAPES, STREAM, ModelWithBlocks
+from tests.unit.test_moments import CLASSES, SHAPES, ModelWithBlocks, homes_and_moments
 from tests.unit.test_next_forward import Training, assert_same
 
 __all__ = ["one_pass_fixture"]
@@ -153,15 +153,7 @@ def by_hand(state: dict[str, Any], steps: int = 3, **options: Any) -> Any:
     return optimizer
 
 
-@pytest.mark.parametrize(
-    ("state", "moments"),
-    [
-        ({}, "int8"),
-        ({"backend": "bulk"}, "bfloat16"),
-        (STREAM, "bfloat16"),
-        ({**STREAM, "update": "next_forward"}, "int8"),
-    ],
-)
+@homes_and_moments
 def test_large_tensors_whole_and_cut(state: dict[str, Any], moments: str) -> None:
     optimizer = by_hand({**state, "moments": moments}, lr=1e-2, betas=(0.9, 0.999))
     if state.get("backend") == "stream":
