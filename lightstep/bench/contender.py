@@ -45,7 +45,8 @@ class Contender(ABC):
         max_norm: the global norm that it clips to.
         loss, grad_norm: of the last iteration, 0-dim on the device. The norm is the one before clipping, None if the
             contender does not expose it.
-        redone_steps: how many steps before the last one had to redo updates of their backward, None for peers.
+        redone_steps: how many steps before the last one had to redo or roll back updates of their backward, None for
+            peers.
     """
 
     name: str

@@ -73,7 +73,7 @@ class StrategyContender(_Prepared):
 
     def update(self) -> None:
         result = self._optimizer.step()
-        self.grad_norm, self.redone_steps = result.grad_norm, result.redone
+        self.grad_norm, self.redone_steps = result.grad_norm, result.redone + result.rolled_back
 
     def host_bytes(self) -> int:
         return int(self._optimizer.memory_report()["host_bytes"])

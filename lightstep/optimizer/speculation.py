@@ -75,7 +75,8 @@ class UsedGradients(dict[Managed, tuple[Tensor, int]]):
                 self[item] = gradient, gradient._version
                 staying.append(item)
             else:
-                self[item] = home.gradient(gradient.dtype), home.arrivals + 1
+                leaves_later = item.param.grad is not None
+                self[item] = home.gradient(gradient.dtype), home.arrivals + leaves_later
         if staying:
             first, stop = len(self._checked), len(self._checked) + len(staying)
             self._checksums.write([gradients[item] for item in staying], self._checksums.then[first:stop])

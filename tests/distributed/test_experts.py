@@ -93,6 +93,7 @@ class Run:
                 assert expected.item() == losses[-1]
                 loop.backward(expected)
         result = self.optimizer.step()
+        self.rolled_back = result.rolled_back
         if loop is not None:
             assert loop.step(result.grad_norm) is bool(result)
         self.steps += 1
@@ -165,6 +166,7 @@ def check_same_bits(
     snapshot = tested.snapshot()
     assert snapshot.keys() == wanted.keys()
     assert [key for key, value in wanted.items() if not torch.equal(snapshot[key], value)] == []
+    assert tested.rolled_back == 0, "nobody has written to a gradient or a weight"
     tested.optimizer.close()
 
 
