@@ -267,7 +267,8 @@ def _local(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
     if gradient is None:
         return None
-    refuse_sparse(gradient)
+    if gradient.is_sparse:
+        refuse_sparse(gradient)
     if type(gradient) is not Tensor and is_sharded(gradient):
         return local_gradient(parameter, torch.float32)
     return gradient.detach() if gradient.requires_grad else gradient

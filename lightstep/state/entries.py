@@ -228,13 +228,13 @@ def _has_negative(spec: EntrySpec | None, value: Tensor) -> bool:
 
 def equals_rounded(local: Tensor, master: Tensor) -> bool:
     """Whether ``local`` is bit for bit ``master`` rounded to its dtype."""
+    bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast afterwards
+    codes = local.contiguous().view(bits)
     on_host = local.device.type == master.device.type == "cpu"
     if on_host and local.shape == master.shape and local.numel() > _PIECE:  # in pieces that stay in the cache
-        pieces = zip(local.reshape(-1).split(_PIECE), master.reshape(-1).split(_PIECE), strict=True)
-        return all(equals_rounded(one, other) for one, other in pieces)
-    rounded = master.to(device=local.device, dtype=local.dtype)
-    bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast afterwards
-    return torch.equal(rounded.view(bits), local.contiguous().view(bits))
+        pieces = zip(codes.view(-1).split(_PIECE), master.reshape(-1).split(_PIECE), strict=True)
+        return all(torch.equal(other.to(local.dtype).view(bits), one) for one, other in pieces)
+    return torch.equal(master.to(device=local.device, dtype=local.dtype).view(bits), codes)
 
 
 def was_rounded_from(local: Tensor, master: Tensor) -> bool:
