@@ -31,16 +31,16 @@ from lightstep.distributed import local_tensor
 from tests.distributed.ranks import device_of
 
 STEPS, MIDDLE, DROPPED = 50, 25, (7, 33)
+HALF, PART = "half of the state", "a sixteenth of the state"
 Settings = dict[str, Any]
 
 
 def at(update: str, backend: str = "stream") -> Settings:
-    ring = {"optimizer_state.ring_mib": 0.01} if backend == "stream" else {}
+    ring = {"optimizer_state.ring_mib": PART} if backend == "stream" else {}
     return {"optimizer_state.backend": backend, "optimizer_state.update": update, **ring}
 
 
 OFFLOAD: Settings = {"weights.placement": "host", "weights.device_mib": 0.001}
-HALF = "half of the state"
 REDUCED = ", every micro-batch reduced"
 GROUPS: dict[str, tuple[Settings, dict[str, Settings]]] = {
     "fp32 moments": (
@@ -93,8 +93,11 @@ def run(
     config = LlamaConfig(vocab_size=args.vocabulary, num_attention_heads=8, pad_token_id=0, **sizes)
     config._attn_implementation = "eager"
     llama = LlamaForCausalLM(config)
+    state_mib = 10 * llama.num_parameters() / dist.get_world_size() / 2**20
     if keys.get("optimizer_state.resident_gib") == HALF:
-        keys["optimizer_state.resident_gib"] = 5 * llama.num_parameters() / dist.get_world_size() / 2**30
+        keys["optimizer_state.resident_gib"] = state_mib / 2 / 2**10
+    if keys.get("optimizer_state.ring_mib") == PART:
+        keys["optimizer_state.ring_mib"] = state_mib / 16
     strategy = lightstep.Strategy.load("fsdp2", overrides=keys)
     model: Any = strategy.prepare_model(llama)
     optimizer: Any = strategy.create_optimizer(model, lr=1e-3)

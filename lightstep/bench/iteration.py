@@ -165,7 +165,7 @@ class TimelineTask(IterationTask):
         for _ in range(1 + effort.warmup):
             iterate()
         if measurement.run.ranks.is_main:
-            name = re.sub(r"[^A-Za-z0-9.=_-]+", "-", Path(entry.name).name if "/" in entry.name else entry.name)
+            name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(entry.name).name if "/" in entry.name else entry.name)
             file = self.folder / f"{name}-{self.case}-timeline.json"
             write_timeline(iterate, effort.steps, file)
             said = hidden_copies(json.loads(file.read_text())["traceEvents"])

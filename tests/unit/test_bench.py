@@ -693,7 +693,7 @@ def test_a_timeline_is_written_and_says_which_copies_were_hidden(
     entries = parse_strategies("stream:optimizer_state.ring_mib=4", task)
     (row,) = (made := run.Run.create([task], run.Effort(2, 1), Ranks(CPU), entries)).rows
     run.measure_all(made, lambda _: None)
-    written = tmp_path / "stream-optimizer_state.ring_mib=4-32-timeline.json"
+    written = tmp_path / "stream-optimizer_state.ring_mib-4-32-timeline.json"
     assert row.note is None and written.is_file()
     assert row.extra["said"] == [
         f"{written} written",
