@@ -170,6 +170,7 @@ class GroupTransport(_End, WeightTransport):
         if self._link is not None and any(reply["link"] != self._link.number for reply in replies):
             self.close()
         kind = link_device([device_id(self._device), *(reply["device"] for reply in replies)])
+        self.takes_device = kind != "cpu"
         number = self._set if self._link is None else self._link.number
         self._board.write(f"{self._set}/verdict", {"link": number, "device": kind})
         if self._link is None:

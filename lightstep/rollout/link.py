@@ -76,10 +76,8 @@ class WeightLink:
         if data.device.type == "cpu" and self.device.type != "cpu":
             if len(self._buffer) < len(data):
                 self._buffer = torch.empty(len(data), dtype=torch.uint8, device=self.device)
-            lanes, buffer = self._lanes(self._buffer.device), self._buffer[: len(data)]
-            lanes.host_to_device.wait(lanes.caller().record(lanes.event()))
-            lanes.host_to_device.copy(buffer, data)
-            lanes.caller().wait(lanes.host_to_device.record(lanes.event()))
+            buffer = self._buffer[: len(data)]
+            self._lanes(buffer.device).load(buffer, data)
             data = buffer
         self.broadcast(data.to(self.device))
 

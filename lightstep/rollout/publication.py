@@ -103,7 +103,7 @@ class PublishedModel:
         tensors = named_tensors(model)
         described = (dtype, bucket_mib, tuple(map(_description, tensors)))
         plan = plans.get(model)
-        if plan is None or not all(ranks.gather(plan.described == described)):
+        if plan is None or not all(ranks.gather_integer(plan.described == described)):
             plan = plans[model] = _planned(model, tensors, described, ranks)
         self.plan = plan
         self.named: Mapping[WeightInfo, NamedTensor] = dict(zip(plan.infos, tensors, strict=True))
@@ -164,6 +164,9 @@ def _parts(
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """A dtype of each size, in which elements are moved as they are."""
 
+_NOTHING, _FAILED = -1, -2
+"""What ranks tell each other of a step that returned ``None``, or failed; else what it returned."""
+
 
 @dataclass(frozen=True)
 class PublishedWeights:
@@ -213,15 +216,22 @@ class WeightSource(ABC):
             buffer: 1-D uint8, which may be used for the bucket; ``None`` on trainers that only take part.
         """
 
-    def compare(self, number: int) -> int | None:
-        """How many words of this trainer's part of a bucket changed since the base; ``None``: it has to be sent whole.
+    def moved(self, buffer: Tensor) -> Tensor:
+        """Memory on the model's device instead of ``buffer``, if buckets are put together and there is room."""
+        return buffer
 
-        Called by all trainers, before :meth:`delta`.
+    def prepare(self, number: int, compares: bool) -> int | None:
+        """Make this trainer's part of a bucket ready. All trainers have called this when one gets the bucket.
+
+        Args:
+            compares: find what changed since the base.
+
+        Returns: How many words changed; ``None``: the bucket has to be sent whole.
         """
         return None
 
     def delta(self, number: int, changed: Sequence[int], is_sender: bool) -> BucketDelta | None:
-        """What :meth:`compare` found. Called by all trainers, and returned on the one that sends.
+        """What :meth:`prepare` found. Called by all trainers, and returned on the one that sends.
 
         Args:
             changed: by trainer.
@@ -279,33 +289,53 @@ class Publication:
         """
         transport, begin = self._transport, time.monotonic()
         try:
-            self._run_on_all(lambda: self._begin(transport, version) if transport else None)
-            accepts_deltas = self._ranks.gather(transport is not None and transport.accepts_deltas)[0]
-            for number, infos in enumerate(self._source.buckets):
-                compare = partial(self._source.compare, number)
-                changed: list[Any] = self._run_on_all(compare) if accepts_deltas else [None]
-                if None in changed or BucketDelta.nbytes_of(sum(changed)) > Bucket.nbytes_of(infos):
-                    self._run_on_all(partial(self._send_bucket, number))
-                else:
-                    self._run_on_all(partial(self._send_delta, number, changed))
-            self._run_on_all(lambda: transport.finish() if transport else None)
+            compares = bool(self._run_on_all(lambda: self._begin(transport, version) if transport else None)[0])
+            changed: list[int | None] = []
+            for number in range(len(self._source.buckets) + 1):
+                changed = self._run_on_all(partial(self._advance, number, changed, compares))
         except BaseException as error:
             if transport is not None:
                 transport.abort(f"{type(error).__name__}: {error}")
             raise
         return PublishedWeights(version, self._nbytes, self._whole_nbytes, time.monotonic() - begin)
 
-    def _begin(self, transport: WeightTransport, version: int) -> None:
+    def _begin(self, transport: WeightTransport, version: int) -> int:
+        """Returns whether receivers accept deltas."""
         self._buffer = self._new_buffer(self._source.buckets)
         if transport.uses_file_names:
             found = self._source.buckets_in_files()
             if found != list(map(list, self._source.buckets)):
                 self._sent, self._files_buffer = found, self._new_buffer(found)
         transport.begin(version, self._sent)
+        if transport.takes_device and self._files_buffer is None:
+            self._buffer = self._source.moved(self._buffer)
+        return int(transport.accepts_deltas)
 
     def _new_buffer(self, buckets: Sequence[Sequence[WeightInfo]]) -> Tensor:
         size = max(map(Bucket.nbytes_of, buckets), default=0)
         return torch.empty(size, dtype=torch.uint8, device=self._source.device)
+
+    def _advance(self, number: int, changed: Sequence[int | None], compares: bool) -> int | None:
+        """Send the bucket before this one, and prepare this one; or end the set.
+
+        Args:
+            changed: by trainer: what :meth:`WeightSource.prepare` returned for the bucket before.
+        """
+        if number > 0:
+            self._send_prepared(number - 1, changed)
+        if number < len(self._source.buckets):
+            return self._source.prepare(number, compares)
+        if self._transport is not None:
+            self._transport.finish()
+        return None
+
+    def _send_prepared(self, number: int, changed: Sequence[int | None]) -> None:
+        counts = [count for count in changed if count is not None]
+        is_whole = len(counts) < len(changed)
+        if is_whole or BucketDelta.nbytes_of(sum(counts)) > Bucket.nbytes_of(self._source.buckets[number]):
+            self._send_bucket(number)
+        else:
+            self._send_delta(number, counts)
 
     def _send_bucket(self, number: int) -> None:
         bucket = self._source.bucket(number, self._buffer)
@@ -349,7 +379,7 @@ class Publication:
         values = self._in_files(bucket, target).buffer.view(torch.int16)[found]
         return BucketDelta.of_words(target.infos, found, values)
 
-    def _run_on_all(self, step: Callable[[], Any]) -> list[Any]:
+    def _run_on_all(self, step: Callable[[], int | None]) -> list[int | None]:
         """Run ``step`` on all ranks, and return what each of them returned. If it fails on one of them, all raise."""
         error: BaseException | None = None
         found = None
@@ -357,16 +387,21 @@ class Publication:
             found = step()
         except BaseException as caught:
             error = caught
+        told = self._ranks.gather_integer(_FAILED if error is not None else _NOTHING if found is None else found)
+        if _FAILED in told:
+            self._raise_on_all(error)
+        return [None if each == _NOTHING else each for each in told]
+
+    def _raise_on_all(self, error: BaseException | None) -> None:
+        """Raise this rank's error, or that of the first rank that has one."""
         text = f"{type(error).__name__}: {error}"
-        told = self._ranks.gather((found, None if error is None else (text, getattr(error, "ranks", ()))))
+        told = self._ranks.gather(None if error is None else (text, getattr(error, "ranks", ())))
         if isinstance(error, WeightTransferError) or (error is not None and not isinstance(error, Exception)):
             raise error
         if error is not None:
             raise WeightTransferError(f"weights were not published: {text}") from error
-        for trainer, (_, failure) in enumerate(told):
-            if failure is not None:
-                raise WeightTransferError(f"trainer {trainer}: {failure[0]}", failure[1])
-        return [each for each, _ in told]
+        trainer, failure = next((trainer, failure) for trainer, failure in enumerate(told) if failure is not None)
+        raise WeightTransferError(f"trainer {trainer}: {failure[0]}", failure[1])
 
 
 # -- names in a model's files: transformers joins some tensors in memory, such as those of experts --------------------

@@ -3,7 +3,8 @@
 Each trainer copies its own shards, cast to the dtype in which they are sent, behind what its training stream has
 queued. A shard that several trainers have is copied by the first of them. On an accelerator that is a copy on the
 device, which takes milliseconds, and is made before anything that training queues next; another stream brings it to the
-host, and the thread queues that. It gathers one bucket at a time on the first trainer, in a process group of its own.
+host, and the thread queues that. The first trainer puts one bucket at a time together. It maps the memory that trainers
+on its host have; the others send it their shards over a process group of the threads.
 
 One set is on its way at a time. Another one waits for it, or with ``replace`` is copied beside it, and is replaced by
 a third one that comes before it has been begun. All trainers decide alike: the first one's threads tell whether the
@@ -15,7 +16,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -38,6 +39,8 @@ from lightstep.rollout.transport import (
     shard_in_bucket,
 )
 from lightstep.state.host_copy_pool import HostCopyPool
+from lightstep.state.host_memory import HostMemoryError, HostSlab
+from lightstep.state.shared_memory import Address, SharedMemory
 
 __all__ = ["Publisher", "StagedWeights"]
 
@@ -45,9 +48,32 @@ _LARGEST = 2**31
 """Bytes of a bucket from which on it is sent whole."""
 
 
-def staging_memory() -> HostCopyPool:
+def staging_memory(is_shared: bool) -> HostCopyPool:
     """Host memory for one set at a time."""
-    return HostCopyPool("copying weights that are published while training goes on", "wait=True needs no copy")
+    what = "copying weights that are published while training goes on"
+    return HostCopyPool(what, "wait=True needs no copy", is_shared)
+
+
+class MappedMemory:
+    """Memory of other trainers on this host, page-locked for a device. It is kept for the next set."""
+
+    def __init__(self) -> None:
+        self._slabs: dict[Address, HostSlab | None] = {}  # None: it cannot be mapped
+
+    def view(self, place: tuple[Address, int], nbytes: int, device: torch.device) -> Tensor | None:
+        """``nbytes`` of another trainer's memory, as 1-D uint8; ``None`` if this process cannot map it."""
+        address, start = place
+        if address not in self._slabs:
+            self._slabs[address] = self._mapped(address, device)
+        slab = self._slabs[address]
+        return None if slab is None else slab.tensor(torch.uint8, nbytes, start)
+
+    def _mapped(self, address: Address, device: torch.device) -> HostSlab | None:
+        shared = SharedMemory.find(address)
+        try:
+            return None if shared is None else HostSlab(address.nbytes, device=device, shared=shared)
+        except HostMemoryError:
+            return None
 
 
 class StagedWeights(WeightSource):
@@ -81,14 +107,16 @@ class StagedWeights(WeightSource):
         self._brought: dict[int, Any] = {}  # events
         self._bringing = threading.Lock()
         self._changed: tuple[Tensor, Tensor] | None = None  # positions in the compared bucket's own shards, and words
-        self._incoming = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._incoming = self._landing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._mapped: dict[int, list[Tensor | None]] = {}  # the others' parts, by trainer and bucket
+        self._is_mapped = False  # the first trainer reads this one's parts
         own = [[part.shard for part in parts[ranks.rank]] for parts in self._parts]
         sizes = [Bucket.nbytes_of(shards) for shards in own]
-        ranks.together(lambda: _reserve(pool, sum(sizes)))
-        ranks.together(lambda: self._copy(published, own, sizes))
+        ranks.agree(lambda: _reserve(pool, sum(sizes)))
+        ranks.agree(lambda: self._copy(published, own, sizes))
 
     @torch.no_grad()
-    def _copy(self, published: PublishedModel, own: Sequence[Sequence[WeightInfo]], sizes: Sequence[int]) -> None:
+    def _copy(self, published: PublishedModel, own: Sequence[Sequence[WeightInfo]], sizes: Sequence[int]) -> int:
         tensors = {info.name: local_tensor(named.tensor).detach() for info, named in published.named.items()}
         has_room = published.device.type != "cpu"
         for number, (shards, size) in enumerate(zip(own, sizes, strict=True)):
@@ -103,6 +131,7 @@ class StagedWeights(WeightSource):
                 _fill(bucket, tensors)
             self._own.append(bucket)
         self._filled = self.pool.seal()
+        return 0
 
     def bring(self) -> None:
         """Queue the copies from the device to the host, if they are not. Any thread may call this."""
@@ -120,33 +149,99 @@ class StagedWeights(WeightSource):
         else:
             self.pool.wait_for(self._own[number].buffer)
 
+    def share(self, memory: MappedMemory) -> None:
+        """Map the parts of trainers on this host, on the first one. Called by the threads of all trainers."""
+        places = [self.pool.place_of(own.buffer) if own.infos else None for own in self._own]
+        told = self._ranks.gather(places)
+        if self._ranks.is_first:
+            with suppress(Exception):  # the others wait for an answer: what is not mapped is sent
+                for trainer, listed in enumerate(told[1:], start=1):
+                    views = self._views(trainer, listed, memory)
+                    if views is not None:
+                        self._mapped[trainer] = views
+        self._is_mapped = self._ranks.rank in self._ranks.gather(list(self._mapped))[0]
+
+    def _views(
+        self, trainer: int, places: Sequence[tuple[Address, int] | None], memory: MappedMemory
+    ) -> list[Tensor | None] | None:
+        """A trainer's part of each bucket; ``None`` if this process cannot map all of them."""
+        views: list[Tensor | None] = []
+        for parts, place in zip(self._parts, places, strict=True):
+            nbytes = Bucket.nbytes_of(part.shard for part in parts[trainer])
+            view = None if place is None else memory.view(place, nbytes, self.origin)
+            if nbytes and view is None:
+                return None
+            views.append(view)
+        return views
+
+    def moved(self, buffer: Tensor) -> Tensor:
+        if all(map(self._has_whole, range(len(self.buckets)))):
+            return buffer
+        sizes = [Bucket.nbytes_of(p.shard for p in listed) for parts in self._parts for listed in parts]
+        try:
+            landing = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self.origin)
+            buffer = torch.empty_like(buffer, device=self.origin)
+        except torch.OutOfMemoryError:
+            return buffer
+        self._landing = landing
+        return buffer
+
+    def prepare(self, number: int, compares: bool) -> int | None:
+        self._wait_for(number)
+        return self._compare(number) if compares else None
+
     def bucket(self, number: int, buffer: Tensor | None) -> Bucket | None:
         own, self._changed = self._own[number], None
-        self._wait_for(number)
         if buffer is None:
-            if own.infos:
+            if own.infos and not self._is_mapped:
                 dist.send(own.buffer, group=self._ranks.group, group_dst=0)
             return None
-        parts = self._parts[number]
-        if [part.shard for part in parts[0]] == list(self.buckets[number]):
+        if self._has_whole(number):
             return own
         bucket = Bucket(self.buckets[number], buffer)
         tensors = dict(bucket)
-        for trainer, listed in enumerate(parts):
-            if listed:
-                received = own if trainer == 0 else self._receive(trainer, [part.shard for part in listed])
-                for part, (_, shard) in zip(listed, received, strict=True):
-                    tensors[part.info][part.region].copy_(shard)
+        for listed, part in zip(self._parts[number], self._gathered(number), strict=True):
+            if listed and part is not None:
+                shards = Bucket([each.shard for each in listed], self._near(part, buffer.device))
+                targets = [tensors[each.info][each.region] for each in listed]
+                torch._foreach_copy_(targets, [shard for _, shard in shards])
         return bucket
 
-    def _receive(self, trainer: int, shards: Sequence[WeightInfo]) -> Bucket:
-        return Bucket(shards, self._received(trainer, Bucket.nbytes_of(shards)))
+    def _has_whole(self, number: int) -> bool:
+        """Whether the first trainer needs no other one for a bucket."""
+        return [part.shard for part in self._parts[number][0]] == list(self.buckets[number])
 
-    def _received(self, trainer: int, nbytes: int) -> Tensor:
-        if len(self._incoming) < nbytes:
-            self._incoming = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        dist.recv(self._incoming[:nbytes], group=self._ranks.group, group_src=trainer)
-        return self._incoming[:nbytes]
+    def _gathered(self, number: int) -> Iterator[Tensor | None]:
+        """Every trainer's part of a bucket, on the first one's host; ``None``: it has none."""
+        sizes = [Bucket.nbytes_of(part.shard for part in listed) for listed in self._parts[number]]
+        others = range(1, self._ranks.size)
+        received = self._received({trainer: sizes[trainer] for trainer in others if trainer not in self._mapped})
+        yield self._own[number].buffer
+        for trainer in others:
+            yield self._mapped[trainer][number] if trainer in self._mapped else next(received)
+
+    def _received(self, nbytes: Mapping[int, int]) -> Iterator[Tensor]:
+        """What other trainers send, so many bytes each. All of them send at the same time."""
+        total = sum(nbytes.values())
+        if len(self._incoming) < total:
+            self._incoming = torch.empty(total, dtype=torch.uint8, device="cpu")
+        places = self._incoming[:total].split(list(nbytes.values())) if nbytes else ()
+        arriving = [
+            (place, dist.irecv(place, group=self._ranks.group, group_src=trainer) if len(place) else None)
+            for trainer, place in zip(nbytes, places, strict=True)
+        ]
+        for place, work in arriving:
+            if work is not None:
+                work.wait()
+            yield place
+
+    def _near(self, part: Tensor, device: torch.device) -> Tensor:
+        """A part on the device where its bucket is put together."""
+        if device == part.device:
+            return part
+        landing = self._landing[: len(part)]
+        self.pool.load(landing, part)
+        return landing
 
     # -- deltas
 
@@ -154,14 +249,13 @@ class StagedWeights(WeightSource):
         """Whether this trainer has the same parts of the same tensors as in ``base``."""
         return self._parts == base._parts
 
-    def compare(self, number: int) -> int | None:
-        """As in the base class. A GPU compares them, if it has room."""
+    def _compare(self, number: int) -> int | None:
+        """A GPU compares, if it has room."""
         assert self.base is not None
         self._changed, infos = None, self.buckets[number]
         nbytes = Bucket.nbytes_of(infos)
         if not has_words(infos) or nbytes >= _LARGEST:
             return None
-        self._wait_for(number)
         own, before, most = self._own[number].buffer, self.base._own[number].buffer, nbytes // BucketDelta.nbytes_of(1)
         try:
             self._changed = changed_words(own, before, self.origin, most)
@@ -178,11 +272,9 @@ class StagedWeights(WeightSource):
             if own.changed:
                 dist.send(own.buffer.cpu(), group=self._ranks.group, group_dst=0)
             return None
-        deltas = [own]
-        for trainer, count in enumerate(changed):
-            if trainer and count:
-                received = self._received(trainer, BucketDelta.nbytes_of(count))
-                deltas.append(BucketDelta(infos, received.to(own.buffer.device, copy=True)))
+        sent = {trainer: BucketDelta.nbytes_of(count) for trainer, count in enumerate(changed) if trainer and count}
+        received = [part.to(own.buffer.device, copy=True) for part in self._received(sent)]
+        deltas = [own, *(BucketDelta(infos, part) for part in received)]
         return joined(infos, deltas) if len(deltas) > 1 else own
 
     def _in_bucket(self, number: int, positions: Tensor) -> Tensor:
@@ -222,9 +314,10 @@ def _fill(bucket: Bucket, tensors: Mapping[str, Tensor]) -> None:
     torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def _reserve(pool: HostCopyPool, nbytes: int) -> None:
+def _reserve(pool: HostCopyPool, nbytes: int) -> int:
     pool.reset()
     pool.reserve(nbytes)
+    return 0
 
 
 # -- sets --------------------------------------------------------------------------------------------------------------
@@ -251,9 +344,10 @@ class Publisher:
         self._loop_ranks = thread_group(Ranks(), "publishing, in the loop")
         self._thread_ranks = thread_group(Ranks(), "publishing, in the thread")
         self._changed = threading.Condition()
-        self._holds = False  # no thread begins to send now
+        self._holds = False  # the loop replaces the set that waits; no thread begins to send it
         self._sets: list[_Set] = []  # whose results nobody has asked for
         self._free: list[HostCopyPool] = []
+        self._memory = MappedMemory()
         self._last: PublishedWeights | None = None
         self._base: StagedWeights | None = None  # the last set, if its receivers keep it
         self._stream: torch.cuda.Stream | None = None
@@ -292,27 +386,38 @@ class Publisher:
             HostMemoryError: there is not enough memory for the copies.
         """
         try:
-            self._loop_ranks.together(self._collect if replace else self.wait)
+            self._loop_ranks.agree(lambda: self._arrive(replace))
             published = model(self._loop_ranks)
-            waiting = self._hold()
             try:
-                if waiting is not None:
-                    self._replace(waiting, published, version, transport)
+                if self._hold():
+                    self._replace(self._sets[-1], published, version, transport)
                 else:
                     self._start(published, version, transport)
             finally:
-                with self._changed:
-                    self._holds = False
-                    self._changed.notify_all()
+                self._hold_threads(False)
         except RemoteRankError as error:
             raise WeightTransferError(f"weights were not published: {error}") from error
 
-    def _hold(self) -> _Set | None:
-        """The set that nobody has begun to send, and that nobody begins until all trainers have replaced it."""
+    def _arrive(self, replace: bool) -> int:
+        if replace:
+            self._collect()
+        else:
+            self.wait()
+        return 0
+
+    def _hold(self) -> bool:
+        """Whether nobody has begun to send the last set. Nobody does then, until all trainers have replaced it."""
         last = self._sets[-1] if self._sets else None
         with self._changed:
             self._holds = self._loop_ranks.is_first and last is not None and not last.begun
-        return last if self._loop_ranks.gather(self._holds)[0] else None
+        holds = bool(self._loop_ranks.gather_integer(self._holds)[0])
+        self._hold_threads(holds)
+        return holds
+
+    def _hold_threads(self, holds: bool) -> None:
+        with self._changed:
+            self._holds = holds
+            self._changed.notify_all()
 
     def _replace(
         self, waiting: _Set, published: PublishedModel, version: int, transport: WeightTransport | None
@@ -328,9 +433,14 @@ class Publisher:
 
     def _start(self, published: PublishedModel, version: int, transport: WeightTransport | None) -> None:
         with self._changed:
-            pool = self._free.pop() if self._free else staging_memory()
+            pool = self._free.pop() if self._free else staging_memory(self._loop_ranks.size > 1)
         previous = self._sets[-1] if self._sets else None
-        new = _Set(version, self._staged(published, pool), transport)
+        try:
+            new = _Set(version, self._staged(published, pool), transport)
+        except BaseException:
+            with self._changed:
+                self._free.append(pool)
+            raise
         start_thread(new.pending, lambda: self._send(new, previous), ExitStack(), "lightstep-publisher")
         self._sets.append(new)
 
@@ -358,18 +468,23 @@ class Publisher:
 
     def _begin(self, item: _Set) -> bool:
         """Whether the set's receivers keep it for deltas."""
+        if self._thread_ranks.is_first:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._holds)
+                item.begun = True
+        # the first trainer's thread decides when; on others the loop may just be replacing the set
+        keeps = self._thread_ranks.gather_integer(item.transport is not None and item.transport.deltas)[0]
         with self._changed:
             self._changed.wait_for(lambda: not self._holds)
-            if self._thread_ranks.is_first:
-                item.begun = True
-        # the first trainer's thread decides when
-        return bool(self._thread_ranks.gather(item.transport is not None and item.transport.deltas)[0])
+        return bool(keeps)
 
     def _publication(self, item: _Set, keeps: bool) -> Publication:
         staged, base = item.staged, self._base
+        if self._thread_ranks.size > 1:
+            staged.share(self._memory)
         if keeps:
             follows = base is not None and staged.can_follow(base)
-            staged.base = base if all(self._thread_ranks.gather(follows)) else None
+            staged.base = base if all(self._thread_ranks.gather_integer(follows)) else None
             if item.transport is not None:
                 item.transport.identify(staged.set_id, None if staged.base is None else staged.base.set_id)
         return Publication(staged, item.transport, self._thread_ranks)

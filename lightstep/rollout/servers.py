@@ -166,6 +166,7 @@ class ServerTransport(_Servers):
             self._on_all(lambda server: server.settle())
             self._connect()
         self._version = version
+        self.takes_device = self._link is not None and self._link.device.type != "cpu"
         if self._checks:
             self._on_all(lambda server: server.check(infos))
         self._buckets_left = len(buckets)

@@ -176,11 +176,14 @@ class WeightTransport(ABC):
         deltas: the receivers keep each set, and get what changed since the last one. Sets have identifiers then: see
             :meth:`identify`.
         accepts_deltas: read after ``begin``: every receiver holds the set to which deltas were announced.
+        takes_device: read after ``begin``: buckets that are put together from several trainers' shards may be on the
+            trainer's device with ``wait=False``, too.
     """
 
     uses_file_names: ClassVar[bool] = False
     deltas: bool = False
     accepts_deltas: bool = False
+    takes_device: bool = False
 
     @abstractmethod
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
@@ -190,8 +193,8 @@ class WeightTransport(ABC):
     def send(self, bucket: Bucket) -> None:
         """Send the next tensors. They are whole, and valid until this returns.
 
-        They are on the trainer's device. With ``publish_weights(wait=False)`` they are on the host, and all methods are
-        called by a thread.
+        They are on the trainer's device. With ``publish_weights(wait=False)`` they are on the host, unless
+        :attr:`takes_device`, and all methods are called by a thread.
         """
 
     def identify(self, set_id: str, base: str | None) -> None:  # noqa: B027  (most transports send whole sets)

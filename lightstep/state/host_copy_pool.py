@@ -13,6 +13,7 @@ from torch import Tensor
 from lightstep.distributed import local_tensor
 from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.lanes import Event, LanesOfDevices
+from lightstep.state.shared_memory import Address, SharedMemory
 
 __all__ = ["HostCopyPool"]
 
@@ -28,14 +29,16 @@ class HostCopyPool:
     Args:
         what: what the memory is for, in errors.
         advice: what to do with less memory.
+        is_shared: other processes of the host can map it, if the system has such memory.
     """
 
     def __init__(
         self,
         what: str = "copying what is saved while training goes on",
         advice: str = "A synchronous save (asynchronous=False) needs no copy",
+        is_shared: bool = False,
     ) -> None:
-        self._what, self._advice = what, advice
+        self._what, self._advice, self._is_shared = what, advice, is_shared
         self._slabs: dict[torch.device, list[HostSlab]] = {}
         self._used: dict[HostSlab, int] = {}
         self._made: dict[Tensor, Tensor] = {}
@@ -90,7 +93,16 @@ class HostCopyPool:
 
     def _new_slab(self, needed: int, device: torch.device) -> HostSlab:
         nbytes = max(needed, min(max(self.nbytes, _SMALLEST), _LARGEST))
-        return HostSlab(nbytes, device=device, what=self._what, touch=False)
+        shared = SharedMemory.create(nbytes) if self._is_shared else None
+        return HostSlab(nbytes, device=device, what=self._what, touch=False, shared=shared)
+
+    def place_of(self, copy: Tensor) -> tuple[Address, int] | None:
+        """Where other processes find a copy: memory, and the first byte there. ``None``: they cannot."""
+        for slab in list(self._used):
+            start = slab.place_of(copy)
+            if start is not None:
+                return None if slab.shared is None else (slab.shared.address, start)
+        return None
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Copy a tensor's local part, in the order of the current stream; read the copy with :meth:`wait_for`."""
@@ -118,6 +130,10 @@ class HostCopyPool:
         assert lane.stream is not None
         source.record_stream(lane.stream)
         return lane.record(lanes.event())
+
+    def load(self, target: Tensor, source: Tensor) -> None:
+        """Copy host memory to an accelerator, in the order of the current stream. Both are 1-D uint8."""
+        self._lanes(target.device).load(target, source)
 
     def wait_for_background(self) -> None:
         """The current streams wait for all that :meth:`bring` has queued, also for an earlier moment."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from lightstep.distributed import ranks_on_this_host
 from lightstep.state import numa
 from lightstep.state.interrupts import uninterrupted
+from lightstep.state.shared_memory import SharedMemory
 
 __all__ = ["CHECK_VARIABLE", "HostMemoryError", "HostSlab", "available_bytes", "require"]
 
@@ -151,6 +152,8 @@ class HostSlab:
     `touch`: allocate all pages now, with several threads, so that later checks of `require()` count them. With False,
     each page of a slab for the CPU is allocated by the first write to it; locking pages allocates them anyway.
 
+    `shared`: the memory, of at least `nbytes`, instead of new memory. What another process wrote there is kept.
+
     `close()` (also called at exit, and when the slab is collected) ends the page-locking. The memory itself lives as
     long as any view of it, so a tensor from `tensor()` always stays valid.
     """
@@ -162,13 +165,15 @@ class HostSlab:
         device: torch.device | str | None = None,
         what: str = "optimizer state",
         touch: bool = True,
+        shared: SharedMemory | None = None,
     ) -> None:
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes}: a slab's size is 0 or more")
         device = torch.device(device) if device is not None else torch.device("cpu")
         self.nbytes = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-        self._bytes: Tensor | None = _map_pages(self.nbytes, what, for_device=device.type != "cpu")
-        if touch or device.type != "cpu":
+        self.shared = shared
+        self._bytes: Tensor | None = _map_pages(self.nbytes, what, device.type != "cpu", shared)
+        if (shared is None or shared.is_new) and (touch or device.type != "cpu"):
             _first_touch(self._bytes, numa.near(device))
         self.page_locked = device.type != "cpu" and _page_lock(self._bytes, device)
         self._finalizer = (
@@ -185,6 +190,11 @@ class HostSlab:
             raise ValueError(f"bytes {offset}..{offset + size} as {dtype} do not lie in a slab of {self.nbytes} bytes")
         return self._bytes[offset : offset + size].view(dtype).view(shape)
 
+    def place_of(self, view: Tensor) -> int | None:
+        """The first byte of a view of this slab; `None` for other tensors."""
+        start = -1 if self._bytes is None else view.data_ptr() - self._bytes.data_ptr()
+        return start if 0 <= start < self.nbytes else None
+
     @property
     def closed(self) -> bool:
         return self._bytes is None
@@ -194,15 +204,18 @@ class HostSlab:
         if self._finalizer is not None:
             self._finalizer()
         self.page_locked = False
-        self._bytes = None
+        self._bytes = self.shared = None
 
 
-def _map_pages(nbytes: int, what: str, for_device: bool) -> Tensor:
+def _map_pages(nbytes: int, what: str, for_device: bool, shared: SharedMemory | None) -> Tensor:
     """A new mapping of `nbytes` as a uint8 tensor, which owns it: it is unmapped with the last view."""
     try:
         if not hasattr(mmap, "MAP_PRIVATE"):
             return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if shared is None:
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            pages = mmap.mmap(shared.descriptor, nbytes, flags=mmap.MAP_SHARED)
     except (OSError, ValueError, OverflowError) as error:
         raise HostMemoryError(
             f"{what}: the system refused to map {nbytes / _GIB:.2f} GiB of host memory ({error}). {_ADVICE}"

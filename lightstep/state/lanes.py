@@ -138,6 +138,12 @@ class Lanes:
         for lane in self._all():
             lane.wait(queued)
 
+    def load(self, target: Tensor, source: Tensor) -> None:
+        """Copy from the host to the device in the lane, between what the caller has queued and what it queues next."""
+        self.host_to_device.wait(self.caller().record(self.event()))
+        self.host_to_device.copy(target, source)
+        self.caller().wait(self.host_to_device.record(self.event()))
+
     def synchronize(self) -> None:
         """Wait for all jobs of all lanes; raises if one failed."""
         for lane in self._all():

@@ -3,23 +3,81 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightstep import TransformersEngine, VllmServer, WeightTransferError
+from lightstep.rollout.publisher import Publisher, StagedWeights
+from lightstep.rollout.transport import Bucket
 from lightstep.sharding.model_names import unwrap_model
+from lightstep.state.shared_memory import SharedMemory
 from tests.distributed.publishing_runs import DDP, DEFERRED, FSDP2, HSDP, ON_HOST, OVERLAP, RESIDENT, Training, same
 from tests.distributed.ranks import Pool
 from tests.rollout_servers import FakeVllm
 from tests.unit.test_publishing import Slow
 
+NOTHING, EVERYTHING = "nothing", "everything"
+"""What the first trainer can map of the others' memory; or only that of one rank."""
 
-def check_sets(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], folder: str) -> None:
-    training, transport = Training(rank, sharding, state), Slow(seconds=0.003)
+
+@contextmanager
+def mapping(mapped: str | int, rank: int) -> Iterator[Counter[bool]]:
+    """Trainers whose memory the first one can map. Counts shards that it read there, and those that were sent."""
+    create, count = SharedMemory.create, Counter[bool]()
+    shares = mapped in (EVERYTHING, rank)
+    receive, near = dist.irecv, StagedWeights._near
+
+    def received(*arguments: Any, **settings: Any) -> Any:
+        count[False] += 1
+        return receive(*arguments, **settings)
+
+    def read(staged: StagedWeights, part: Tensor, device: torch.device) -> Tensor:
+        views = [view for listed in staged._mapped.values() for view in listed]
+        count[True] += any(part is view for view in views)
+        return near(staged, part, device)
+
+    with (
+        mock.patch.object(SharedMemory, "create", create if shares else lambda nbytes: None),
+        mock.patch.object(dist, "irecv", received),
+        mock.patch.object(StagedWeights, "_near", read),
+    ):
+        yield count
+
+
+class FromDevice(Slow):
+    """Its buckets may be on a device."""
+
+    def send(self, bucket: Bucket) -> None:
+        super().send(Bucket(bucket.infos, bucket.buffer.cpu()))
+
+
+def check_sets(
+    rank: int,
+    world_size: int,
+    sharding: dict[str, Any],
+    state: dict[str, Any],
+    folder: str,
+    mapped: str | int = EVERYTHING,
+    on_device: bool = False,
+) -> None:
+    with mapping(mapped, rank) as count:
+        check_all_sets(rank, sharding, state, folder, on_device)
+    if rank == 0 and sharding != DDP:
+        assert (count[True] > 0) == (mapped != NOTHING) and (count[False] > 0) == (mapped != EVERYTHING)
+
+
+def check_all_sets(rank: int, sharding: dict[str, Any], state: dict[str, Any], folder: str, on_device: bool) -> None:
+    training, transport = Training(rank, sharding, state), FromDevice(seconds=0.003)
+    transport.takes_device = on_device
     strategy, expected = training.strategy, {}
     transport.go.set()
     for version in range(1, 10):
@@ -54,6 +112,44 @@ def test_every_set_is_one_steps(
     pool: Pool, world_size: int, sharding: dict[str, Any], state: dict[str, Any], tmp_path: Path
 ) -> None:
     pool.run(check_sets, world_size, sharding=sharding, state=state, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("mapped", [NOTHING, 2, EVERYTHING], ids=["nothing", "one trainer's", "everything"])
+def test_the_first_trainer_puts_sets_together_on_its_device(pool: Pool, mapped: str | int, tmp_path: Path) -> None:
+    """Shards in memory that it cannot map are sent to it."""
+    pool.run(check_sets, 3, sharding=FSDP2, state=RESIDENT, folder=str(tmp_path), mapped=mapped, on_device=True)
+
+
+def check_late_replacement(rank: int, world_size: int) -> None:
+    """The first trainer sends the set while another one has copied it, and has not replaced the old one yet."""
+    training, transport = Training(rank, FSDP2, RESIDENT), Slow()
+    strategy, copied, sent = training.strategy, [], []
+    stage, publication = Publisher._staged, Publisher._publication
+
+    def late(self: Publisher, *arguments: Any) -> StagedWeights:
+        copied.append(stage(self, *arguments))
+        time.sleep(0.5 * rank)
+        return copied[-1]
+
+    def noted(self: Publisher, item: Any, keeps: bool) -> Any:
+        sent.append(item.staged)
+        return publication(self, item, keeps)
+
+    strategy.publish_weights(training.model, transport, wait=False)
+    while rank == 0 and transport._version != 1:
+        time.sleep(0.001)
+    strategy.publish_weights(training.model, transport, wait=False, replace=True)
+    training.step()
+    with mock.patch.object(Publisher, "_staged", late), mock.patch.object(Publisher, "_publication", noted):
+        transport.go.set()
+        strategy.publish_weights(training.model, transport, wait=False, replace=True)
+        strategy.wait_for_publication()
+    assert sent[-1] is copied[-1]
+    strategy.close()
+
+
+def test_no_trainer_sends_what_another_one_has_replaced(pool: Pool) -> None:
+    pool.run(check_late_replacement, 2)
 
 
 def check_errors(rank: int, world_size: int) -> None:
