@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightstep import TransformersEngine, VllmServer, WeightTransferError
-from lightstep.rollout.publisher import Publisher, StagedWeights
+from lightstep.rollout.publisher import MappedMemory, Publisher, StagedWeights
 from lightstep.rollout.transport import Bucket
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.state.shared_memory import SharedMemory
@@ -172,6 +172,46 @@ def check_errors(rank: int, world_size: int) -> None:
 
 def test_every_trainer_gets_the_error_once(pool: Pool) -> None:
     pool.run(check_errors, 2)
+
+
+def check_failing_trainer(rank: int, world_size: int, method: str) -> None:
+    training, transport = Training(rank, FSDP2, RESIDENT), Slow()
+    strategy = training.strategy
+    transport.go.set()
+    broken = mock.patch.object(StagedWeights, method, side_effect=MemoryError("no more"))
+
+    def publish() -> None:
+        strategy.publish_weights(training.model, transport, wait=False)
+        strategy.wait_for_publication()
+
+    with broken if rank == 1 else nullcontext(), pytest.raises((WeightTransferError, MemoryError), match="no more"):
+        publish()
+    expected = training.weights()
+    strategy.publish_weights(training.model, transport, wait=False)
+    training.step()
+    report = strategy.wait_for_publication()
+    assert report is not None and (rank or same(transport.received[report.version], expected))
+    strategy.close()
+
+
+@pytest.mark.parametrize("method", ["_copy", "prepare", "bucket"])
+def test_all_trainers_hear_of_ones_failure(pool: Pool, method: str) -> None:
+    pool.run(check_failing_trainer, 3, method=method)
+
+
+def check_failing_mapping(rank: int, world_size: int) -> None:
+    training, transport = Training(rank, FSDP2, RESIDENT), Slow()
+    transport.go.set()
+    with mock.patch.object(MappedMemory, "view", side_effect=RuntimeError("page-locking broke")):
+        expected = training.weights()
+        training.strategy.publish_weights(training.model, transport, wait=False)
+        training.strategy.wait_for_publication()
+    assert rank or same(transport.received[1], expected)
+    training.strategy.close()
+
+
+def test_what_cannot_be_mapped_after_all_is_sent(pool: Pool) -> None:
+    pool.run(check_failing_mapping, 3)
 
 
 def check_workers(rank: int, world_size: int) -> tuple[str, list[Any]]:
