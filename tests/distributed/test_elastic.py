@@ -22,20 +22,25 @@ from tests.elastic_run import Options, training_file
 from tests.measure_kills import ALONE, FORKING, Found, Kill, OneHost, checksums, run_with_kills
 from tests.patience import PATIENCE
 
-KILLS = [
-    Kill(rank=1, phase="forward", delay=0, steps=1),
-    Kill(rank=0, phase="save", delay=0.01, steps=2),
-    Kill(rank=1, phase="backward", delay=0, steps=1),
-    Kill(rank=0, phase="step", delay=0, steps=4),
-    Kill(rank=1, phase="save", delay=0.03, steps=1),
-]
+KILLS = {
+    "synchronous": [
+        Kill(rank=1, phase="forward", delay=0, steps=1),
+        Kill(rank=0, phase="save", delay=0.01, steps=2),
+        Kill(rank=0, phase="step", delay=0, steps=4),
+    ],
+    "asynchronous": [
+        Kill(rank=1, phase="backward", delay=0, steps=4),
+        Kill(rank=1, phase="save", delay=0.03, steps=1),
+    ],
+}
+STEPS = 24
 
 
 def _options(folder: Path, asynchronous: bool = False) -> Options:
     places = [folder / kind for kind in ("checkpoints", "notes")]
     for place in places:
         place.mkdir(parents=True)
-    return Options(*map(str, places), steps=40, asynchronous=asynchronous)
+    return Options(*map(str, places), STEPS, asynchronous=asynchronous)
 
 
 def run_elastic(rank: int, world_size: int, options: Options) -> None:
@@ -50,20 +55,20 @@ def expected(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
     return checksums(elastic_run.steps_of(Path(options.notes)))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-def test_kills_in_every_phase(tmp_path: Path, asynchronous: bool, expected: dict[int, int]) -> None:
+@pytest.mark.parametrize("saves", KILLS)
+def test_kills_in_every_phase(tmp_path: Path, saves: str, expected: dict[int, int]) -> None:
     cluster, found = OneHost(tmp_path, FORKING), Found()
     try:
-        while len(found.kills) < len(KILLS):  # a run may end before its time has come on a busy machine
-            options = _options(tmp_path / f"killed-{found.runs}", asynchronous)
-            run_with_kills(cluster, options, expected, KILLS[len(found.kills) :], found)
+        while len(found.kills) < len(KILLS[saves]):  # a run may end before its time has come on a busy machine
+            options = _options(tmp_path / f"killed-{found.runs}", saves == "asynchronous")
+            run_with_kills(cluster, options, expected, KILLS[saves][len(found.kills) :], found)
     finally:
         cluster.close()
     assert all(kill.from_newest and kill.equal for kill in found.kills), found.kills
     assert found.equal_ends == found.runs
     for number in range(found.runs):
         left = {path.name for path in (tmp_path / f"killed-{number}/checkpoints").iterdir()}
-        assert left == {"step-39", "step-40"}
+        assert left == {"step-21", "step-24"}
 
 
 LATE = """
@@ -99,7 +104,7 @@ def test_a_rank_that_asked_and_then_ended_is_named() -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    return training_file(tmp_path, output=tmp_path / "runs", steps=40)
+    return training_file(tmp_path, output=tmp_path / "runs", steps=STEPS)
 
 
 def test_lightstep_train_goes_on_by_itself(pool: Pool, config: Path, tmp_path: Path) -> None:
@@ -113,7 +118,7 @@ def test_lightstep_train_goes_on_by_itself(pool: Pool, config: Path, tmp_path: P
     os.kill(_children(killed.pid)[-1], signal.SIGKILL)
     assert killed.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
     assert "continuing from" in (tmp_path / "log").read_text()
-    runs = [tmp_path / "runs" / name / "checkpoint-40" for name in ("whole", "killed")]
+    runs = [tmp_path / "runs" / name / f"checkpoint-{STEPS}" for name in ("whole", "killed")]
     assert _contents(runs[0]) == _contents(runs[1])
 
 

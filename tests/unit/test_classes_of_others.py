@@ -78,15 +78,18 @@ class CountsInAttributes(EachParameter):
         p.add_(grad, alpha=-self.rates[-1] / float(self.t))
 
 
-class CountsInATensorOfItsGroup(EachParameter):
+class CountsInItsGroup(EachParameter):
+    """In a tensor, a number and a list."""
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            group.setdefault("t", torch.zeros(()))
-            group["t"] += 1
+            group.setdefault("t", torch.zeros(())).add_(1)
+            group["k"] = group.get("k", 0) + 1
+            group.setdefault("counts", [0])[0] += 1
         super().step()
 
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        p.add_(grad, alpha=-group["lr"] / float(group["t"]))
+        p.add_(grad, alpha=-group["lr"] / (float(group["t"]) + group["k"] * group["counts"][0]))
 
 
 class ForLoopByDefault(EachParameter):
@@ -265,7 +268,7 @@ ELEMENT_WISE = [
     CountsInState,
     CountsInStateFromTheStart,
     CountsInAttributes,
-    CountsInATensorOfItsGroup,
+    CountsInItsGroup,
     ForLoopByDefault,
     DecaysUnmarked,
     ChecksRequiresGrad,
@@ -283,7 +286,7 @@ def test_same_bits_as_in_a_plain_loop(optimizer_class: Any, place: str) -> None:
     assert_same(model, expected)
 
 
-@every_value(optimizer_class=[CountsInATensorOfItsGroup, CountsInState, CountsInAttributes], place=PLACES)
+@every_value(optimizer_class=[CountsInItsGroup, CountsInState, CountsInAttributes], place=PLACES)
 def test_a_group_without_gradients_counts_the_step(optimizer_class: Any, place: str) -> None:
     """As in a plain loop: the first group has gradients in every third step, the second in the other ones."""
 

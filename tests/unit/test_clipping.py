@@ -230,6 +230,18 @@ def test_norm_type_must_be_a_norm(bad: float) -> None:
         Strategy.load({"clipping": {"norm_type": bad}})
 
 
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        *(("max_norm", bad) for bad in (0, -1.0, math.nan, True, "x")),
+        *(("norm_type", bad) for bad in (0.5, 20, True, "2")),
+    ],
+)
+def test_an_optimizer_refuses_them_too(name: str, bad: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        lightstep.MixedPrecisionOptimizer(mixed(), **{name: bad})
+
+
 @pytest.mark.parametrize("norm_type", ["inf", ".inf", math.inf])
 def test_infinity_may_be_written_in_a_file(norm_type: Any) -> None:
     assert Strategy.load({"clipping": {"norm_type": norm_type}}).config.clipping.norm_type == math.inf

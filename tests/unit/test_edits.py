@@ -106,19 +106,6 @@ def test_edited_weights_are_what_is_saved(backend: str, exchanged: bool, target:
 
 
 @backends
-def test_looking_and_saving_under_other_weights_changes_nothing(backend: str, tmp_path: Path) -> None:
-    setup, expected = Setup(backend).train(0, 1, 2), Setup(backend).train(0, 1, 2)
-    stored = copy.deepcopy(setup.model.state_dict())
-    with torch.no_grad():
-        for parameter in setup.model.parameters():
-            parameter.mul_(0.5)
-    setup.strategy.save_checkpoint(tmp_path / "averages", setup.model, setup.optimizer)
-    assert all(len(state) > 1 for state in setup.optimizer.state.values()) and setup.optimizer.state_dict()
-    setup.model.load_state_dict(stored)
-    assert_same(setup.train(3), expected.train(3))
-
-
-@backends
 def test_a_state_that_was_just_loaded_waits_for_its_model(backend: str) -> None:
     trained = Setup(backend).train(0, 1, 2)
     saved, weights = trained.optimizer.state_dict(), trained.weights()
@@ -160,13 +147,96 @@ def halve(model: nn.Module) -> None:
             parameter.mul_(0.5)
 
 
+# -- what leaves no trace
+
+
+def look_under_other_weights(setup: Setup, folder: Path) -> None:
+    """As averages of weights are swapped in and out."""
+    stored = copy.deepcopy(setup.model.state_dict())
+    halve(setup.model)
+    setup.strategy.save_checkpoint(folder / "averages", setup.model, setup.optimizer)
+    assert all(len(state) > 1 for state in setup.optimizer.state.values()) and setup.optimizer.state_dict()
+    setup.model.load_state_dict(stored)
+
+
+def cast_to_fp64(setup: Setup, _: Path) -> None:
+    setup.model.double()
+    setup.model[0].weight.grad = torch.zeros_like(setup.model[0].weight)
+    with pytest.raises(TypeError, match="float64; bfloat16, float16 and float32"):
+        setup.optimizer.step()
+    setup.model.bfloat16()
+    setup.optimizer.zero_grad()
+
+
+def add_to_a_measured_norm(setup: Setup, _: Path) -> None:
+    setup.backward(1)
+    setup.optimizer.grad_norm()
+    setup.model(torch.ones(1, 6, dtype=torch.bfloat16)).float().mean().backward()
+    with pytest.raises(RuntimeError, match="between grad_norm"):
+        setup.optimizer.step()
+    setup.optimizer.zero_grad()
+
+
+def step_while_frozen(setup: Setup, _: Path) -> None:
+    setup.model.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"no gradient on any of [04] parameters"):
+        assert setup.optimizer.step()
+    with pytest.warns(UserWarning, match="no gradient"):
+        assert setup.optimizer.grad_norm() == 0
+    setup.optimizer.zero_grad()
+    setup.model.requires_grad_(True)
+
+
+def zero_the_model(setup: Setup, _: Path) -> None:
+    setup.backward(7, parts=3)
+    setup.model.zero_grad()
+
+
+def delete_gradients(setup: Setup, _: Path) -> None:
+    setup.backward(7, parts=3)
+    for parameter in setup.model.parameters():
+        parameter.grad = None
+
+
+def assign(name: str, value: Any, error: type[Exception], words: str) -> Callable[[Setup, Path], None]:
+    def assigned(setup: Setup, _: Path) -> None:
+        with pytest.raises(error, match=words):
+            setattr(setup.optimizer, name, value)
+
+    return assigned
+
+
+EVER = [step_while_frozen, zero_the_model, delete_gradients]
+AFTER_A_STEP = [
+    *EVER,
+    look_under_other_weights,
+    cast_to_fp64,
+    add_to_a_measured_norm,
+    assign("max_norm", -1.0, ValueError, "a positive number is needed"),
+    assign("max_norm", True, ValueError, "a positive number is needed"),
+    assign("loss_scale", "dynamic", TypeError, "DynamicLossScale"),
+    assign("norm_type", math.inf, AttributeError, "make a new optimizer"),
+    assign("clip_layers", True, AttributeError, "make a new optimizer"),
+]
+
+
+@every_pair(
+    backend=["resident", "stream", "stream-overlap"],
+    moment=[*((0, act) for act in EVER), *((1, act) for act in AFTER_A_STEP)],
+)
+def test_what_leaves_no_trace(backend: str, moment: tuple[int, Callable[[Setup, Path], None]], tmp_path: Path) -> None:
+    """What is refused, given up or taken back: training goes on with the bits of one that saw none of it."""
+    steps, act = moment
+    setup, expected = (
+        Setup(state=EVERY_TIME[backend], clipping={"max_norm": 1.0}).train(*range(steps)) for _ in range(2)
+    )
+    act(setup, tmp_path)
+    assert_same(setup.train(1, 2), expected.train(1, 2))
+
+
 def exchange(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data * 0.5
-
-
-def cast(model: nn.Module) -> None:
-    model.float()
 
 
 @every_value(kind=[*EVERY_TIME, *IN_BACKWARD], parameters=["bfloat16", "float32"])
@@ -221,7 +291,7 @@ def test_weights_of_before_a_cast_take_no_memory(kind: str) -> None:
     assert not any(item() for item in before)
 
 
-@every_value(kind=EVERY_TIME, edit=[halve, exchange, cast])
+@every_value(kind=EVERY_TIME, edit=[halve, exchange, nn.Module.float])
 def test_edits_between_the_norm_and_the_step_count(kind: str, edit: Callable[[nn.Module], None]) -> None:
     setups = [Setup(state=EVERY_TIME[kind], clipping={"max_norm": 0.1}).train(0, 1) for _ in range(2)]
     for setup, asks in zip(setups, (True, False), strict=True):
@@ -234,18 +304,6 @@ def test_edits_between_the_norm_and_the_step_count(kind: str, edit: Callable[[nn
         assert setup.optimizer.step()
     assert_same(*setups)
     assert_same(*(setup.train(3) for setup in setups))
-
-
-@backends
-def test_gradients_between_the_norm_and_the_step_are_refused(backend: str) -> None:
-    setup, expected = Setup(backend).train(0), Setup(backend).train(0)
-    setup.backward(1)
-    setup.optimizer.grad_norm()
-    setup.model(torch.ones(1, 6, dtype=torch.bfloat16)).float().mean().backward()
-    with pytest.raises(RuntimeError, match="between grad_norm"):
-        setup.optimizer.step()
-    setup.optimizer.zero_grad()
-    assert_same(setup.train(1, 2), expected.train(1, 2))
 
 
 @every_value(backend=BACKENDS, parameters=["bfloat16", "float32"])
@@ -342,18 +400,6 @@ def test_layers_are_updated_in_backward_after_a_cast() -> None:
 
 
 @backends
-def test_a_cast_that_is_refused_loses_nothing(backend: str) -> None:
-    setup, expected = Setup(backend).train(0, 1), Setup(backend).train(0, 1)
-    setup.model.double()
-    setup.model[0].weight.grad = torch.zeros_like(setup.model[0].weight)
-    with pytest.raises(TypeError, match="float64"):
-        setup.optimizer.step()
-    setup.model.bfloat16()
-    setup.optimizer.zero_grad()
-    assert_same(setup.train(2), expected.train(2))
-
-
-@backends
 def test_a_refresh_after_a_cast_makes_masters_of_the_new_weights(backend: str) -> None:
     setup = Setup(backend).train(0, 1)
     setup.model.float()
@@ -365,22 +411,6 @@ def test_a_refresh_after_a_cast_makes_masters_of_the_new_weights(backend: str) -
 
 
 # -- gradients
-
-
-@every_value(backend=BACKENDS, give_up=["model.zero_grad", "grad = None", "optimizer.zero_grad"])
-def test_a_batch_that_is_given_up_leaves_nothing(backend: str, give_up: str) -> None:
-    setup, expected = Setup(backend), Setup(backend)
-    setup.backward(7, parts=3)
-    if give_up == "model.zero_grad":
-        setup.model.zero_grad()
-    elif give_up == "optimizer.zero_grad":
-        setup.optimizer.zero_grad()
-    else:
-        for parameter in setup.model.parameters():
-            parameter.grad = None
-    for one in (setup, expected):
-        one.step(0, parts=2)
-    assert_same(setup, expected)
 
 
 @backends
@@ -436,33 +466,7 @@ def test_edits_of_a_whole_gradient_count(edit: str) -> None:
     assert not torch.equal(setup.weights()["2.bias"], expected.weights()["2.bias"])
 
 
-def test_a_step_without_any_gradient_is_warned_about() -> None:
-    setup = Setup().train(0)
-    with pytest.warns(UserWarning, match="no gradient on any of 4 parameters"):
-        setup.optimizer.step()
-
-
 # -- state
-
-
-@backends
-def test_assigning_entries_changes_the_state(backend: str) -> None:
-    setup, expected = Setup(backend).train(0, 1), Setup("resident").train(0, 1)
-    for one in (setup, expected):
-        for parameter in one.model.parameters():
-            one.optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-    assert not setup.optimizer.state[setup.model[0].weight]["exp_avg"].any()
-    assert_same(setup.train(2), expected.train(2))
-
-
-@backends
-def test_a_step_count_is_that_of_one_parameter(backend: str) -> None:
-    """Parameters that are updated together share it."""
-    setup = Setup(backend).train(0, 1)
-    state = setup.optimizer.state
-    state[setup.model[0].weight]["step"].fill_(7)
-    others = [float(state[p]["step"]) for p in setup.model.parameters() if p is not setup.model[0].weight]
-    assert state[setup.model[0].weight]["step"] == 7 and set(others) == {2.0}
 
 
 @backends
@@ -493,23 +497,27 @@ def test_assigning_an_empty_mapping_resets_all_state(backend: str) -> None:
     assert len(setup.optimizer.state_dict()["state"]) == 4
 
 
-@backends
-def test_frozen_parameters_get_their_state_back(backend: str, tmp_path: Path) -> None:
-    original = Setup(backend).train(0, 1)
-    original.model[0].requires_grad_(False)
-    original.train(2)
-    original.strategy.save_checkpoint(tmp_path / "saved", original.model, original.optimizer)
-    by_checkpoint, by_dict = Setup(backend), Setup(backend)
-    for resumed in (by_checkpoint, by_dict):
-        resumed.model[0].requires_grad_(False)
-    by_checkpoint.strategy.load_checkpoint(tmp_path / "saved", by_checkpoint.model, by_checkpoint.optimizer)
-    by_dict.model.load_state_dict(original.model.state_dict())
-    by_dict.optimizer.load_state_dict(original.optimizer.state_dict())
-    for one in (original, by_checkpoint, by_dict):
+def resume(way: str, original: Setup, resumed: Setup, folder: Path) -> Setup:
+    if way == "deepcopy":
+        resumed.model, resumed.optimizer = copy.deepcopy((original.model, original.optimizer))
+    elif way == "state_dict":
+        resumed.model.load_state_dict(original.model.state_dict())
+        resumed.optimizer.load_state_dict(original.optimizer.state_dict())
+    else:
+        original.strategy.save_checkpoint(folder / "saved", original.model, original.optimizer)
+        resumed.strategy.load_checkpoint(folder / "saved", resumed.model, resumed.optimizer)
+    return resumed
+
+
+@every_value(backend=BACKENDS, way=["state_dict", "checkpoint"])
+def test_frozen_parameters_get_their_state_back(backend: str, way: str, tmp_path: Path) -> None:
+    original, resumed = Setup(backend).train(0, 1), Setup(backend)
+    for one in (original, resumed):
+        one.model[0].requires_grad_(False)
+    resume(way, original.train(2), resumed, tmp_path)
+    for one in (original, resumed):
         one.model[0].requires_grad_(True)
-        one.train(3)
-    assert_same(by_checkpoint, original)
-    assert_same(by_dict, original)
+    assert_same(resumed.train(3), original.train(3))
 
 
 @every_pair(
@@ -521,34 +529,17 @@ def test_16_bit_parameters_without_masters_resume(
     backend: str, optimizer_class: type[torch.optim.Optimizer], way: str, tmp_path: Path
 ) -> None:
     values = {"lr": 1e-2, "momentum": 0.9} if optimizer_class is not torch.optim.AdamW else {"lr": 1e-2}
-    original = Setup(backend, optimizer_class=optimizer_class, master_weights=False, **values).train(0, 1)
-    resumed = Setup(backend, optimizer_class=optimizer_class, master_weights=False, **values)
-    if way == "deepcopy":
-        resumed.model, resumed.optimizer = copy.deepcopy((original.model, original.optimizer))
-    elif way == "state_dict":
-        resumed.model.load_state_dict(original.model.state_dict())
-        resumed.optimizer.load_state_dict(original.optimizer.state_dict())
-    else:
-        original.strategy.save_checkpoint(tmp_path / "saved", original.model, original.optimizer)
-        resumed.strategy.load_checkpoint(tmp_path / "saved", resumed.model, resumed.optimizer)
+    original, new = (Setup(backend, optimizer_class=optimizer_class, master_weights=False, **values) for _ in range(2))
+    resumed = resume(way, original.train(0, 1), new, tmp_path)
     assert_same(resumed.train(2), original.train(2))
 
 
 @every_value(backend=BACKENDS, way=["state_dict", "deepcopy", "checkpoint"])
 def test_masters_of_an_optimizer_without_state_survive_load_and_save(backend: str, way: str, tmp_path: Path) -> None:
-    original = Setup(backend, optimizer_class=torch.optim.SGD, lr=1e-3).train(*range(5))
-    twice = original
-    for number in range(2):
-        resumed = Setup(backend, optimizer_class=torch.optim.SGD, lr=1e-3)
-        if way == "deepcopy":
-            resumed.model, resumed.optimizer = copy.deepcopy((twice.model, twice.optimizer))
-        elif way == "state_dict":
-            resumed.model.load_state_dict(twice.model.state_dict())
-            resumed.optimizer.load_state_dict(twice.optimizer.state_dict())
-        else:
-            twice.strategy.save_checkpoint(tmp_path / f"{number}", twice.model, twice.optimizer)
-            resumed.strategy.load_checkpoint(tmp_path / f"{number}", resumed.model, resumed.optimizer)
-        twice = resumed
+    original, *others = (Setup(backend, optimizer_class=torch.optim.SGD, lr=1e-3) for _ in range(3))
+    twice = original.train(*range(5))
+    for other in others:
+        twice = resume(way, twice, other, tmp_path)
     assert_same(twice.train(*range(5, 17)), original.train(*range(5, 17)))
 
 
@@ -653,66 +644,6 @@ def test_a_list_that_is_written_to_in_place_counts_from_the_next_step(kind: str,
             finals[0].optimizer.step()
 
 
-class CountsInAList(torch.optim.SGD):
-    """A class that keeps its step count in a list of its group."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, lr=lr)
-        for group in self.param_groups:
-            group.setdefault("counts", [0])
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["counts"][0] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] / group["counts"][0])
-
-
-@pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
-def test_what_a_class_counts_in_a_list_counts_steps(kind: str) -> None:
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        return [{"params": list(model.parameters()), "counts": [0]}]
-
-    setup = Setup(state={**EVERY_TIME, **IN_BACKWARD}[kind], optimizer_class=CountsInAList, groups=groups)
-    setup.train(0, 1, 2).optimizer.synchronize()
-    assert setup.optimizer.param_groups[0]["counts"] == [3]
-
-
-class CountsOnItself(torch.optim.Optimizer):
-    """A class that keeps its step count in an attribute."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-        self.t = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.t += 1
-        self.also = getattr(self, "also", 0) + 1
-        assert self.also == self.t
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"] / self.t)
-
-
-@backends
-def test_what_a_class_counts_on_itself_counts_steps(backend: str) -> None:
-    setup = Setup(backend, "float32", CountsOnItself, lr=0.05)
-    plain_model = copy.deepcopy(setup.model)
-    plain = CountsOnItself(plain_model.parameters(), lr=0.05)
-    for number in range(4):
-        setup.step(number)
-        inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * number))
-        plain_model(inputs).float().square().mean().backward()
-        plain.step()
-        plain.zero_grad()
-    setup.optimizer.synchronize()
-    assert all(torch.equal(p, q) for p, q in zip(setup.model.parameters(), plain_model.parameters(), strict=True))
-
-
 def test_numpy_numbers_become_plain_ones(tmp_path: Path) -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         return [{"params": list(model.parameters()), "weight_decay": numpy.float32(0.1)}]
@@ -734,11 +665,6 @@ def test_a_group_that_is_no_mapping_is_refused_as_torch_does() -> None:
         setup.optimizer.add_param_group([nn.Parameter(torch.zeros(2))])
 
 
-def test_names_of_parameters_are_kept() -> None:
-    setup = Setup(groups=lambda model: [{"params": list(model.named_parameters())}])
-    assert setup.optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-
-
 def test_one_tensor_is_a_group_and_a_frozen_model_is_counted() -> None:
     setup = Setup(groups=lambda model: model[0].weight)
     assert [len(group["params"]) for group in setup.optimizer.param_groups] == [1]
@@ -748,26 +674,6 @@ def test_one_tensor_is_a_group_and_a_frozen_model_is_counted() -> None:
 
 
 # -- limits
-
-
-@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), True, "x"])
-def test_a_norm_that_is_no_positive_number_is_refused(max_norm: Any) -> None:
-    with pytest.raises(ValueError, match="max_norm"):
-        lightstep.MixedPrecisionOptimizer([nn.Parameter(torch.zeros(2))], max_norm=max_norm)
-
-
-@pytest.mark.parametrize("norm_type", [0.5, 20, float("nan"), True, "2"])
-def test_a_norm_that_fp64_cannot_hold_is_refused(norm_type: Any) -> None:
-    with pytest.raises(ValueError, match="norm_type"):
-        lightstep.MixedPrecisionOptimizer([nn.Parameter(torch.zeros(2))], norm_type=norm_type)
-
-
-def test_fp64_parameters_are_refused() -> None:
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    optimizer = lightstep.MixedPrecisionOptimizer([parameter])
-    parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(TypeError, match="float64; bfloat16, float16 and float32"):
-        optimizer.step()
 
 
 @backends
@@ -836,18 +742,6 @@ def test_a_refused_set_up_changes_nothing_and_may_be_tried_again(monkeypatch: py
     assert_same(setup.train(1), expected.train(0, 1))
 
 
-@backends
-def test_a_state_dict_that_does_not_fit_changes_nothing(backend: str) -> None:
-    setup, expected = Setup(backend).train(0), Setup(backend).train(0)
-    saved = setup.optimizer.state_dict()
-    saved["param_groups"][0]["lr"] = 0.5
-    saved["state"][3]["exp_avg"] = torch.zeros(7)
-    with pytest.raises(ValueError, match=r"'exp_avg' of parameter 3 has shape \(7,\)"):
-        setup.optimizer.load_state_dict(saved)
-    assert setup.optimizer.param_groups[0]["lr"] == 1e-2
-    assert_same(setup.train(1), expected.train(1))
-
-
 # -- under torch.inference_mode()
 
 
@@ -881,8 +775,8 @@ WHILE_EVALUATING = [
 def test_what_is_done_while_evaluating_does_not_stop_training(
     what: tuple[Callable[[Setup], None], str], parameters: str
 ) -> None:
-    do, kind = what
     """What is made under ``torch.inference_mode()`` could not be written to by the next step."""
+    do, kind = what
     setup, expected = (Setup(parameters=parameters, state=EVERY_TIME[kind]).train(0, 1) for _ in range(2))
     for number in (2, 4):
         with torch.inference_mode():
@@ -894,23 +788,6 @@ def test_what_is_done_while_evaluating_does_not_stop_training(
 # -- settings
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error", "words"),
-    [
-        ("max_norm", -1.0, ValueError, "a positive number is needed"),
-        ("max_norm", True, ValueError, "a positive number is needed"),
-        ("loss_scale", "dynamic", TypeError, "DynamicLossScale"),
-        ("norm_type", math.inf, AttributeError, "make a new optimizer"),
-        ("clip_layers", True, AttributeError, "make a new optimizer"),
-    ],
-)
-def test_settings_are_checked_when_they_are_assigned(name: str, value: Any, error: Any, words: str) -> None:
-    setup, expected = Setup(clipping={"max_norm": 1.0}).train(0), Setup(clipping={"max_norm": 1.0}).train(0)
-    with pytest.raises(error, match=words):
-        setattr(setup.optimizer, name, value)
-    assert_same(setup.train(1), expected.train(1))
-
-
 def test_a_norm_to_clip_to_may_be_assigned_and_goes_along_in_copies() -> None:
     setup = Setup(clipping={"max_norm": 1.0}).train(0)
     setup.optimizer.max_norm = 0.25
@@ -920,7 +797,11 @@ def test_a_norm_to_clip_to_may_be_assigned_and_goes_along_in_copies() -> None:
 # -- all or nothing
 
 
-@every_pair(kind=EVERY_TIME, where=["sparse", "norm", "room"], parts=[1, 3])
+@every_pair(
+    kind=EVERY_TIME,
+    where=["sparse", "scaling.Scaling.norm", "unit_updater.UnitUpdater.reserve_stage_for"],
+    parts=[1, 3],
+)
 def test_a_step_that_fails_before_the_update_may_be_repeated(
     kind: str, parts: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -930,10 +811,8 @@ def test_a_step_that_fails_before_the_update_may_be_repeated(
         if where == "sparse":
             whole = setup.model[2].weight.grad
             setup.model[2].weight.grad = whole.to_sparse()
-        elif where == "norm":
-            patch.setattr("lightstep.optimizer.scaling.Scaling.norm", raising)
         else:
-            patch.setattr("lightstep.optimizer.unit_updater.UnitUpdater.reserve_stage_for", raising)
+            patch.setattr(f"lightstep.optimizer.{where}", lambda *_: 1 / 0)
         with pytest.raises((TypeError, ZeroDivisionError)):
             setup.optimizer.step()
     if where == "sparse":
@@ -942,24 +821,6 @@ def test_a_step_that_fails_before_the_update_may_be_repeated(
     expected.backward(1, parts)
     assert torch.equal(result.grad_norm, expected.optimizer.step().grad_norm)
     assert_same(setup, expected)
-
-
-def raising(*_: Any) -> None:
-    raise ZeroDivisionError
-
-
-@backends
-def test_a_state_dict_is_loaded_as_a_whole_or_not_at_all(backend: str) -> None:
-    setup, expected = Setup(backend, "float16").train(0), Setup(backend, "float16").train(0)
-    saved = setup.optimizer.state_dict()
-    saved["param_groups"][0]["lr"] = 0.5
-    saved["state"][0]["step"] = saved["state"][0]["step"] + 7
-    saved["loss_scale"] = {"scale": -1.0}
-    setup.optimizer.loss_scale = expected.optimizer.loss_scale = lightstep.DynamicLossScale(init_scale=1.0)
-    with pytest.raises(ValueError, match="scale"):
-        setup.optimizer.load_state_dict(saved)
-    assert setup.optimizer.param_groups[0]["lr"] == 1e-2
-    assert_same(setup.train(1), expected.train(1))
 
 
 @backends
@@ -1036,24 +897,12 @@ def test_state_dicts_whose_groups_hold_no_frozen_parameters_load() -> None:
     assert_same(setups[1].train(1), setups[0].train(1))
 
 
-@backends
-def test_nothing_happens_while_everything_is_frozen(backend: str) -> None:
-    setup = Setup(backend)
-    setup.model.requires_grad_(False)
-    with pytest.warns(UserWarning, match="no gradient on any of 0 parameters"):
-        assert setup.optimizer.step()
-    with pytest.warns(UserWarning, match="no gradient"):
-        assert setup.optimizer.grad_norm() == 0
-    setup.optimizer.zero_grad()
-    setup.model.requires_grad_(True)
-    assert_same(setup.train(0), Setup(backend).train(0))
-
-
-def test_names_of_a_named_optimizer_are_loaded_into_one_without() -> None:
+def test_names_are_kept_and_loaded_into_an_optimizer_without() -> None:
     named = Setup(groups=lambda model: [{"params": list(model.named_parameters())}]).train(0)
     plain = Setup()
     plain.optimizer.load_state_dict(named.optimizer.state_dict())
-    assert plain.optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    for setup in (named, plain):
+        assert setup.optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
 @backends

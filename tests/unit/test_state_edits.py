@@ -358,20 +358,6 @@ def test_state_without_an_entry_is_refused_before_the_step_changes_anything(stat
     assert float(first(optimizer, model)["step"]) == 1
 
 
-@backends
-def test_a_state_dict_without_an_entry_is_refused_whole(state: str) -> None:
-    model, optimizer = prepared(state)
-    train(model, optimizer, steps=2)
-    saved = optimizer.state_dict()
-    frozen = copy.deepcopy(saved)
-    del saved["state"][2]["exp_avg"]
-    with pytest.raises(ValueError, match=r"2\.weight has exp_avg_sq, step and no exp_avg"):
-        optimizer.load_state_dict(saved)
-    for index, entries in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(value, frozen["state"][index][key]) for key, value in entries.items())
-    train(model, optimizer, steps=1)
-
-
 class Lazy(torch.optim.Optimizer):
     """Makes each entry when it is missing."""
 
