@@ -22,6 +22,7 @@ from lightstep.precision.loss_scale import DynamicLossScale
 from lightstep.state import units as units_module
 from lightstep.state.lanes import CallerLane
 from lightstep.strategy.base import Strategy
+from tests.covering import every_value
 from tests.distributed.models import TinyTransformer
 from tests.unit import test_next_forward as others
 from tests.unit.test_next_forward import Skipping, assert_same
@@ -77,32 +78,7 @@ def test_a_step_of_plain_backwards_is_clipped_by_its_own_norms() -> None:
     assert_same(snapshots[1], snapshots[0])
 
 
-@pytest.mark.parametrize("clipping", CLIPPING)
-@pytest.mark.parametrize("parameters", SCALES)
-def test_random_delays_in_every_lane(parameters: str, clipping: str) -> None:
-    expected = Training({"backend": "resident"}, parameters, clipping=clipping)
-    losses, wanted = expected.train(4), expected.snapshot()
-    for seed in range(4):
-        tested = Training(in_backward("stream" if seed % 3 else "partly resident"), parameters, clipping=clipping)
-        found = tested.train(1)
-        tested.delays(seed)
-        assert found + tested.train(3) == losses, seed
-        assert_same(tested.snapshot(), wanted)
-        tested.optimizer.close()
-
-
-@pytest.mark.parametrize("clipping", CLIPPING)
-@pytest.mark.parametrize("parameters", SCALES)
-def test_resident_state(parameters: str, clipping: str) -> None:
-    expected, tested = (
-        Training(state, parameters, clipping=clipping) for state in ({"backend": "resident"}, in_backward("resident"))
-    )
-    assert tested.train(6) == expected.train(6)
-    assert_same(tested.snapshot(), expected.snapshot())
-
-
-@pytest.mark.parametrize("update", ["at_step", "next_forward"])
-@pytest.mark.parametrize("parameters", SCALES)
+@every_value(update=["at_step", "next_forward"], parameters=SCALES)
 def test_layers_are_clipped_alike_at_other_times(parameters: str, update: str) -> None:
     expected = Training({"backend": "resident"}, parameters, clipping="unit")
     tested = Training({**BACKENDS["stream"], "update": update}, parameters, clipping="unit")
@@ -142,33 +118,6 @@ def test_parameters_that_are_used_twice_and_blocks_that_are_left_out(backend: st
     assert_same(found[1][1], found[0][1])
 
 
-BETWEEN = [between for between in others.BETWEEN if between is not others.fail_in_backward]
-
-
-@pytest.mark.parametrize("between", BETWEEN, ids=lambda function: function.__name__)
-def test_whatever_happens_between_steps(between: Callable[[Any], Any]) -> None:
-    expected = Training({"backend": "resident"}, make=Skipping)
-    wanted = others.run(expected, None, 5, between)
-    for seed in range(2):
-        tested = Training(in_backward(), make=Skipping)
-        assert others.run(tested, seed, 5, between) == wanted, seed
-        assert_same(tested.snapshot(), expected.snapshot())
-        tested.optimizer.close()
-
-
-def test_save_and_resume(tmp_path: Path) -> None:
-    expected = Training({"backend": "resident"})
-    expected.train(6)
-    first = Training(in_backward())
-    first.train(3)
-    first.strategy.save_checkpoint(tmp_path / "checkpoint", first.model, first.optimizer)
-    second = Training(in_backward("partly resident"))
-    second.strategy.load_checkpoint(tmp_path / "checkpoint", second.model, second.optimizer)
-    second.steps = 3
-    second.train(3)
-    assert_same(second.snapshot(), expected.snapshot())
-
-
 def test_hooks_schedulers_and_hyperparameters() -> None:
     """Hooks fire once per step, and a schedule that moves after ``step()`` is followed."""
     found = []
@@ -205,36 +154,30 @@ def test_gradient_hooks_that_are_registered_late_count(state: dict[str, Any]) ->
     assert_same(found[1], found[0])
 
 
-@pytest.mark.parametrize("changed", [{"lr": 1e-3}, {"weight_decay": 0.5}, {"betas": (0.5, 0.9)}])
-def test_hyperparameters_that_change_after_backward_are_refused(changed: dict[str, Any]) -> None:
+def test_hyperparameters_that_change_after_backward_are_refused() -> None:
     expected, tested = Training({"backend": "resident"}), Training(in_backward())
-    expected.train(4)
-    tested.train(2)
+    for training in (expected, tested):
+        training.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+        training.train(2)
     with tested.strategy.accumulate(tested.model, last=False):
         tested.optimizer.backward(tested.loss() / 2)
     with tested.strategy.accumulate(tested.model, last=True):
         tested.optimizer.backward(tested.loss(1) / 2)
     group = tested.optimizer.param_groups[0]
-    before = {key: group[key] for key in changed}
-    group.update(changed)
-    with pytest.raises(RuntimeError, match=f"{next(iter(changed))} of a parameter group changed between backward"):
+    for key, changed in {"lr": 1e-3, "weight_decay": 0.5, "betas": (0.5, 0.9)}.items():
+        before, group[key] = group[key], changed
+        with pytest.raises(RuntimeError, match=f"{key} of a parameter group changed between backward"):
+            tested.optimizer.step()
+        group[key] = before
+    group["lr"].mul_(0.5)
+    with pytest.raises(RuntimeError, match="lr of a parameter group changed"):
         tested.optimizer.step()
-    group.update(before)
+    group["lr"].mul_(2)
     tested.optimizer.step()
     tested.steps += 1
+    expected.train(2)
     tested.train(1)
     assert_same(tested.snapshot(), expected.snapshot())
-
-
-def test_a_learning_rate_in_a_tensor_that_changes_after_backward_is_refused() -> None:
-    training = Training(in_backward())
-    rate = training.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
-    training.train(2)
-    with training.strategy.accumulate(training.model, last=True):
-        training.optimizer.backward(training.loss())
-    rate.mul_(0.5)
-    with pytest.raises(RuntimeError, match="lr of a parameter group changed"):
-        training.optimizer.step()
 
 
 def test_a_backward_of_ones_own_is_done_in_the_step() -> None:
@@ -552,7 +495,7 @@ def test_settings_that_need_all_gradients_are_refused_later_too() -> None:
     assert_same(training.snapshot(), before)
 
 
-def test_readers_between_backward_and_step_wait() -> None:
+def test_readers_between_backward_and_step_wait_and_see_updated_layers() -> None:
     plain, slow = Training(in_backward()), Training(in_backward())
     for training in (plain, slow):
         training.train(2)
@@ -560,9 +503,11 @@ def test_readers_between_backward_and_step_wait() -> None:
     found = []
     for training in (plain, slow):
         training.optimizer.backward(training.loss())
+        early = training.loss(8).item()
         training.optimizer.synchronize()
         found.append({key: value.clone() for key, value in training.model.state_dict().items()})
         training.optimizer.step()
+        assert training.loss(8).item() == early
     assert_same(found[1], found[0])
 
 
@@ -575,16 +520,6 @@ def test_gradients_that_are_given_up() -> None:
         training.optimizer.zero_grad()
         training.train(2)
     assert_same(tested.snapshot(), expected.snapshot())
-
-
-def test_a_forward_between_backward_and_step_reads_updated_layers() -> None:
-    training = Training(in_backward())
-    training.train(2)
-    training.delays(1, 5e-3)
-    training.optimizer.backward(training.loss())
-    early = training.loss(8).item()
-    training.optimizer.step()
-    assert training.loss(8).item() == early
 
 
 def test_nothing_is_saved_between_backward_and_step(tmp_path: Path) -> None:

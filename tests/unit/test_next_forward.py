@@ -156,14 +156,14 @@ def beside(job: Callable[[], Any], seconds: float = 60.0) -> threading.Thread | 
     return thread if thread.is_alive() else None
 
 
-@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
-def test_random_delays_in_every_lane(parameters: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = Training({"backend": "resident"}, parameters)
+def test_however_many_units_are_submitted_in_the_step_and_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With random delays in every lane."""
+    expected = Training({"backend": "resident"})
     losses, wanted = expected.train(6), expected.snapshot()
-    for seed in range(6):
-        monkeypatch.setattr(queue, "SUBMIT_IN_STEP", (0, 1, 3, 48)[seed % 4])
-        monkeypatch.setattr(queue, "SUBMIT_AHEAD", seed % 3)
-        tested = Training(OVERLAP, parameters)
+    for seed, (in_step, ahead) in enumerate([(0, 0), (1, 1), (3, 2), (48, 0)]):
+        monkeypatch.setattr(queue, "SUBMIT_IN_STEP", in_step)
+        monkeypatch.setattr(queue, "SUBMIT_AHEAD", ahead)
+        tested = Training(OVERLAP)
         found = tested.train(1)
         tested.delays(seed)
         assert found + tested.train(5) == losses, seed
@@ -398,17 +398,30 @@ BETWEEN = [
 ]
 
 
+@functools.cache
+def expected_between(between: Callable[[Training], Any], parameters: str) -> tuple[list[Any], dict[str, Tensor]]:
+    expected = Training({"backend": "resident"}, parameters, Skipping, **UNCLIPPED)
+    return run(expected, None, 5, between), expected.snapshot()
+
+
+UNCLIPPED: dict[str, Any] = {"clipping": {"max_norm": None}, "loss_scale": {"kind": "constant", "scale": 1024.0}}
+
+
 @pytest.mark.parametrize(
-    ("between", "parameters"), [*zip(BETWEEN, cycle(["bfloat16", "float16", "float32"]), strict=False)]
+    ("between", "parameters", "update"),
+    [
+        (between, parameters, update)
+        for between, parameters in zip(BETWEEN, cycle(["bfloat16", "float16", "float32"]), strict=False)
+        for update in ("next_forward", "in_backward")
+        if (between, update) != (fail_in_backward, "in_backward")
+    ],
 )
-def test_whatever_happens_between_steps(between: Callable[[Training], Any], parameters: str) -> None:
-    expected = Training({"backend": "resident"}, parameters, Skipping)
-    wanted = run(expected, None, 5, between)
-    for seed in range(2):
-        tested = Training(OVERLAP, parameters, Skipping)
-        assert run(tested, seed, 5, between) == wanted, seed
-        assert_same(tested.snapshot(), expected.snapshot())
-        tested.optimizer.close()
+def test_whatever_happens_between_steps(between: Callable[[Training], Any], parameters: str, update: str) -> None:
+    wanted, snapshot = expected_between(between, parameters)
+    tested = Training({**OVERLAP, "update": update}, parameters, Skipping, **UNCLIPPED)
+    assert run(tested, BETWEEN.index(between), 5, between) == wanted
+    assert_same(tested.snapshot(), snapshot)
+    tested.optimizer.close()
 
 
 class FailingOnce(torch.optim.AdamW):
