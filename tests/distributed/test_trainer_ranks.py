@@ -51,6 +51,7 @@ def values(tmp_path: Path) -> dict[str, Any]:
         "checkpoint": {"every": 2, "keep": 3},
         "log_every": 2,
         "sample": {"prompts": ["line"], "tokens": 3},
+        "trackers": [],
     }
 
 

@@ -53,6 +53,7 @@ def file(tmp_path: Path) -> Path:
         "batch": {"sequences": 2, "length": 32},
         "checkpoint": {"every": 2},
         "sample": {"prompts": ["line"], "tokens": 3},
+        "trackers": [],
     }
     path = tmp_path / "train.yaml"
     path.write_text(yaml.safe_dump(values))
@@ -236,11 +237,12 @@ def test_a_process_that_is_killed_while_saving_resumes_from_the_checkpoint_befor
         "    return files\n"
         "save.write_tensors = killed; app(sys.argv[1:])"
     )
-    status, said = _fork(tmp_path, script, "train", file, "--set", "steps=6", "--set", "name=killed")
+    logged = ("--set", "steps=6", "--set", "name=killed", "--set", "trackers=[tensorboard]")
+    status, said = _fork(tmp_path, script, "train", file, *logged)
     folder = tmp_path / "runs/killed"
     assert status == -signal.SIGKILL and any(folder.glob(".checkpoint-4*")), said
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
-    resumed = _run("train", file, "--set", "steps=6", "--set", "name=killed", "--resume")
+    resumed = _run("train", file, *logged, "--resume")
     assert resumed.exit_code == 0 and "checkpoint-2" in resumed.stdout and (folder / "loss.png").is_file()
     assert not any(folder.glob(".checkpoint-4*")), "what the killed save left is gone"
     assert [step for step, _ in read_scalars(folder / "tensorboard", (TRAINING,))[TRAINING]] == list(range(1, 7))
