@@ -63,7 +63,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def late(*arguments: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(moments.uniform(0.05, 0.3))
+            time.sleep(moments.uniform(0.02, 0.1))
         return write(*arguments)
 
     monkeypatch.setattr(save, "write_tensors", late)
