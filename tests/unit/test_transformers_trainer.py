@@ -74,6 +74,14 @@ class Ran:
         self.logs = [entry for entry in self.trainer.state.log_history if "grad_norm" in entry]
 
 
+def trainer_of(
+    folder: Path, strategy: Any = "resident", *, options: Any = None, model: Any = None, **arguments: Any
+) -> LightstepTrainer:
+    args = training_arguments(folder, **arguments)
+    model = make_llama() if model is None else model
+    return LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), **(options or {}))
+
+
 def same_weights(tested: nn.Module, expected: nn.Module) -> None:
     for (name, p), q in zip(tested.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(p, q), f"{name} differs"
@@ -202,9 +210,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, values: dict
 
     def trainer(seed: int) -> LightstepTrainer:
         model = make_llama(seed, attention_dropout=0.2)
-        args = training_arguments(tmp_path / "run", **options)
-        overflow = [Overflow(model, {1})]
-        return LightstepTrainer(model, args, strategy=values, train_dataset=Rows(), callbacks=overflow)
+        callbacks = {"callbacks": [Overflow(model, {1})]}
+        return trainer_of(tmp_path / "run", values, options=callbacks, model=model, **options)
 
     whole = trainer(0)
     whole.train()
@@ -213,13 +220,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, values: dict
     second = trainer(1)
     second.train(resume_from_checkpoint=str(checkpoint))
     same_weights(second.model, whole.model)
-    figures = [
-        [
-            {k: v for k, v in entry.items() if k in ("loss", "grad_norm", "learning_rate", "loss_scale")}
-            for entry in logs
-        ]
-        for logs in (whole.state.log_history[:9], second.state.log_history[:9])
-    ]
+    names = ("loss", "grad_norm", "learning_rate", "loss_scale")
+    figures = [[[e[name] for name in names] for e in one.state.log_history[:9]] for one in (whole, second)]
     assert figures[0] == figures[1]
     tested, expected = (one.optimizer.optimizer.state_dict() for one in (second, whole))
     torch.testing.assert_close(tested, expected, rtol=0, atol=0)  # bit for bit, nested
@@ -231,9 +233,7 @@ def test_a_checkpoint_of_the_plain_trainer_is_continued(tmp_path: Path) -> None:
     plain = Trainer(make_llama(), training_arguments(tmp_path, **options), train_dataset=Rows())
     plain.train()
     values = BF16 | {"precision": {"parameters": "float32"}}
-    ours = LightstepTrainer(
-        make_llama(1), training_arguments(tmp_path, **options), strategy=values, train_dataset=Rows()
-    )
+    ours = trainer_of(tmp_path, values, model=make_llama(1), **options)
     ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     # torch's clipping multiplies by a factor from a norm of norms: the last bit of the weights may differ.
     for p, q in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
@@ -257,38 +257,14 @@ def test_weights_change_dtype_through_fp32(tmp_path: Path, saved: str, loaded: s
     for backend in ({"backend": "resident"}, STREAM):
         folder = tmp_path / backend["backend"]
         Ran(folder, BF16 | DTYPES[saved] | {"optimizer_state": backend}, arguments=options)
-        trainer = LightstepTrainer(
-            make_llama(1),
-            training_arguments(folder, **options, train_sampling_strategy="sequential"),
-            strategy=BF16 | DTYPES[loaded] | {"optimizer_state": backend},
-            train_dataset=Rows(),
-        )
+        strategy = BF16 | DTYPES[loaded] | {"optimizer_state": backend}
+        options_again = {**options, "train_sampling_strategy": "sequential"}
+        trainer = trainer_of(folder, strategy, model=make_llama(1), **options_again)
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
         found.append(trainer)
     same_weights(found[0].model, found[1].model)
     first, second = (trainer.optimizer.optimizer.state_dict()["state"] for trainer in found)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
-
-
-def test_parameters_may_be_read_when_training_has_ended(tmp_path: Path) -> None:
-    """At the end of training a callback, and behind it the caller, get the weights without asking for them."""
-    read: list[bool] = []
-
-    class Reader(TrainerCallback):
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            read.append(kwargs["optimizer"].has_deferred_updates)
-
-    values = BF16 | {"optimizer_state": {**STREAM, "update": "next_forward"}}
-    trainer = LightstepTrainer(
-        make_llama(),
-        training_arguments(tmp_path, logging_strategy="no"),
-        strategy=values,
-        train_dataset=Rows(),
-        callbacks=[Reader()],
-    )
-    trainer.train()
-    assert read == [False]
-    assert not trainer.optimizer.has_deferred_updates
 
 
 class Average(TrainerCallback):
@@ -305,17 +281,18 @@ class Average(TrainerCallback):
         assert not kwargs["optimizer"].has_deferred_updates
         self.read.append([parameter.detach().clone() for parameter in self.parameters])
 
-    on_log = on_optimizer_step = on_epoch_end = on_save = on_step_end
+    on_log = on_optimizer_step = on_epoch_end = on_save = on_train_end = on_step_end
 
 
 def test_callbacks_see_updated_weights(tmp_path: Path) -> None:
-    """Through parameters that they have kept, too: nobody asks the module for those."""
+    """Through parameters that they have kept, too: nobody asks the module for those. And so does the caller."""
     read = []
     for update in ("at_step", "next_forward"):
-        average = Average()
-        args = training_arguments(tmp_path / update, save_strategy="steps", save_steps=2)
-        values = BF16 | {"optimizer_state": {**STREAM, "update": update}}
-        LightstepTrainer(make_llama(), args, strategy=values, train_dataset=Rows(), callbacks=[average]).train()
+        average, values = Average(), BF16 | {"optimizer_state": {**STREAM, "update": update}}
+        options = {"callbacks": [average]}
+        trainer = trainer_of(tmp_path / update, values, options=options, save_strategy="steps", save_steps=2)
+        trainer.train()
+        assert not trainer.optimizer.has_deferred_updates
         read.append(average.read)
     assert len(read[0]) == len(read[1]) > 15
     for expected, found in zip(*read, strict=True):
@@ -325,8 +302,7 @@ def test_callbacks_see_updated_weights(tmp_path: Path) -> None:
 def test_nothing_waits_for_callbacks_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
     monkeypatch.setattr(LightstepOptimizer, "wait_for_update", lambda _: waits.append(1), raising=False)
-    args = training_arguments(tmp_path)
-    trainer = LightstepTrainer(make_llama(), args, strategy=BF16, train_dataset=Rows())
+    trainer = trainer_of(tmp_path, BF16)
     trainer.train()
     assert not waits
     trainer.add_callback(Average())
@@ -388,35 +364,22 @@ def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:
     same_weights(loaded, ran.model)
 
 
-def test_train_may_be_called_again(tmp_path: Path) -> None:
-    ran = Ran(tmp_path, BF16, arguments={"max_steps": 2})
-    first = [parameter.clone() for parameter in ran.model.parameters()]
-    ran.trainer.train()
-    assert not all(torch.equal(p, q) for p, q in zip(ran.model.parameters(), first, strict=True))
-
-
-@pytest.mark.parametrize("crash", ["replaced", "missing", "incomplete"])
-def test_a_crash_while_the_optimizer_s_files_are_replaced(tmp_path: Path, crash: str) -> None:
+def test_a_crash_while_the_optimizer_s_files_are_replaced(tmp_path: Path) -> None:
     """Between the two renames the folder has another name. Without it no run goes on with a new optimizer."""
     values = BF16 | {"optimizer_state": STREAM}
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     ran = Ran(tmp_path, values, arguments=options)
-    checkpoint = tmp_path / "checkpoint-2"
-    if crash == "replaced":
-        (checkpoint / "lightstep").rename(checkpoint / ".lightstep.replaced-0123abcd")
-    elif crash == "missing":
-        shutil.rmtree(checkpoint / "lightstep")
-    else:
-        (checkpoint / "lightstep" / "state.pt").unlink()
-    args = training_arguments(tmp_path, **options, train_sampling_strategy="sequential")
-    again = LightstepTrainer(make_llama(1), args, strategy=values, train_dataset=Rows())
-    if crash == "replaced":
-        again.train(resume_from_checkpoint=str(checkpoint))
-        same_weights(again.model, ran.model)
-        return
-    message = "lightstep is missing" if crash == "missing" else "state.pt is missing"
-    with pytest.raises(CheckpointError, match=message):
-        again.train(resume_from_checkpoint=str(checkpoint))
+    replaced = tmp_path / "checkpoint-2"
+    missing, incomplete = (shutil.copytree(replaced, tmp_path / name / replaced.name) for name in ("a", "b"))
+    (replaced / "lightstep").rename(replaced / ".lightstep.replaced-0123abcd")
+    shutil.rmtree(missing / "lightstep")
+    (incomplete / "lightstep" / "state.pt").unlink()
+    again = trainer_of(tmp_path, values, model=make_llama(1), train_sampling_strategy="sequential", **options)
+    for checkpoint, message in ((missing, "lightstep is missing"), (incomplete, "state.pt is missing")):
+        with pytest.raises(CheckpointError, match=message):
+            again.train(resume_from_checkpoint=str(checkpoint))
+    again.train(resume_from_checkpoint=str(replaced))
+    same_weights(again.model, ran.model)
 
 
 def test_what_a_step_takes_is_said_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -498,26 +461,23 @@ def test_an_adapter_file_that_lacks_a_trained_weight_changes_nothing(
 # -- the Trainer's ways to choose an optimizer
 
 
-def test_the_arguments_choose_the_optimizer(tmp_path: Path) -> None:
-    ran = Ran(tmp_path, BF16, arguments={"max_steps": 1, "optim": "adagrad", "optim_args": None})
-    assert ran.trainer.optimizer.optimizer.optimizer_class is torch.optim.Adagrad
-    groups = ran.trainer.optimizer.param_groups
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert [len(group["params"]) for group in groups] == [16, 5]
-
-
-def test_a_class_with_arguments(tmp_path: Path) -> None:
-    ran = Ran(tmp_path, BF16, arguments={"max_steps": 1}, optimizer_cls_and_kwargs=(Lion, {"lr": 1e-3}))
-    assert ran.trainer.optimizer.optimizer.optimizer_class is Lion
-    assert ran.trainer.optimizer_cls_and_kwargs == (Lion, {"lr": 1e-3})
+def test_the_arguments_or_a_class_choose_the_optimizer(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, BF16, max_steps=1, optim="adagrad", optim_args=None)
+    trainer.train()
+    assert trainer.optimizer.optimizer.optimizer_class is torch.optim.Adagrad
+    assert [(g["weight_decay"], len(g["params"])) for g in trainer.optimizer.param_groups] == [(0.1, 16), (0.0, 5)]
+    given = (Lion, {"lr": 1e-3})
+    trainer = trainer_of(tmp_path, BF16, options={"optimizer_cls_and_kwargs": given}, max_steps=1)
+    trainer.train()
+    assert trainer.optimizer.optimizer.optimizer_class is Lion and trainer.optimizer_cls_and_kwargs == given
 
 
 def test_an_optimizer_and_a_scheduler_that_the_strategy_made(tmp_path: Path) -> None:
     strategy, model = Strategy.load(BF16), make_llama()
     optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    args = training_arguments(tmp_path, max_steps=2)
-    trainer = LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), optimizers=(optimizer, scheduler))
+    options = {"optimizers": (optimizer, scheduler)}
+    trainer = trainer_of(tmp_path, strategy, options=options, model=model, max_steps=2)
     trainer.train()
     assert trainer.optimizer.optimizer is optimizer
     assert optimizer.param_groups[0]["lr"] == 0.025
@@ -529,9 +489,9 @@ def test_an_optimizer_of_several_classes(tmp_path: Path, backend: str) -> None:
     def made() -> LightstepTrainer:
         strategy, model = Strategy.load({"optimizer_state": {"backend": backend}}), make_llama()
         rules = [Rule(torch.optim.Muon, kinds="hidden_matrices", lr=1e-2), Rule(torch.optim.AdamW, kinds="rest")]
-        args = training_arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
-        optimizers = (strategy.create_optimizer(model, rules=rules), None)
-        return LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), optimizers=optimizers)
+        options = {"optimizers": (strategy.create_optimizer(model, rules=rules), None)}
+        saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        return trainer_of(tmp_path, strategy, options=options, model=model, **saves)
 
     through, resumed = made(), made()
     through.train()
@@ -551,8 +511,7 @@ def test_callbacks_get_the_wrapped_optimizer(tmp_path: Path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
             seen.append((type(optimizer), optimizer.result.applied, optimizer.memory_report()["parameters"]))
 
-    args = training_arguments(tmp_path, max_steps=1)
-    LightstepTrainer(make_llama(), args, strategy=BF16, train_dataset=Rows(), callbacks=[Look()]).train()
+    trainer_of(tmp_path, BF16, options={"callbacks": [Look()]}, max_steps=1).train()
     assert seen == [(LightstepOptimizer, True, sum(p.numel() for p in make_llama().parameters()))]
 
 
@@ -654,11 +613,6 @@ def test_bf16_is_autocast_around_the_forward(tmp_path: Path) -> None:
 # -- what is refused
 
 
-def trainer_of(folder: Path, strategy: Any = "resident", *, options: Any = None, **arguments: Any) -> LightstepTrainer:
-    args = training_arguments(folder, **arguments)
-    return LightstepTrainer(make_llama(), args, strategy=strategy, train_dataset=Rows(), **(options or {}))
-
-
 def test_checkpoints_of_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one node the argument changes nothing."""
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
@@ -697,8 +651,7 @@ def test_the_norm_of_a_preset_gives_way(tmp_path: Path, strategy: str) -> None:
     if strategy == "optimizer":
         made, model = Strategy.load("resident"), make_llama()
         optimizer = made.create_optimizer(model, lr=3e-3)
-        args = training_arguments(tmp_path, max_grad_norm=0.0)
-        LightstepTrainer(model, args, strategy=made, train_dataset=Rows(), optimizers=(optimizer, None))
+        trainer_of(tmp_path, made, options={"optimizers": (optimizer, None)}, model=model, max_grad_norm=0.0)
         assert optimizer.max_norm is None
         return
     ran = Ran(tmp_path, {} if strategy == "mapping" else strategy, arguments={"max_grad_norm": 0.05})
@@ -706,12 +659,10 @@ def test_the_norm_of_a_preset_gives_way(tmp_path: Path, strategy: str) -> None:
     same_weights(ran.model, expected.model)
 
 
-def test_no_global_norm_with_updates_in_backward(tmp_path: Path) -> None:
+def test_norms_that_contradict_nothing(tmp_path: Path) -> None:
+    """There is no global norm with updates in backward; and the same norm may be said twice."""
     values = {"clipping": {"scope": "unit"}, "optimizer_state": {"update": "in_backward"}}
     assert trainer_of(tmp_path, values, max_grad_norm=0.3).strategy.config.clipping.scope == "unit"
-
-
-def test_the_same_norm_twice_is_no_contradiction(tmp_path: Path) -> None:
     trainer_of(tmp_path, Strategy.load("resident", {"clipping.max_norm": 0.3}), max_grad_norm=0.3)
     trainer_of(tmp_path, Strategy.load("resident", {"clipping.max_norm": None}), max_grad_norm=0.0)
 
@@ -724,12 +675,11 @@ def test_ddp_arguments_are_the_strategy_s(tmp_path: Path) -> None:
 def test_an_optimizer_of_another_library(tmp_path: Path) -> None:
     model = make_llama()
     theirs = torch.optim.AdamW(model.parameters())
-    args = training_arguments(tmp_path)
     with pytest.raises(TypeError, match=r"torch.optim.adamw.AdamW.*strategy.create_optimizer\(model, AdamW"):
-        LightstepTrainer(model, args, strategy="resident", train_dataset=Rows(), optimizers=(theirs, None))
+        trainer_of(tmp_path, options={"optimizers": (theirs, None)}, model=model)
     other = Strategy.load("resident").create_optimizer(model, lr=1e-3)
     with pytest.raises(ValueError, match="made by another strategy or for another model"):
-        LightstepTrainer(model, args, strategy="resident", train_dataset=Rows(), optimizers=(other, None))
+        trainer_of(tmp_path, options={"optimizers": (other, None)}, model=model)
 
 
 def test_an_optimizer_that_is_more_than_element_wise(tmp_path: Path) -> None:
