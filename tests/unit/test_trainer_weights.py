@@ -45,7 +45,7 @@ class TextRows(Rows):
 
 
 def made(folder: Path, model: nn.Module, strategy: str | None, **options: Any) -> Any:
-    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 5e-2}
+    steps = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "learning_rate": 5e-2}
     args = training_arguments(folder, **steps | {"train_sampling_strategy": "sequential"} | options.pop("more", {}))
     given = {"train_dataset": TextRows(), "eval_dataset": torch.utils.data.Subset(TextRows(), range(6)), **options}
     if strategy is None:
@@ -93,7 +93,7 @@ def test_the_best_model_is_loaded_whole(tmp_path: Path, kind: str, strategy: str
             seen[state.global_step] = weights(model)
 
     more = {"load_best_model_at_end": True, "save_only_model": only_model, "eval_strategy": "steps", "eval_steps": 2}
-    more |= {"metric_for_best_model": "loss", "greater_is_better": True, "learning_rate": 3e-3}
+    more |= {"metric_for_best_model": "loss", "greater_is_better": True, "learning_rate": 3e-3, "max_steps": 4}
     trainer = made(tmp_path, make_converted(kind), strategy, callbacks=[Watch()], more=more)
     trainer.train()
     same(weights(trainer.model), seen[trainer.state.best_global_step])
