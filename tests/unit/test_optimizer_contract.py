@@ -650,7 +650,7 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any], Any], object]]] = {
     "a group too few": ("group", lambda saved, last: saved["param_groups"].pop()),
     "a parameter too many": ("group", lambda saved, last: saved["param_groups"][0]["params"].append(999)),
     "a wrong shape": (
-        r"'exp_avg' of .* has shape \(2, 3\)",
+        r"'exp_avg' of parameter \d+ has shape \(2, 3\)",
         lambda saved, last: last.update(exp_avg=torch.zeros(2, 3)),
     ),
     "no entry": ("has exp_avg_sq, master, step and no exp_avg", lambda saved, last: last.pop("exp_avg")),
