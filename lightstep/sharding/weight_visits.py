@@ -167,14 +167,14 @@ class WeightVisits:
         """What a forward has read by itself, its backward has from the beginning on."""
         if torch._C._current_graph_task_id() != NO_BACKWARD:
             return
-        read, self._read, self._is_running = self._read, [], False
-        if read and torch.is_grad_enabled():
-            visitor = _Visitor(self, list(dict.fromkeys(read)))
+        if self._read and torch.is_grad_enabled():
+            visitor = _Visitor(self, list(dict.fromkeys(self._read)))
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(visitor.before_backward)
-        for group in read:
+        for group in self._read:
             group.leave()
+        self._read, self._is_running = [], False  # last, likewise
 
     def end_if_interrupted(self) -> None:
         """Leave what a forward of the whole model, or a backward, has entered, if it was interrupted."""
@@ -211,11 +211,11 @@ class WeightVisits:
     def leave_backward(self, visitor: _Visitor) -> None:
         if visitor not in self._in_backward:
             return
-        del self._in_backward[visitor]
         with torch.no_grad():
             for group in visitor.groups:
                 self._take_gradients(group)
                 group.leave()
+        del self._in_backward[visitor]  # last: what an error kept from leaving, the next reader leaves
 
     @torch.no_grad()
     def _take_gradients(self, group: WeightGroup) -> None:
