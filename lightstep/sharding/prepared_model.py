@@ -95,9 +95,9 @@ class PreparedModel:
             optimizer.wait_for_update()
         self._settle_host_weights()
 
-    def _settle_host_weights(self) -> None:
+    def _settle_host_weights(self, between_steps: bool = False) -> None:
         if self.weight_visits is not None:
-            self.weight_visits.end_if_interrupted()
+            self.weight_visits.end_if_interrupted(between_steps)
             self.weight_visits.weights.settle()
 
     def recover(self) -> None:
@@ -120,7 +120,7 @@ class PreparedModel:
         with contextlib.ExitStack() as stack:
             for optimizer in sorted(self.optimizers, key=id):  # in one order: two threads may read
                 stack.enter_context(optimizer.between_steps(what))
-            self._settle_host_weights()
+            self._settle_host_weights(between_steps=True)
             yield
 
     # -- optimizers made before the model is sharded

@@ -199,7 +199,7 @@ class ShardVisits:
             begin = ShardVisits._begin_part if number else ShardVisits._begin_forward
             module.register_forward_pre_hook(ModuleHook(weakly(self, begin)), prepend=True)
 
-    def end_if_interrupted(self) -> None:
+    def end_if_interrupted(self, between_steps: bool = False) -> None:
         """Nothing is held outside of FSDP2's reads."""
 
     def _begin_forward(self, *_: Any) -> None:

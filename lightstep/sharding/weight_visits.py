@@ -176,9 +176,13 @@ class WeightVisits:
             group.leave()
         self._read, self._is_running = [], False  # last, likewise
 
-    def end_if_interrupted(self) -> None:
-        """Leave what a forward of the whole model, or a backward, has entered, if it was interrupted."""
-        if not (self._is_running or self._in_backward) or self.is_foreign():
+    def end_if_interrupted(self, between_steps: bool = False) -> None:
+        """Leave what a forward of the whole model, or a backward, has entered, if it was interrupted.
+
+        Args:
+            between_steps: a forward of a part of the model, too: no module calls who saves or loads.
+        """
+        if not (self._is_running or self._in_backward or between_steps) or self.is_foreign():
             return
         is_backward = torch._C._current_graph_task_id() != NO_BACKWARD
         if not is_backward and not (self._is_running and _is_called(self._called)):

@@ -774,6 +774,27 @@ def test_a_failure_while_gradients_are_added_leaves_no_module_in_backward(
     run.optimizer.close()
 
 
+@pytest.mark.parametrize("part", [False, True], ids=["a forward", "a forward of a part"])
+def test_what_is_loaded_after_an_interrupted_forward_counts(part: bool, tmp_path: Path) -> None:
+    """torch tells nobody that a forward was interrupted."""
+    run = make("stream", "at_step", "clipped", "bfloat16", {"placement": "host", "device_mib": 0.02})
+    run.train(2)
+    run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)
+    wanted, block = run.train(2), run.model.blocks[1]
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = block.up.register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        block(torch.zeros(1, 7, dtype=torch.bfloat16)) if part else run.loss()
+    handle.remove()
+    run.strategy.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
+    run.steps = 2
+    assert run.train(2) == wanted
+    run.optimizer.close()
+
+
 def lane_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("lightstep-")}
 
