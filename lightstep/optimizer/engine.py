@@ -699,10 +699,19 @@ class Engine:
         with no_grad_no_inference():
             self.managed.load_state(item, entries)
 
+    def drop_broken_step(self) -> None:
+        """All state is about to be loaded: drop what is under way of a step that has failed.
+
+        The step is marked as broken before its job has failed in the lane, and ``step()`` may have refused meanwhile:
+        nobody has waited for that job yet.
+        """
+        if self.broken:
+            self.guard.work("a load of state", self.queue.reset)
+
     def abandon_updates(self, what: str, error: BaseException) -> None:
         """Something that updates need has failed: drop all that are under way, until state has been loaded."""
         self.broken.mark_failed(what, error)
-        self.guard.work("load_checkpoint()", self.queue.reset)
+        self.drop_broken_step()
 
     # -- refusals
 

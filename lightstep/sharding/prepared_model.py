@@ -101,17 +101,20 @@ class PreparedModel:
             self.weight_visits.weights.settle()
 
     def recover(self) -> None:
-        """All weights and state are about to be loaded: go on after a failed copy of weights that rest on the host.
+        """All weights and state are about to be loaded: go on after a failed step, or a failed copy of weights that
+        rest on the host.
 
         Raises:
             RuntimeError: the device does not work any more.
         """
+        engines = [o.engine for o in self.optimizers if isinstance(o, MixedPrecisionOptimizer)]
+        for engine in engines:
+            engine.drop_broken_step()
         weights = None if self.weight_visits is None else self.weight_visits.weights
         if weights is None or weights.lanes.error is None:
             return
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, MixedPrecisionOptimizer):
-                optimizer.engine.abandon_updates("a copy between host and device", weights.lanes.error)
+        for engine in engines:
+            engine.abandon_updates("a copy between host and device", weights.lanes.error)
         weights.abandon()
 
     @contextlib.contextmanager

@@ -64,7 +64,7 @@ class Pool:
             cpu: in processes that see no GPU, whatever the machine has.
 
         Raises:
-            AssertionError: with every failed rank's traceback.
+            AssertionError: with every failed rank's traceback, that of the first one to fail last.
         """
         self._checks += 1
         if self._checks % CHECKS == 0:
@@ -78,11 +78,13 @@ class Pool:
             for rank in range(world_size):
                 pipes[rank].send_bytes(pickle.dumps((rank, *task)))
             outcomes = self._outcomes(pipes[:world_size])
-        failures = [f"--- rank {rank} of {world_size} ---\n{text}" for rank, (ok, text) in outcomes.items() if not ok]
-        if failures or len(outcomes) < world_size:
+        failed = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
+        if failed or len(outcomes) < world_size:
             silent = sorted(set(range(world_size)) - outcomes.keys())
             self.close()
-            raise AssertionError("\n".join([*failures, *(f"rank {rank} did not answer" for rank in silent)]))
+            told = [f"--- rank {rank} of {world_size} ---\n{text}" for rank, text in reversed(failed.items())]
+            short = [f"rank {rank}: {text.strip().splitlines()[-1]}" for rank, text in failed.items()]
+            raise AssertionError("\n".join([*told, *short, *(f"rank {rank} did not answer" for rank in silent)]))
         return [outcomes[rank][1] for rank in range(world_size)]
 
     def _outcomes(self, pipes: list[Connection]) -> dict[int, tuple[bool, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import importlib
@@ -34,9 +35,11 @@ from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.host_fields import Field, KeptWeights
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.host_weights import HostWeights, WeightGroup
-from lightstep.state.lanes import LaneError
+from lightstep.state.lanes import LaneError, _Status
+from lightstep.state.store import Store
 from tests.covering import every_pair
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
+from tests.patience import PATIENCE
 from tests.reference.pair import TWO_GROUPS, Pair
 from tests.reference.tiny_model import TinyModel
 from tests.unit.test_exactness import ChannelsLast, Transposed
@@ -745,6 +748,51 @@ def test_a_run_goes_on_after_a_failure(time: str, kind: str, tmp_path: Path, mon
         "interrupt": "interrupt|KeyboardInterrupt",
     }
     assert len(messages) > 2 and all(re.search(known[kind], message) for message in messages), messages
+    run.optimizer.close()
+
+
+@pytest.mark.parametrize("through_strategy", [True, False], ids=["checkpoint", "state dict"])
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize(("time", "number"), [("overlap", 3), ("in_backward", 5)])  # nobody waits for it before step()
+def test_a_load_takes_the_failure_of_a_step_that_is_known_as_broken(
+    time: str, number: int, placement: str, through_strategy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``step()`` may refuse while the job that failed has not told its lane yet."""
+    run = make("stream", time, "not clipped", "bfloat16", {"placement": placement})
+    run.train(2)
+    run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)
+    weights, state = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    wanted, acquire, fail, calls, told = run.train(2), Store.acquire, _Status.fail, [0], threading.Event()
+
+    def failing(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number:
+            raise KeyboardInterrupt
+        return acquire(*arguments)
+
+    def failed(*arguments: Any) -> None:
+        told.wait()
+        fail(*arguments)
+
+    run.optimizer.synchronize()
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "acquire", failing)
+        patch.setattr(_Status, "fail", failed)
+        run.optimizer.backward(run.loss())
+        end = monotonic() + PATIENCE
+        while not run.optimizer.engine.broken and monotonic() < end:
+            sleep(0.001)
+        with pytest.raises(RuntimeError, match=r"KeyboardInterrupt.* half updated"):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        threading.Timer(0.1, told.set).start()
+        if through_strategy:
+            run.strategy.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
+        else:
+            run.optimizer.load_state_dict(state)
+            run.model.load_state_dict(weights)
+    run.steps = 2
+    assert run.train(2) == wanted
     run.optimizer.close()
 
 
