@@ -93,7 +93,8 @@ def check_all_sets(rank: int, sharding: dict[str, Any], state: dict[str, Any], f
     report = strategy.wait_for_publication()
     assert report is not None and report.version == 9 and (report.nbytes > 0) == (rank == 0)
     if rank == 0:
-        assert list(transport.received) == sorted(transport.received) and {3, 6, 9} <= transport.received.keys()
+        assert list(transport.received) == sorted(transport.received)
+        assert {2, 5, 8, 9} <= transport.received.keys()  # the others may have been replaced before they were begun
         wanted = sum(tensor.numel() for tensor in expected[1].values())
         for version, found in transport.received.items():
             assert sum(tensor.numel() for tensor in found.values()) < wanted  # tied weights once
@@ -158,10 +159,10 @@ def check_errors(rank: int, world_size: int) -> None:
     transport.go.set()
     strategy.publish_weights(training.model, transport, wait=False)
     training.step()
-    time.sleep(0.3 * rank)
+    while rank == 1 and not strategy.rollout._publisher._sets[0].pending.done():  # type: ignore[union-attr]
+        time.sleep(0.001)
     with pytest.raises(WeightTransferError, match="the server is gone"):
         strategy.publish_weights(training.model, transport, wait=False, replace=True)
-    transport._fails_at = None
     expected = training.weights()
     strategy.publish_weights(training.model, transport, wait=False)
     training.step()

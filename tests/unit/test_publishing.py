@@ -38,7 +38,12 @@ ON_HOST = {"placement": "host", "device_mib": 0.005}
 
 
 class Slow(WeightTransport):
-    """Keeps what arrives, by version. It takes its time, and its first set begins when ``go`` is set."""
+    """Keeps what arrives, by version. It takes its time, and its first set begins when ``go`` is set.
+
+    Args:
+        seconds: the longest time of a call.
+        fails_at: the method that fails once.
+    """
 
     def __init__(self, seconds: float = 0.0, fails_at: str | None = None) -> None:
         self.received: dict[int, dict[str, Tensor]] = {}
@@ -51,6 +56,7 @@ class Slow(WeightTransport):
         self.calls.append(what)
         time.sleep(self._chance.random() * self._seconds)
         if what == self._fails_at:
+            self._fails_at = None
             raise TimeoutError("the server is gone")
 
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
@@ -282,7 +288,6 @@ def test_an_error_of_the_thread_reaches_the_loop_once(fails_at: str, then: str) 
     with pytest.raises(WeightTransferError, match="the server is gone"):
         calls[then]()
     assert run.strategy.wait_for_publication() is None
-    run.transport._fails_at = None
     run.publish()
     assert run.wait().version == 2 and run.received(2, run.weights())
     run.strategy.close()
@@ -297,7 +302,6 @@ def test_a_set_that_waits_is_sent_although_the_one_before_it_failed() -> None:
     run.transport.go.set()
     while "abort" not in run.transport.calls:
         time.sleep(0.001)
-    run.transport._fails_at = None
     with pytest.raises(WeightTransferError, match="the server is gone"):
         run.wait()
     assert run.wait().version == 2 and run.received(2, run.weights())
