@@ -245,7 +245,7 @@ class Breaking:
         if self.how == "refuses":
             raise Refusal(500, "the engine is unwell")
         if self.how == "hangs":
-            time.sleep(6)
+            time.sleep(10)
         threading.Thread(target=self.server.kill).start()
         time.sleep(0.5)
 
@@ -276,7 +276,7 @@ def test_a_failed_bucket_leaves_the_server_paused_until_a_set_is_complete(
 @pytest.mark.parametrize("kind", ["vllm", "vllm-nccl"])
 def test_answers_that_vllm_has_not_read_do_no_harm(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All workers fail, and vLLM takes the second one's error for the answer to a later call."""
-    training = Training(kind, timeout_s=5.0, workers=2)
+    training = Training(kind, timeout_s=60.0, workers=2)
     training.publish()
     (server,) = training.fakes
 
@@ -303,7 +303,8 @@ def test_answers_that_vllm_has_not_read_do_no_harm(kind: str, monkeypatch: pytes
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 @both
 def test_a_server_that_is_gone_is_noticed_in_time_and_may_be_replaced(kind: str, how: str) -> None:
-    training = Training(kind, servers=2, timeout_s=3.0)
+    timeout_s = 5.0 if how == "hangs" else 60.0
+    training = Training(kind, servers=2, timeout_s=timeout_s)
     training.publish()
     training.step()
     gone = training.fakes[1]
@@ -311,9 +312,9 @@ def test_a_server_that_is_gone_is_noticed_in_time_and_may_be_replaced(kind: str,
     begin = time.monotonic()
     with pytest.raises(WeightTransferError):
         training.publish()
-    assert time.monotonic() - begin < 9
+    assert time.monotonic() - begin < 3 * timeout_s
     assert training.fakes[0].process.paused and training.fakes[0].process.version == "1"
-    replacement = KINDS[kind][0](training.initial, 3.0)
+    replacement = KINDS[kind][0](training.initial, timeout_s)
     training.servers.drop(gone.url)
     training.servers.add(replacement.url)
     training.fakes[1] = replacement
@@ -354,7 +355,7 @@ def test_a_restarted_server_gets_the_next_set(kind: str, training: Training) -> 
 @both
 def test_servers_that_are_killed_at_random_moments_never_serve_half_a_set(kind: str) -> None:
     chance = random.Random(0)
-    training = Training(kind, timeout_s=3.0)
+    training = Training(kind, timeout_s=10.0)
     (server,) = training.fakes
     for attempt in range(12):
         training.step()
@@ -364,7 +365,7 @@ def test_servers_that_are_killed_at_random_moments_never_serve_half_a_set(kind: 
         try:
             training.publish()
         except WeightTransferError:
-            assert time.monotonic() - begin < 9, attempt
+            assert time.monotonic() - begin < 30, attempt
         timer.join()
         known = server.process.weights
         whole = [training.initial, training.weights()]
