@@ -24,6 +24,7 @@ from tests.covering import every_pair
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Skipping, Training, prefetch_forward
+from tests.patience import PATIENCE
 from tests.unit.test_homes_and_times import HOMES, LIMITS
 from tests.unit.test_stream import random_delays, random_sleeps
 
@@ -194,7 +195,7 @@ def check_saved_and_resumed(rank: int, world_size: int, folder: Path, time: str)
         found += [run.step()]
         saved = run.strategy.save_checkpoint(folder / f"early{part}", run.model, run.optimizer, asynchronous=True)
         found += [run.step()]
-        saved.result(60)
+        saved.result(PATIENCE)
         run.strategy.save_checkpoint(folder / str(part), run.model, run.optimizer)
         snapshot = run.snapshot()
         run.optimizer.close()

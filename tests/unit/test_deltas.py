@@ -271,7 +271,7 @@ def test_a_server_that_lost_its_copy_gets_a_whole_set() -> None:
 
 def test_servers_that_are_killed_at_random_moments_never_serve_anything_but_a_whole_set() -> None:
     chance = random.Random(3)
-    run = Run(timeout_s=3.0)
+    run = Run(timeout_s=10.0)
     (server,) = run.fakes
     sets = [run.initial]
     deltas = 0

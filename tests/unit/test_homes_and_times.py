@@ -12,6 +12,7 @@ import torch
 from lightstep.state.schema import Managed
 from tests import stores
 from tests.covering import every_pair, every_value
+from tests.patience import PATIENCE
 from tests.unit.test_next_forward import Training, assert_same
 
 KIB = 1 / 2**20
@@ -63,7 +64,7 @@ def test_saves_loads_and_released_memory_in_between(home: str, time: str, tmp_pa
     tested.delays(1)
     saved = tested.strategy.save_checkpoint(tmp_path / "a", tested.model, tested.optimizer, asynchronous=True)
     assert tested.train(2) == losses[2:4]
-    saved.result(60)
+    saved.result(PATIENCE)
     tested.optimizer.release_device_memory()
     assert tested.optimizer.memory_report()["device_bytes"] == 0
     assert tested.train(4) == losses[4:]

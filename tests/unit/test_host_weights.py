@@ -419,7 +419,7 @@ def save_meanwhile(run: Training, folder: Path) -> None:
     saved = run.strategy.save_checkpoint(folder / "b", run.model, run.optimizer, asynchronous=True)
     run.train(1)
     run.steps -= 1
-    saved.result(60)
+    saved.result(PATIENCE)
     run.strategy.load_checkpoint(folder / "b", run.model, run.optimizer)
 
 

@@ -24,6 +24,7 @@ from lightstep.state.lanes import CallerLane
 from lightstep.strategy.base import Strategy
 from tests.covering import every_value
 from tests.distributed.models import TinyTransformer
+from tests.patience import PATIENCE
 from tests.unit import test_next_forward as others
 from tests.unit.test_next_forward import Skipping, assert_same
 
@@ -241,7 +242,7 @@ class Chained:
 
         def unit(unit: Any, of: Any) -> Any:
             number = numbers[unit.parts[0][0].name]
-            assert until(number).wait(20), f"backward waits for layer {number}"
+            assert until(number).wait(PATIENCE), f"backward waits for layer {number}"
             return update(unit, of)
 
         updater.update = unit

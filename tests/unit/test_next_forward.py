@@ -22,6 +22,7 @@ from lightstep.state import units as units_module
 from lightstep.state.host_activations import HostActivations
 from lightstep.state.lanes import CallerLane, LaneError, Lanes
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
+from tests.patience import PATIENCE
 from tests.unit.test_stream import random_delays
 
 OVERLAP = {"backend": "stream", "update": "next_forward", "ring_mib": 0.02}
@@ -134,7 +135,7 @@ class Held:
 
         def unit(unit: Any, of: Any) -> Any:
             if any(owner.name.startswith(self.name) for owner, _, _ in unit.parts):
-                assert self.free.wait(20)
+                assert self.free.wait(PATIENCE)
             return update(unit, of)
 
         self.updater.update = unit
@@ -201,7 +202,7 @@ def test_step_returns_at_once_and_each_block_waits_for_its_own() -> None:
         assert None not in waiting
         held.release()
         for thread in waiting:
-            thread.join(60)
+            thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in waiting)
 
 
@@ -318,7 +319,7 @@ def test_who_reads_the_weights_or_state_waits(read: Callable[[Training, Path], A
         waiting = beside(lambda: read(training, tmp_path), 0.05)
         assert waiting is not None
         held.release()
-        waiting.join(60)
+        waiting.join(PATIENCE)
     assert not waiting.is_alive()
 
 

@@ -31,6 +31,7 @@ from lightstep.state.schema import aligned, versions_of
 from lightstep.state.versions import Version
 from tests.covering import every_pair
 from tests.distributed.models import TinyTransformer
+from tests.patience import PATIENCE
 from tests.reference.pair import TWO_GROUPS, Pair, scale_for
 from tests.unit import test_next_forward as others
 from tests.unit.test_next_forward import assert_same
@@ -956,7 +957,7 @@ class HeldAttempts:
 
         def held(unit: Any, update: Any) -> None:
             self.stood += 1
-            assert self.free.wait(20)
+            assert self.free.wait(PATIENCE)
             speculate(unit, update)
 
         updater.speculate = held

@@ -61,7 +61,7 @@ class Slow(WeightTransport):
 
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
         self._version = version
-        assert self.go.wait(20)
+        assert self.go.wait(PATIENCE)
         self._called("begin")
         self.received[version] = {}
 
@@ -310,7 +310,7 @@ def test_a_set_that_waits_is_sent_although_the_one_before_it_failed() -> None:
 @both
 def test_servers_that_die_while_training_goes_on_serve_a_whole_set_or_nothing(kind: str) -> None:
     chance = random.Random(2)
-    training = Training(kind, timeout_s=3.0)
+    training = Training(kind, timeout_s=10.0)
     (server,) = training.fakes
     sets = [training.initial]
     for attempt in range(8):
