@@ -13,6 +13,8 @@ __all__ = ["KEPT", "GroupValues", "copied", "equal_settings", "same_value", "set
 KEPT = "kept_by_class"
 """An entry of a group: what classes keep outside groups and parameters, by class (:meth:`GroupValues.kept`)."""
 
+_IMMUTABLE = (bool, int, float, str, tuple, type(None))
+
 
 class GroupValues:
     """The hyper-parameters of every group at the beginning of a step, and what the base optimizer writes into them.
@@ -84,7 +86,9 @@ class GroupValues:
         changed = {
             key: value
             for key, value in seen.items()
-            if key not in ("params", "fused") and not _is_as_given(value, given.get(key), initial.get(key))
+            if key not in ("params", "fused")
+            and not (type(value) in _IMMUTABLE and key in given and value is given[key])  # most of them
+            and not _is_as_given(value, given.get(key), initial.get(key))
         }
         self._written.setdefault(id(group), {}).update(changed)
 
