@@ -419,10 +419,13 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
         Complete on every rank. If replicas share the work (``optimizer_state.backend: stream`` under DDP and HSDP) all
         of them call this, and each then has all the state in memory; ``strategy.save_checkpoint`` does not need that.
+
+        Raises:
+            RuntimeError: a step or a load has failed halfway, and no state has been loaded since.
         """
         self.engine.refuse_if_closed()
         with self.engine.reading("state_dict()"):
-            self.engine.refuse_unfinished()
+            self.refuse_half_updated("Load a checkpoint before saving one")
             self.wait_for_update()
             self.engine.settle_edits()
             self._packing = True
@@ -470,7 +473,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         with self.engine.reading("copying or pickling the optimizer"):
-            self.engine.refuse_unfinished()
+            self.refuse_half_updated("Load a checkpoint before copying the optimizer")
             self.wait_for_update()
             return self._copied_state()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 import uuid
@@ -20,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lightstep.checkpoint import (
     CheckpointError,
@@ -418,6 +421,15 @@ def test_weights_that_are_half_updated_are_neither_saved_nor_exported_nor_repair
         save_checkpoint(tmp_path / "b", run.model)
     with pytest.raises(CheckpointError, match=r"b was not exported: .*may be half updated"):
         export_model(tmp_path / "b", run.model)
+    others: list[Callable[[], object]] = [  # accelerate, Fabric and torch.distributed.checkpoint save what they return
+        run.optimizer.state_dict,
+        lambda: get_optimizer_state_dict(run.model, run.optimizer),
+        lambda: copy.deepcopy(run.optimizer),
+        lambda: pickle.dumps(run.optimizer),
+    ]
+    for call in others:
+        with pytest.raises(RuntimeError, match=r"the update failed; .*may be half updated\. Load a checkpoint before"):
+            call()
     for read in (2, 99):
         with at_read(read, broken_disk), suppress(CheckpointError):
             load_checkpoint(tmp_path / "a", run.model)
