@@ -215,8 +215,13 @@ class Engine:
 
     def wait_on_stream(self, items: Iterable[Managed]) -> None:
         """:meth:`Queue.wait_on_stream`, likewise."""
-        if self.may_be_pending:
+        if self.may_be_ahead:
             self._wait(self.queue.wait_on_stream, items)
+
+    @property
+    def may_be_ahead(self) -> bool:
+        """Whether the current stream may be ahead of updates: pending ones, or those that another one has awaited."""
+        return self.may_be_pending or (self.queue.may_be_ahead and not self.guard.is_forked)
 
     @property
     def may_be_pending(self) -> bool:

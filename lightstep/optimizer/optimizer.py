@@ -233,7 +233,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     @eager
     def wait_on_stream(self, parameters: Iterable[Tensor]) -> None:
-        if self.engine.may_be_pending:
+        if self.engine.may_be_ahead:
             self.engine.wait_on_stream(self.engine.managed.lookup(parameters))
 
     def synchronize(self) -> None:

@@ -231,6 +231,8 @@ class Queue:
         self._events: list[Any] = []  # by job number
         self._caller: Lane | None = None  # where the gradients come from
         self._caller_event: Any = None
+        self._end: Any = None  # of the last step in the lane, once a stream has waited for it
+        self._streams_behind_end: list[Any] = []
         self._completing_job: dict[Managed, int] = {}  # the job with which all of a parameter is updated
         self._arrival_job: dict[Managed, int] = {}  # the same for weights that other replicas send
         self.guard = StepGuard(backend)
@@ -243,6 +245,11 @@ class Queue:
     def pending(self) -> bool:
         """Whether there are updates that nobody has waited for."""
         return bool(self._submitted or self._scheduled) or (self.early is not None and self.early.is_speculating)
+
+    @property
+    def may_be_ahead(self) -> bool:
+        """Whether the current stream may be ahead of updates that another one has waited for."""
+        return self._end is not None and self.backend.lanes.caller().stream not in self._streams_behind_end
 
     @property
     def has_open_speculation(self) -> bool:
@@ -343,7 +350,7 @@ class Queue:
             order, ahead: see :meth:`UnitUpdater.begin`.
         """
         self.values, self.in_lane, self.num_jobs = values, in_lane, 0
-        self._completing_job, self._arrival_job = {}, {}
+        self._completing_job, self._arrival_job, self._end = {}, {}, None
         begin = partial(self.updater.begin, managed, order, ahead)
         if in_lane:
             self.wait_for_caller()
@@ -403,9 +410,13 @@ class Queue:
         awaited = [job for job in self._submitted if job.number <= number]
         if awaited:
             caller, done = self.backend.lanes.caller(), self._events[awaited[-1].number]
-            caller.wait(done)
+            waiting = [caller]
             if self._caller is not None and self._caller.stream != caller.stream:
-                self._caller.wait(done)
+                waiting.append(self._caller)
+            for lane in waiting:
+                lane.wait(done)
+            if awaited[-1].is_end:
+                self._end, self._streams_behind_end = done, [lane.stream for lane in waiting]
         for _ in awaited:  # not earlier: an interrupt during the wait would lose them
             self._complete(self._submitted.popleft())
 
@@ -445,9 +456,13 @@ class Queue:
     def wait_on_stream(self, items: Iterable[Managed]) -> None:
         """The current stream waits for these parameters, and no other stream does: the jobs stay unwaited for.
 
-        It need not wait for a step that has :attr:`started`: by the next forward an earlier reader or ``step()`` has.
+        If another stream has waited for all jobs, this one waits for their end. It need not wait for a step that has
+        :attr:`started`: by the next forward an earlier reader or ``step()`` has.
         """
         if self.started or (self.early is not None and not self.early.resolve(items)):
+            return
+        if not self.pending:
+            self._follow_end()
             return
         sent, last = self._last_job_of(items)
         if last < 0:
@@ -456,6 +471,12 @@ class Queue:
             self.submit(last + 1 + self._ahead(SUBMIT_AHEAD))
             self.backend.lanes.caller().wait(self._events[last])
             self.backend.receive(sent)
+
+    def _follow_end(self) -> None:
+        if self.may_be_ahead:
+            caller = self.backend.lanes.caller()
+            caller.wait(self._end)
+            self._streams_behind_end.append(caller.stream)
 
     def _last_job_of(self, items: Iterable[Managed]) -> tuple[list[Managed], int]:
         """Those of the parameters that other replicas send, and the job that completes the last one (-1: none)."""
@@ -504,7 +525,7 @@ class Queue:
             self.backend.lanes.compute.synchronize()
         self._scheduled.clear()
         self._submitted.clear()
-        self._completing_job, self._arrival_job = {}, {}
+        self._completing_job, self._arrival_job, self._end = {}, {}, None
         self.values = None
         for unit in filter(self.backend.is_speculative, self.backend.units()):
             self.backend.drop_speculation(unit)

@@ -230,6 +230,36 @@ def test_a_missing_wait_is_found(pool: Pool, kind: str, wait: str, prefetch: boo
     pool.run(check_same_bits, 2, **settings, seeds=[1, 2, 3, 4], prefetch=prefetch, broken=wait)
 
 
+def check_all_awaited(rank: int, world_size: int, sharding: dict[str, Any], update: str) -> None:
+    """In the middle of a forward somebody waits for all updates; nothing waits for the device between steps."""
+    values = {"sharding": sharding, "clipping": CLIPPING}
+    found = []
+    for state in ({"backend": "resident"}, {**DEFERRED, "update": update}):
+        training = Training(rank, world_size, {**values, "optimizer_state": state})
+        deferred = "update" in state
+        if deferred and "mesh" not in sharding:  # replicas that send weights wait for the end of the step anyway
+            training.inner.blocks[0].register_forward_pre_hook(lambda *_, of=training: of.optimizer.wait_for_update())
+        losses = []
+        for step in range(6):
+            loss = loss_of(training.model, step, 0, rank, training.device)
+            losses.append(loss.detach())
+            training.optimizer.backward(loss)
+            training.optimizer.step()
+            if deferred and step == 0:
+                training.delay(rank, 2e-2)
+        found.append([[loss.item() for loss in losses], training.snapshot()])
+    assert found[0][0] == found[1][0]
+    different = [key for key, value in found[0][1].items() if not torch.equal(found[1][1][key], value)]
+    assert found[0][1].keys() == found[1][1].keys() and not different, different
+
+
+@pytest.mark.parametrize("update", ["next_forward", "overlap"])
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp"])
+def test_gathering_after_somebody_has_waited_for_everything(pool: Pool, layout: str, update: str) -> None:
+    world_size, sharding = LAYOUTS[layout]
+    pool.run(check_all_awaited, world_size, sharding=sharding, update=update)
+
+
 def check_several_meshes(rank: int, world_size: int, update: str) -> None:
     """Blocks with experts on a mesh of their own inside the same ``fully_shard``: collectives for each mesh."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

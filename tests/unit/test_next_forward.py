@@ -282,6 +282,32 @@ def test_the_stream_of_backward_waits_before_its_gradients_are_freed(monkeypatch
     assert set(waited) == {"of backward", "of a reader"}
 
 
+@pytest.mark.parametrize("update", ["next_forward", "overlap"])
+def test_a_stream_that_gathers_waits_for_updates_that_another_one_has_waited_for(
+    monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
+    training = Training({**OVERLAP, "update": update})
+    training.train(2)
+    waited: list[Any] = []
+    stream = "of forward"
+    monkeypatch.setattr(Lanes, "caller", lambda self: NamedStream(stream, self._status, waited))
+    parameters = list(training.model.parameters())
+    for _ in range(2):
+        training.step()
+        stream = "of forward"
+        training.optimizer.wait_for_update()
+        assert not training.optimizer.has_deferred_updates
+        stream = "of gathering"
+        waited.clear()
+        training.optimizer.wait_on_stream(parameters[:1])
+        assert waited == ["of gathering"]
+        training.optimizer.wait_on_stream(parameters)
+        assert waited == ["of gathering"], "it runs behind all updates already"
+        stream = "of forward"
+        training.optimizer.wait_on_stream(parameters)
+        assert waited == ["of gathering"]
+
+
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_units_are_submitted_a_fixed_way_ahead(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "SUBMIT_IN_STEP", ahead)
