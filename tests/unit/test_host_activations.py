@@ -195,7 +195,11 @@ def test_the_delays_find_a_missing_wait(missing: str, monkeypatch: pytest.Monkey
         random_delays(keeper.lanes, seed, 2e-2)
         tested = make(keeper)
         torch.manual_seed(1)
-        usual(tested)
+        try:
+            usual(tested)
+        except RuntimeError as error:  # torch has seen that a lane wrote what was just saved
+            assert "pack hook is modifying its input" in str(error)
+            return
         if any(not torch.equal(value, wanted[name]) for name, value in gradients(tested).items()):
             return
     pytest.fail("30 runs did not notice")
