@@ -167,7 +167,8 @@ def _strategy(text: str, settings: Mapping[str, Any]) -> Entry:
 
     own = (assignment.partition("=") for assignment in _SEPARATOR.split(text)[1:])
     label = " ".join([strategy, *(f"{key.split('.')[-1]}={value}" for key, _, value in own)])
-    resident = config.optimizer_state.backend == "resident"
+    on_device = config.optimizer_state.backend == "resident" and config.weights.placement == "device"
+    resident = on_device and config.sharding.kind != "deepspeed"  # DeepSpeed says elsewhere where its state is
     return Entry(text, label, "lightstep", config.description or text, build, resident=resident)
 
 

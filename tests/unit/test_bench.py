@@ -679,6 +679,12 @@ TIMELINE = [  # in µs
 ]
 
 
+def test_times_are_relative_to_state_on_the_device_and_never_to_deepspeed() -> None:
+    task = TimelineTask(CPU, 0, LlamaShape.nearest(60_000, 2), 16, Path(), case=32)
+    names = "deepspeed-zero3-offload,deepspeed-zero2,offload,stream,resident,fsdp2"
+    assert [entry.resident for entry in parse_strategies(names, task)] == [False, False, False, False, True, True]
+
+
 def test_a_timeline_is_written_and_says_which_copies_were_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
