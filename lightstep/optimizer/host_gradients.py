@@ -233,6 +233,11 @@ class HostGradients:
         with self._holding([field for (field, own), given in pairs if field is not None and own is given], update):
             yield
 
+    def wait_until_stored(self, parameters: Iterable[Tensor]) -> None:
+        """The current stream writes to these gradients next: it waits until none is on its way to the host."""
+        for field in dict.fromkeys(self._fields[parameter][0] for parameter in parameters if parameter in self._fields):
+            self._weights.lanes.caller().wait(field.returned)
+
     @contextmanager
     def _holding(self, fields: Iterable[Field], update: bool = False) -> Iterator[None]:
         with ExitStack() as stack:

@@ -301,6 +301,8 @@ class UnitUpdater:
         self, segments: Sequence[Segment], gradients: Sequence[list[Tensor]], update: Update, scaling: Scaling
     ) -> list[Tensor]:
         """Scaled gradients in the shapes and dtypes of the segments' masters."""
+        if self._host_gradients is not None:
+            self._host_gradients.wait_until_stored(part.owner.param for segment in segments for part in segment.parts)
         rows = self.stage.scaled(segments, gradients, *scaling[:2], in_place=not update.keep_gradients)
         dtypes = [segment.locals[0].dtype if segment.coding == "own" else torch.float32 for segment in segments]
         return [row.view(segment.shape).to(d) for segment, row, d in zip(segments, rows, dtypes, strict=True)]

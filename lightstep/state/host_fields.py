@@ -81,6 +81,8 @@ class Field:
         """An update has written it, and no forward has read it since."""
         self.is_returning = False
         """A copy to the host may be under way."""
+        self.is_coming = False
+        """A copy to the device may be under way, which reads what is on the host."""
 
     def _memories(self, flat: Tensor) -> list[Tensor]:
         """The memory of each tensor in ``flat``, 1-dim."""
@@ -94,7 +96,7 @@ class Field:
         lane.allocate(lambda: self._storage.resize_(size), f"memory for {self.what}")
         lane.copy(self._bytes, self.host, f"bringing {self.what}")
         lane.record(self.arrived)
-        self.is_present = True
+        self.is_present = self.is_coming = True
 
     def free(self) -> None:
         """Free the device memory, once it is not used any more."""
@@ -148,7 +150,7 @@ class Field:
         """The lanes have failed: nothing is on the device, or on its way."""
         self._storage.resize_(0)
         self.holds = 0
-        self.is_present = self.is_fresh = self.is_expected = self.is_returning = False
+        self.is_present = self.is_fresh = self.is_expected = self.is_returning = self.is_coming = False
 
     def bytes_of(self, number: int, start: int, stop: int) -> tuple[int, int]:
         """The range of bytes of some elements of one tensor."""
@@ -156,7 +158,10 @@ class Field:
         return base + start * size, base + stop * size
 
     def settle(self) -> None:
-        """Block the host until what is under way to it has arrived."""
+        """Block the host until what is under way to it has arrived, and what is under way from it has been read."""
+        if self.is_coming:
+            self.is_coming = False
+            self.arrived.synchronize()
         if self.is_returning:
             self.is_returning = False  # first: an update in a lane may begin another copy meanwhile
             self.returned.synchronize()

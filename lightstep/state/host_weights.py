@@ -236,7 +236,8 @@ class WeightGroup:
             self.forget()
 
     def settle(self) -> None:
-        """Somebody reads the parameters: they are complete and on the host, unless a module has entered them.
+        """Somebody reads the parameters, or writes to them: they are complete and on the host, unless a module has
+        entered them, and no copy to the device is still to read them.
 
         A reader in another thread than the one that trains waits until they are.
         """
@@ -247,8 +248,7 @@ class WeightGroup:
             self._wait_for_rest()
         elif self.owner.on_read(self):
             return
-        if self.weights.is_returning:
-            self.weights.settle()
+        self.weights.settle()
         self._expect_writes()
         self.rest()
 
@@ -522,7 +522,7 @@ class HostWeights:
         self.lanes.synchronize()
         for group in self.groups:
             for field in group.fields:
-                field.is_returning = False
+                field.is_returning = field.is_coming = False
 
     def memory(self) -> dict[str, int]:
         """``host_bytes`` and ``device_bytes`` now."""

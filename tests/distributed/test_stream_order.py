@@ -1,0 +1,79 @@
+"""What several ranks do on streams is ordered by events: FSDP2's gathering, replicas' broadcasts, and the lanes."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import lightstep
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
+from lightstep.optimizer.queue import Queue
+from lightstep.state.store import Store
+from tests.distributed.models import TinyTransformer
+from tests.distributed.ranks import Pool
+from tests.distributed.sharding_runs import DDP, FSDP2, HSDP, train
+from tests.stream_order import ordered_streams, wait_on_host
+
+HOST = {"placement": "host", "device_mib": 0.001}
+UNITS = {**FSDP2, "wrap": ["Block", "embed", "head"]}
+
+
+def check_order(
+    rank: int,
+    world_size: int,
+    sharding: dict[str, Any],
+    update: str,
+    backend: str = "stream",
+    weights: dict[str, Any] | None = None,
+    without: str = "",
+) -> None:
+    """No conflict, or some on some rank if a wait is left out."""
+    waits = {
+        "gathering": (MixedPrecisionOptimizer, "wait_on_stream", lambda self, parameters: None),
+        "gathering behind the end": (Queue, "_follow_end", lambda self: None),
+        "arrival": (Store, "receive", lambda self, managed: None),
+    }
+    state = {"backend": backend, "update": update, **({"ring_mib": 0.01} if backend == "stream" else {})}
+    clipping = {"max_norm": 0.5, "scope": "unit" if update == "in_backward" else "global"}
+    sections: dict[str, Any] = {"optimizer_state": state, "clipping": clipping, "weights": weights or {}}
+    with ordered_streams() as accesses, mock.patch.object(*waits[without]) if without else mock.MagicMock():
+        strategy = lightstep.Strategy.load({"sharding": sharding, **sections})
+        torch.manual_seed(0)
+        model = strategy.prepare_model(TinyTransformer())
+        optimizer: Any = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+        wait_on_host()
+        train(strategy, model, optimizer, steps=4)
+        optimizer.synchronize()
+        strategy.close()
+    assert accesses.count > 1000
+    if not without:
+        assert not accesses.conflicts, "\n".join(accesses.conflicts)
+    return accesses.conflicts
+
+
+CASES = {"fsdp2": (2, FSDP2), "units": (2, UNITS), "ddp": (2, DDP), "hsdp": (4, HSDP)}
+
+
+@pytest.mark.parametrize("update", ["at_step", "next_forward", "overlap", "in_backward"])
+@pytest.mark.parametrize("layout", CASES)
+def test_everything_is_ordered(pool: Pool, layout: str, update: str) -> None:
+    world_size, sharding = CASES[layout]
+    pool.run(check_order, world_size, sharding=sharding, update=update)
+
+
+@pytest.mark.parametrize(
+    ("layout", "without"), [("fsdp2", "gathering"), ("hsdp", "gathering behind the end"), ("ddp", "arrival")]
+)
+def test_a_missing_wait_is_found(pool: Pool, layout: str, without: str) -> None:
+    world_size, sharding = CASES[layout]
+    assert any(pool.run(check_order, world_size, sharding=sharding, update="next_forward", without=without))
+
+
+@pytest.mark.parametrize("update", ["at_step", "next_forward", "overlap", "in_backward"])
+@pytest.mark.parametrize("home", ["resident", "bulk", "host"])
+def test_every_home_of_state_and_weights_is_ordered(pool: Pool, home: str, update: str) -> None:
+    places: dict[str, Any] = {"weights": HOST} if home == "host" else {"backend": home}
+    pool.run(check_order, 2, sharding=UNITS, update=update, **places)
