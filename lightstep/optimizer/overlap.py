@@ -343,6 +343,7 @@ class SpeculativeUpdates(EarlyUpdates):
                 compute.run(partial(self._updater.roll_back, unit))
             compute.record(speculation.done)
             caller.wait(speculation.done)
+        self._queue.note_end(speculation.done, [caller])
         speculation.submitted.clear()
         speculation.used.clear()
         if self._speculation is None:

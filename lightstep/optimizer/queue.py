@@ -231,7 +231,7 @@ class Queue:
         self._events: list[Any] = []  # by job number
         self._caller: Lane | None = None  # where the gradients come from
         self._caller_event: Any = None
-        self._end: Any = None  # of the last step in the lane, once a stream has waited for it
+        self._end: Any = None  # of the last work in the lane, once a stream has waited for it
         self._streams_behind_end: list[Any] = []
         self._completing_job: dict[Managed, int] = {}  # the job with which all of a parameter is updated
         self._arrival_job: dict[Managed, int] = {}  # the same for weights that other replicas send
@@ -416,9 +416,13 @@ class Queue:
             for lane in waiting:
                 lane.wait(done)
             if awaited[-1].is_end:
-                self._end, self._streams_behind_end = done, [lane.stream for lane in waiting]
+                self.note_end(done, waiting)
         for _ in awaited:  # not earlier: an interrupt during the wait would lose them
             self._complete(self._submitted.popleft())
+
+    def note_end(self, end: Any, waiting: Iterable[Lane]) -> None:
+        """Nothing is pending behind this event, and these lanes wait for it. Other streams may be ahead of it."""
+        self._end, self._streams_behind_end = end, [lane.stream for lane in waiting]
 
     def _complete(self, job: Job) -> None:
         self.updater.complete(job.updates, job.completed)

@@ -12,9 +12,9 @@ import lightstep
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.queue import Queue
 from lightstep.state.store import Store
-from tests.distributed.models import TinyTransformer
+from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import DDP, FSDP2, HSDP, train
+from tests.distributed.sharding_runs import DDP, FSDP2, HSDP
 from tests.stream_order import ordered_streams, wait_on_host
 
 HOST = {"placement": "host", "device_mib": 0.001}
@@ -29,8 +29,13 @@ def check_order(
     backend: str = "stream",
     weights: dict[str, Any] | None = None,
     without: str = "",
-) -> None:
-    """No conflict, or some on some rank if a wait is left out."""
+    evaluates: bool = False,
+) -> Any:
+    """No conflict, or some on some rank if a wait is left out. Returns this rank's.
+
+    Args:
+        evaluates: between backward and step: updates that have begun are rolled back.
+    """
     waits = {
         "gathering": (MixedPrecisionOptimizer, "wait_on_stream", lambda self, parameters: None),
         "gathering behind the end": (Queue, "_follow_end", lambda self: None),
@@ -45,7 +50,14 @@ def check_order(
         model = strategy.prepare_model(TinyTransformer())
         optimizer: Any = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
         wait_on_host()
-        train(strategy, model, optimizer, steps=4)
+        for step in range(4):
+            for micro in range(2):
+                with strategy.accumulate(model, last=micro == 1):
+                    optimizer.backward(loss_of(model, step, micro, rank, strategy.device) / 2)
+            if evaluates and step > 1:
+                with torch.no_grad():
+                    loss_of(model, 9, 0, rank, strategy.device)
+            optimizer.step()
         optimizer.synchronize()
         strategy.close()
     assert accesses.count > 1000
@@ -62,6 +74,12 @@ CASES = {"fsdp2": (2, FSDP2), "units": (2, UNITS), "ddp": (2, DDP), "hsdp": (4, 
 def test_everything_is_ordered(pool: Pool, layout: str, update: str) -> None:
     world_size, sharding = CASES[layout]
     pool.run(check_order, world_size, sharding=sharding, update=update)
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_an_evaluation_before_step_is_behind_what_it_rolls_back(pool: Pool, layout: str) -> None:
+    world_size, sharding = CASES[layout]
+    pool.run(check_order, world_size, sharding=sharding, update="overlap", evaluates=True)
 
 
 @pytest.mark.parametrize(
