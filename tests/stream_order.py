@@ -7,8 +7,8 @@ an access that is not behind the last write to the same bytes, or a write that i
 conflict. That needs no delays, and finds what no thread of the CPU can: FSDP2 gathers on streams of its own.
 
 ``torch.cpu``'s streams and events, which FSDP2 uses and which do nothing, are replaced, and so are the lanes and the
-broadcasts of replicas. Not seen: what DDP and autograd do in C++, memory that is freed while another stream uses it,
-and what only a GPU does (kernels of Triton, copies in pieces).
+broadcasts of replicas. Not seen: what DDP and autograd do in C++, tensors that are freed while another stream uses
+them, and what only a GPU does (kernels of Triton, copies in pieces).
 """
 
 from __future__ import annotations
@@ -133,14 +133,15 @@ class Accesses:
         self.conflicts: list[str] = []
         self.count = 0
         self._memory: dict[int, list[_Range]] = {}
-        self._slabs: list[tuple[int, int]] = []
+        self._slabs: list[tuple[int, int, Tensor]] = []
         self._host = Stream(name="of the host")
         self._kept: dict[int, Any] = {}  # storages, whose addresses no others get meanwhile
 
     def allocate(self, tensor: Tensor, what: str) -> None:
         """New memory: the allocator gives it to the current stream, behind whoever had it."""
         self.forget(tensor.untyped_storage().data_ptr())
-        self.access(tensor, True, what)
+        if "empty" not in what:
+            self.access(tensor, True, what)
 
     def forget(self, address: int) -> None:
         """The memory there has been freed, or is new."""
@@ -149,7 +150,7 @@ class Accesses:
     def access(self, tensor: Tensor, writes: bool, what: str) -> None:
         if not tensor.numel():
             return
-        stream = self._stream_of(tensor, what)
+        stream = self._stream_of(tensor)
         this = stream, stream.tick(), f"{what} ({_place()})"
         if stream is self._host:
             stream.synchronize()
@@ -176,12 +177,12 @@ class Accesses:
             own.reads[stream.number] = this
 
     def add_slab(self, memory: Tensor) -> None:
-        """Memory of the host: whoever uses it outside of a lane is the host itself."""
-        self._slabs.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+        """Memory of the host, which is kept: whoever uses it outside of a lane is the host itself."""
+        self._slabs.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes, memory))
 
-    def _stream_of(self, tensor: Tensor, what: str) -> Stream:
+    def _stream_of(self, tensor: Tensor) -> Stream:
         stream, address = current_stream(), tensor.data_ptr()
-        if not stream.is_lane and any(start <= address < stop for start, stop in self._slabs):
+        if not stream.is_lane and any(start <= address < stop for start, stop, _ in self._slabs):
             return self._host
         return stream
 
@@ -211,7 +212,7 @@ def _place() -> str:
 
 
 _WRITTEN_FIRST = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_", "coalesced_")
-
+"""Collectives, by the end of their names, whose first argument is written."""
 
 _WAITS = ("_local_scalar_dense", "equal", "is_nonzero")
 """The host waits for the device."""
@@ -298,6 +299,11 @@ def ordered_streams() -> Iterator[Accesses]:
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: Any, size: int) -> Any:
+        if storage.nbytes():  # what reads it still must be in front of who gets this memory next
+            with torch.utils._python_dispatch._disable_current_modes():
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            accesses.access(whole, True, "resize_")
+            del whole
         accesses.forget(storage.data_ptr())
         found = resize(storage, size)
         accesses.forget(storage.data_ptr())

@@ -73,13 +73,13 @@ CASES = {"fsdp2": (2, FSDP2), "units": (2, UNITS), "ddp": (2, DDP), "hsdp": (4, 
 @pytest.mark.parametrize("layout", CASES)
 def test_everything_is_ordered(pool: Pool, layout: str, update: str) -> None:
     world_size, sharding = CASES[layout]
-    pool.run(check_order, world_size, sharding=sharding, update=update)
+    pool.run(check_order, world_size, cpu=True, sharding=sharding, update=update)
 
 
 @pytest.mark.parametrize("layout", CASES)
 def test_an_evaluation_before_step_is_behind_what_it_rolls_back(pool: Pool, layout: str) -> None:
     world_size, sharding = CASES[layout]
-    pool.run(check_order, world_size, sharding=sharding, update="overlap", evaluates=True)
+    pool.run(check_order, world_size, cpu=True, sharding=sharding, update="overlap", evaluates=True)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_an_evaluation_before_step_is_behind_what_it_rolls_back(pool: Pool, layo
 )
 def test_a_missing_wait_is_found(pool: Pool, layout: str, without: str) -> None:
     world_size, sharding = CASES[layout]
-    assert any(pool.run(check_order, world_size, sharding=sharding, update="next_forward", without=without))
+    assert any(pool.run(check_order, world_size, cpu=True, sharding=sharding, update="next_forward", without=without))
 
 
 @pytest.mark.parametrize("update", ["at_step", "next_forward", "overlap", "in_backward"])
 @pytest.mark.parametrize("home", ["resident", "bulk", "host"])
 def test_every_home_of_state_and_weights_is_ordered(pool: Pool, home: str, update: str) -> None:
     places: dict[str, Any] = {"weights": HOST} if home == "host" else {"backend": home}
-    pool.run(check_order, 2, sharding=UNITS, update=update, **places)
+    pool.run(check_order, 2, cpu=True, sharding=UNITS, update=update, **places)
