@@ -287,6 +287,7 @@ class _Work:
 @contextlib.contextmanager
 def ordered_streams() -> Iterator[Accesses]:
     """In the body all lanes, and all streams of FSDP2, are such streams. Models and optimizers are made there, too."""
+    _host.clear()  # of streams that are gone
     accesses = Accesses()
     broadcast = _Broadcasts(accesses)
 

@@ -338,12 +338,11 @@ class SpeculativeUpdates(EarlyUpdates):
         if speculation.submitted:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
         with self._queue.aborting("rolling back speculative updates"):
-            compute, caller = self._backend.lanes.compute, self._backend.lanes.caller()
+            compute = self._backend.lanes.compute
             for unit in reversed(speculation.submitted):
                 compute.run(partial(self._updater.roll_back, unit))
             compute.record(speculation.done)
-            caller.wait(speculation.done)
-        self._queue.note_end(speculation.done, [caller])
+            self._queue.wait_for_event(speculation.done, is_end=True)
         speculation.submitted.clear()
         speculation.used.clear()
         if self._speculation is None:

@@ -409,20 +409,23 @@ class Queue:
         """
         awaited = [job for job in self._submitted if job.number <= number]
         if awaited:
-            caller, done = self.backend.lanes.caller(), self._events[awaited[-1].number]
-            waiting = [caller]
-            if self._caller is not None and self._caller.stream != caller.stream:
-                waiting.append(self._caller)
-            for lane in waiting:
-                lane.wait(done)
-            if awaited[-1].is_end:
-                self.note_end(done, waiting)
+            self.wait_for_event(self._events[awaited[-1].number], is_end=awaited[-1].is_end)
         for _ in awaited:  # not earlier: an interrupt during the wait would lose them
             self._complete(self._submitted.popleft())
 
-    def note_end(self, end: Any, waiting: Iterable[Lane]) -> None:
-        """Nothing is pending behind this event, and these lanes wait for it. Other streams may be ahead of it."""
-        self._end, self._streams_behind_end = end, [lane.stream for lane in waiting]
+    def wait_for_event(self, event: Any, is_end: bool) -> None:
+        """The caller waits, and so does the stream that made the gradients, if it is another one.
+
+        Args:
+            is_end: nothing is pending behind the event. Other streams may still be ahead of it.
+        """
+        waiting = [self.backend.lanes.caller()]
+        if self._caller is not None and self._caller.stream != waiting[0].stream:
+            waiting.append(self._caller)
+        for lane in waiting:
+            lane.wait(event)
+        if is_end:
+            self._end, self._streams_behind_end = event, [lane.stream for lane in waiting]
 
     def _complete(self, job: Job) -> None:
         self.updater.complete(job.updates, job.completed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -44,7 +45,7 @@ def check_order(
     state = {"backend": backend, "update": update, **({"ring_mib": 0.01} if backend == "stream" else {})}
     clipping = {"max_norm": 0.5, "scope": "unit" if update == "in_backward" else "global"}
     sections: dict[str, Any] = {"optimizer_state": state, "clipping": clipping, "weights": weights or {}}
-    with ordered_streams() as accesses, mock.patch.object(*waits[without]) if without else mock.MagicMock():
+    with ordered_streams() as accesses, mock.patch.object(*waits[without]) if without else nullcontext():
         strategy = lightstep.Strategy.load({"sharding": sharding, **sections})
         torch.manual_seed(0)
         model = strategy.prepare_model(TinyTransformer())

@@ -282,6 +282,23 @@ def test_the_stream_of_backward_waits_before_its_gradients_are_freed(monkeypatch
     assert set(waited) == {"of backward", "of a reader"}
 
 
+def test_the_stream_of_backward_waits_for_a_rollback_that_another_one_has_caused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training({**OVERLAP, "update": "overlap"}, clipping={"max_norm": 1e6})
+    training.train(2)
+    waited: list[Any] = []
+    stream = "of backward"
+    monkeypatch.setattr(Lanes, "caller", lambda self: NamedStream(stream, self._status, waited))
+    training.optimizer.backward(training.loss())
+    assert training.optimizer.engine.queue.has_open_speculation
+    stream = "of a reader"
+    waited.clear()
+    training.optimizer.synchronize()
+    assert training.optimizer.engine.queue.rolled_back == 1
+    assert set(waited) == {"of backward", "of a reader"}
+
+
 @pytest.mark.parametrize("update", ["next_forward", "overlap"])
 def test_a_stream_that_gathers_waits_for_updates_that_another_one_has_waited_for(
     monkeypatch: pytest.MonkeyPatch, update: str
