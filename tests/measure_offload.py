@@ -4,8 +4,8 @@
     python -m tests.measure_offload --save FOLDER     # three steps, a checkpoint, two steps
     python -m tests.measure_offload --load FOLDER     # in a new process: the same two steps
 
-The first prints time and peak memory of forward and backward alone (without a limit, weights on the device), of a step
-with one micro-batch, and of one with several. It needs a GPU with room for weights and gradients (40 GB), for that.
+The first prints what the link does, time and peak memory of forward and backward alone (without a limit, weights on the
+device), and of a step for each of `--steps`. It needs a GPU with room for weights and gradients (40 GB), for that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 import lightstep
 from lightstep.bench.llama import Llama, LlamaShape
+from lightstep.plan.measure import measure_link
 from lightstep.sharding.preparation import checkpoint_activations
 
 SEQUENCE = 4096
@@ -61,10 +63,11 @@ def alone(shape: LlamaShape) -> None:
     timed(f"forward and backward alone, {4 * SEQUENCE} tokens", iterate)
 
 
-def set_up(shape: LlamaShape, gpu_memory: float, update: str) -> tuple[lightstep.Strategy, Any, Any]:
+def set_up(shape: LlamaShape, gpu_memory: float, update: str, moments: str) -> tuple[lightstep.Strategy, Any, Any]:
     """A strategy, a prepared model, and its optimizer."""
     keys = {
         "optimizer_state.update": update,
+        "optimizer_state.moments": moments,
         "precision.reduce": "parameters",
         "weights.device_mib": 3600,
         "sharding.activation_checkpointing": True,
@@ -85,10 +88,10 @@ def host_peak() -> str:
     )
 
 
-def saved(shape: LlamaShape, gpu_memory: float, update: str, folder: Path, loads: bool) -> None:
+def saved(made: tuple[lightstep.Strategy, Any, Any], shape: LlamaShape, folder: Path, loads: bool) -> None:
     """Steps before and after a checkpoint, or after it alone. Losses and norms of those after it are printed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    strategy, model, optimizer = set_up(shape, gpu_memory, update)
+    strategy, model, optimizer = made
     torch.manual_seed(1)
     batches = [batch(shape, SEQUENCE) for _ in range(5)]
 
@@ -97,7 +100,7 @@ def saved(shape: LlamaShape, gpu_memory: float, update: str, folder: Path, loads
         for number in numbers:
             loss = model(*batches[number])
             optimizer.backward(loss)
-            found.append((float(loss), float(optimizer.step().grad_norm)))
+            found.append((loss.item(), optimizer.step().grad_norm.item()))
         return found
 
     if not loads:
@@ -113,8 +116,8 @@ def saved(shape: LlamaShape, gpu_memory: float, update: str, folder: Path, loads
     strategy.close()
 
 
-def offloaded(shape: LlamaShape, gpu_memory: float, update: str) -> None:
-    strategy, model, optimizer = set_up(shape, gpu_memory, update)
+def offloaded(made: tuple[lightstep.Strategy, Any, Any], shape: LlamaShape, steps: list[tuple[int, int]]) -> None:
+    strategy, model, optimizer = made
 
     def step(tokens: int, micro_batches: int) -> Callable[[], None]:
         def iterate() -> None:
@@ -126,28 +129,44 @@ def offloaded(shape: LlamaShape, gpu_memory: float, update: str) -> None:
         return iterate
 
     timed("first step", step(SEQUENCE, 1), 1)
-    for tokens, micro_batches in ((SEQUENCE, 1), (4 * SEQUENCE, 1), (4 * SEQUENCE, 4)):
+    for micro_batches, tokens in steps:
         step(tokens, micro_batches)()
         timed(f"{micro_batches} x {tokens} tokens", step(tokens, micro_batches))
     report = optimizer.memory_report()
     say(f"host: {report['host_bytes'] / report['parameters']:.2f} bytes per parameter")
 
 
+def micro_batches_and_tokens(text: str) -> tuple[int, int]:
+    micro_batches, tokens = text.split("x")
+    return int(micro_batches), int(tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu-memory", type=float, default=24.0, help="GB that this process may allocate")
     parser.add_argument("--update", default="next_forward", help="optimizer_state.update")
+    parser.add_argument("--moments", default="float32", help="optimizer_state.moments")
     parser.add_argument("--params", type=float, default=8e9)
+    parser.add_argument(
+        "--steps",
+        type=micro_batches_and_tokens,
+        nargs="+",
+        metavar="MICRO_BATCHESxTOKENS",
+        default=[(1, SEQUENCE), (1, 4 * SEQUENCE), (4, 4 * SEQUENCE), (2, 8 * SEQUENCE)],
+    )
     parser.add_argument("--save", type=Path, metavar="FOLDER")
     parser.add_argument("--load", type=Path, metavar="FOLDER")
     given = parser.parse_args()
     shape = LlamaShape.nearest(int(given.params), released=True)
+    made = partial(set_up, shape, given.gpu_memory, given.update, given.moments)
     if given.save or given.load:
-        saved(shape, given.gpu_memory, given.update, given.save or given.load, bool(given.load))
+        saved(made(), shape, given.save or given.load, bool(given.load))
         return
+    link = measure_link(torch.device("cuda"))
+    say(f"link: {link}")
     alone(shape)
     torch.cuda.empty_cache()
-    offloaded(shape, given.gpu_memory, given.update)
+    offloaded(made(), shape, given.steps)
 
 
 if __name__ == "__main__":

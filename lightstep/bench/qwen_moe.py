@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
@@ -133,9 +133,8 @@ class QwenMoe(WithChunkedLoss, Qwen3MoeForCausalLM):
                     block.mlp.experts = DividedExperts(block.mlp.experts.to(dtype), mesh.get_group("exchange"))
         made: QwenMoe = model.to(dtype)
         if ranks > 1:
-            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
             for experts in [module for module in made.modules() if isinstance(module, DividedExperts)]:
-                own = fully_shard(experts.own, mesh=mesh["same_experts"], mp_policy=policy)
+                own = fully_shard(experts.own, mesh=mesh["same_experts"])  # one rank: nothing is summed in fp32
                 own.set_gradient_divide_factor(float(ranks))  # they get the tokens of all ranks
                 for parameter in own.parameters():
                     parameter.differs_across_ranks = True
@@ -157,7 +156,7 @@ class DividedExperts(nn.Module):
         """``hidden``: [tokens, width]; ``chosen``, ``weights``: [tokens, experts of each]. The host waits once."""
         tokens, width = hidden.shape
         order = chosen.flatten().argsort(stable=True)
-        number = self.own.gate_up_proj.shape[0]
+        number = self.own.num_experts  # a weight that is read here would have to rest on the host
         counts = chosen.flatten().bincount(minlength=self._group.size() * number).view(self._group.size(), number)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self._group)

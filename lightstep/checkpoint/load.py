@@ -262,7 +262,7 @@ def _dry_run(matched: Match) -> None:
     saved, optimizer = matched.saved, matched.optimizer
     for named, names in matched.tied:
         _refuse_different(saved, named, names)
-    targets = [_discarding(target, saved.index[target.key]) for target in matched.tensors]
+    targets = [replace(target, allocate=None, on_filled=lambda _: None) for target in matched.tensors]
     if optimizer is not None and saved.optimizer is not None:
         values, saved_names = saved.optimizer["values"], matched.saved_names
         optimizer.prepare_to_load(
@@ -284,10 +284,8 @@ def _refuse_different(saved: SavedCheckpoint, named: NamedTensor, names: Sequenc
     values: list[Tensor] = []
     shard = shard_or_empty(named.tensor)
     for name in names:
-        stored = saved.index[f"model.{name}"]
-        read = partial(torch.empty, shard.lengths, dtype=stored.dtype)
-        if stored.shape == shard.shape:
-            read_tensors(saved.data, saved.index, [Target(f"model.{name}", shard, read, values.append)])
+        if saved.index[f"model.{name}"].shape == shard.shape:
+            read_tensors(saved.data, saved.index, [Target(f"model.{name}", shard, None, values.append)])
     if len(values) < len(names) or not all(torch.equal(values[0], value) for value in values[1:]):
         raise CheckpointError(
             f"it belongs to another model ({list_names(names)} are tied in the model, and in the checkpoint they have "
@@ -298,13 +296,6 @@ def _refuse_different(saved: SavedCheckpoint, named: NamedTensor, names: Sequenc
 def _cache_bytes() -> int:
     """A third of the free host memory: the optimizer may still have to allocate its state."""
     return (available_bytes() or 0) // 3 // ranks_on_this_host()
-
-
-def _discarding(target: Target, stored: StoredTensor) -> Target:
-    """A target that reads the same shard into temporary memory."""
-    return replace(
-        target, allocate=lambda: torch.empty(target.shard.lengths, dtype=stored.dtype), on_filled=lambda _: None
-    )
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -374,7 +365,7 @@ def _entry_target(
     """The target that reads a parameter's state entry."""
     parameter = optimizer.parameters[name]
     shard = shard_or_empty(parameter) if stored.shape == parameter.shape else full_shard(stored.shape)
-    return Target(key, shard, lambda: torch.empty(shard.lengths, dtype=stored.dtype), on_filled)
+    return Target(key, shard, None, on_filled)
 
 
 def _check_entry(name: str, entry: str, tensor: Tensor) -> None:

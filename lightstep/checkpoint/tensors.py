@@ -127,11 +127,14 @@ class Source:
 
 @dataclass(eq=False)
 class Target:
-    """A tensor to read: ``allocate`` returns the local tensor to fill, ``on_filled`` is called with the filled one."""
+    """A tensor to read: ``allocate`` returns the local tensor to fill, ``on_filled`` is called with the filled one.
+
+    Without ``allocate`` it is any memory that nobody else has, in the dtype that is stored.
+    """
 
     key: str
     shard: Shard
-    allocate: Callable[[], Tensor]
+    allocate: Callable[[], Tensor] | None
     on_filled: Callable[[Tensor], None] = lambda tensor: None
 
 
@@ -443,7 +446,15 @@ def read_tensors(folder: Path, index: Index, targets: Sequence[Target], cache: C
     cache = cache or ChunkCache()
     with closing(_prefetched(folder, needed, cache)) as chunks:
         for target, found in overlaps:
-            local = target.allocate()
+            if target.allocate is None and [overlap.chunk.lengths for overlap in found] == [target.shard.lengths]:
+                local = next(chunks)
+                cache.add(found[0].chunk, local)
+                target.on_filled(local)
+                continue
+            if target.allocate is None:
+                local = torch.empty(target.shard.lengths, dtype=index[target.key].dtype)
+            else:
+                local = target.allocate()
             with torch.no_grad():
                 for overlap in found:
                     tensor = next(chunks)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import lightstep
 from lightstep.bench.qwen_moe import DividedExperts, MoeShape
 from lightstep.distributed import local_tensor
+from lightstep.state.host_fields import Field
 from tests.covering import every_pair, every_value
 from tests.distributed.expert_reference import (
     EXPERTS,
@@ -289,3 +292,39 @@ def check_marked_experts(rank: int, world_size: int, marked: bool) -> None:
 @pytest.mark.parametrize("marked", [True, False])
 def test_experts_on_a_slice_are_marked_or_compared(pool: Pool, marked: bool) -> None:
     pool.run(check_marked_experts, 2, marked=marked)
+
+
+def check_brought_once(rank: int, world_size: int) -> None:
+    """Backward brings the weights of each module at most once, where there is room for those of three."""
+    shape = MoeShape.nearest(400_000, 4)
+    experts = shape.experts // world_size * 3 * shape.expert * shape.hidden * 2
+    strategy = lightstep.Strategy.load(
+        {
+            "sharding": {"kind": "fsdp2", "activation_checkpointing": True},
+            "weights": {"placement": "host", "device_mib": 3.5 * experts / 2**20},
+            "optimizer_state": {"backend": "stream"},
+        }
+    )
+    model = strategy.prepare_model(shape.make(torch.device("cpu"), torch.bfloat16, 0, 16))
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, **GROUPS)
+    tokens = torch.randint(64, (2, 17))
+    brought: Counter[str] = Counter()
+    bring = Field.bring
+
+    def counting(field: Field) -> None:
+        brought[field.what] += 1
+        bring(field)
+
+    for _ in range(2):
+        loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        brought.clear()
+        with patch.object(Field, "bring", counting):
+            optimizer.backward(loss)
+        optimizer.step()
+    optimizer.close()
+    assert sum("experts" in what for what in brought) >= shape.layers - 2  # not those that the forward has left there
+    assert set(brought.values()) == {1}, brought
+
+
+def test_the_benchs_experts_are_brought_once(pool: Pool) -> None:
+    pool.run(check_brought_once, 2)
