@@ -149,11 +149,19 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def experts_of(block: nn.Module) -> list[nn.Module]:
-    """Modules of which one forward of the block may call some only: its largest list of equal modules, if that has more
-    than half of its parameters. Experts that are stacked in one tensor are no modules."""
+    """The modules below the block that hold its experts, if these are more than half of its parameters.
+
+    They are its largest list of equal modules, of which one forward may call some only; or the one module that has all
+    experts stacked in parameters of three dimensions.
+    """
     lists = [list(part.children()) for part in block.modules() if isinstance(part, nn.ModuleList | nn.ModuleDict)]
-    largest = max(filter(_same_type, lists), key=_size, default=[])
+    stacks = [[part] for part in block.modules() if part is not block and _is_stack(part)]
+    largest = max([*filter(_same_type, lists), *stacks], key=_size, default=[])
     return largest if 2 * _size(largest) > _size([block]) else []
+
+
+def _is_stack(module: nn.Module) -> bool:
+    return any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
 def scripted_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -4,7 +4,8 @@ A transformer block *enters* its weights before its forward and leaves them afte
 backward: from the moment when the gradient of its output arrives until that of its input is complete. Recomputed
 forwards lie within that. Every other module with parameters of its own (an embedding, the head) does the same, and so
 does each expert of a block, if experts are modules: one that gets no tokens is not called, and its weights stay on the
-host. The weights of the modules that will run next are brought meanwhile.
+host. Experts that are stacked in one module come together, and apart from the rest of their block. The weights of the
+modules that will run next are brought meanwhile.
 
 A model whose forward reads a weight by itself (a fused loss takes the head's) has it until the end of that forward, and
 for all of its backward. A block that reads the weights of its experts by itself has them whenever it has its own.

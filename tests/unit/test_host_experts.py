@@ -60,11 +60,11 @@ class MoEBlock(nn.Module):
         for place, number in enumerate(self.allowed):
             (own,) = torch.where(chosen == place)
             if len(own):
-                expert = self.experts[number]
-                made = made.index_add(0, own, self.compute(expert, rows[own]) * weight[own, None].to(rows.dtype))
+                made = made.index_add(0, own, self.compute(number, rows[own]) * weight[own, None].to(rows.dtype))
         return hidden + made.view_as(hidden)
 
-    def compute(self, expert: Expert, rows: Tensor) -> Tensor:
+    def compute(self, number: int, rows: Tensor) -> Tensor:
+        expert = self.experts[number]
         if not self.by_weights:
             return expert(rows)
         up = nn.functional.linear(rows, expert.up.weight, expert.up.bias)
@@ -91,6 +91,48 @@ class MoE(nn.Module):
 
 
 class ByWeights(MoE):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.by_weights = True
+
+
+class Stack(nn.Module):
+    """All experts of a block, stacked."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * width, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, width, 2 * width) / (2 * width) ** 0.5)
+
+    def forward(self, rows: Tensor, number: int) -> Tensor:
+        return compute(rows, self.up[number], self.down[number])
+
+
+def compute(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return nn.functional.linear(torch.tanh(nn.functional.linear(rows, up)), down)
+
+
+class StackedBlock(MoEBlock):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.experts = Stack(width)
+
+    def compute(self, number: int, rows: Tensor) -> Tensor:
+        if self.by_weights:
+            return compute(rows, self.experts.up[number], self.experts.down[number])
+        return self.experts(rows, number)
+
+
+class Stacked(MoE):
+    """A block calls the module of its experts once for each of them."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.blocks = nn.ModuleList(StackedBlock(width) for _ in range(BLOCKS))
+
+
+class StackedByWeights(Stacked):
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
@@ -124,7 +166,7 @@ def expected_of(in_backward: bool, limit: str, model: type[nn.Module]) -> tuple[
     limit=LIMITS,
     mib=[0.001, 0.01, 64.0],
     recompute=[False, True, "host"],
-    model=[MoE, ByWeights],
+    model=[MoE, ByWeights, Stacked, StackedByWeights],
 )
 def test_the_same_bits(
     home: str, time: str, limit: str, mib: float, recompute: bool | str, model: type[MoE], inputs_leave: None
@@ -175,6 +217,16 @@ def test_an_expert_without_tokens_stays_on_the_host(recompute: bool, brought: Co
         run.train(1)
         assert experts_in(brought) == experts_in(called)
         assert 0 < len(called) < EXPERTS * BLOCKS
+
+
+def test_stacked_experts_come_apart_from_their_block(brought: Counter[str]) -> None:
+    run = routed(
+        "resident", "at_step", "clipped", "bfloat16", {"placement": "host", "device_mib": 0.001}, model=Stacked
+    )
+    run.train(1)
+    for number in range(BLOCKS):
+        assert brought[f"the weights of blocks.{number}"]
+        assert brought[f"the weights of blocks.{number}.experts"]
 
 
 class Wide(MoE):
