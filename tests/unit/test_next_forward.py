@@ -21,7 +21,7 @@ from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state import units as units_module
 from lightstep.state.host_activations import HostActivations
 from lightstep.state.lanes import CallerLane, LaneError, Lanes
-from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
+from tests.distributed.models import CLASSES, VOCABULARY, Block, TinyTransformer
 from tests.patience import PATIENCE
 from tests.unit.test_stream import random_delays
 
@@ -369,10 +369,24 @@ def test_who_reads_the_weights_or_state_waits(read: Callable[[Training, Path], A
 # -- forwards of all kinds
 
 
+class OpenBlock(Block):
+    """May leave its norm out: then some parameters of a layer have gradients, and others have none."""
+
+    normalises = True
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.norm(hidden) if self.normalises else hidden
+        return hidden + self.down(torch.tanh(self.up(inner)))
+
+
 class Skipping(TinyTransformer):
-    """Leaves blocks out, as layer dropout does."""
+    """Leaves blocks and norms out, as layer dropout does."""
 
     skipped: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OpenBlock(self.embed.embedding_dim) for _ in self.blocks)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.frozen(self.embed(tokens)) * self.gain
@@ -393,6 +407,8 @@ def run(training: Training, seed: int | None, steps: int, between: Callable[[Tra
 
 def skip_layers(training: Training) -> None:
     training.model.skipped = frozenset({training.steps % 3, 2 if training.steps % 2 else 0})
+    for number, block in enumerate(training.model.blocks):
+        block.normalises = (training.steps + number) % 4 > 1
 
 
 def look(training: Training) -> list[float]:
