@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -650,8 +651,8 @@ class Engine:
         for item, edit in pairs:
             self.managed.check_edit(item, {key: plain(value) for key, value in edit.entries.items()}, edit)
         for item, edit in pairs:
-            known = {} if edit.whole else self.managed.state_of(item)
-            self.managed.load_state(item, {key: plain(value) for key, value in edit.applied_to(known).items()})
+            entries = edit.applied_to(partial(self.managed.state_of, item))
+            self.managed.load_state(item, {key: plain(value) for key, value in entries.items()})
 
     def _refuse_late_edits(self) -> None:
         if self.edits:

@@ -381,8 +381,7 @@ class ManagedParameters:
             "after del optimizer.state[parameter] the whole state starts anew"
         )
         self._check_shapes(item, new, remedy)
-        before: Iterable[str] = () if edit.whole else self._backend.describe(item)
-        self._check_complete(item, edit.applied_to(dict.fromkeys(before)), {})
+        self._check_complete(item, edit.applied_to(lambda: dict.fromkeys(self._backend.describe(item))), {})
 
     def _check_complete(self, item: Managed, names: Collection[str], settings: Mapping[str, Any]) -> None:
         """Refuse state without an entry that the class does not make again: the step would fail halfway."""

@@ -461,7 +461,6 @@ class SpeculativeUpdates(EarlyUpdates):
         verdict = self._verdict.read()
         with self._queue.aborting("the update under way"):
             self._backend.lanes.caller().wait(speculation.done)
-            speculation.note_own_writes(update)
             self._updater.refuse_written(update)
         self._verdict_unread, self._speculation = False, None
         if verdict == "commit":

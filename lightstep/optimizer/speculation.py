@@ -177,12 +177,6 @@ class Speculation:
             updater.speculate(unit, update)
         own.update(zip(owners, versions_of(owners), strict=True))
 
-    def note_own_writes(self, update: Update) -> None:
-        """The weights have these versions from the speculative updates; after :attr:`done`."""
-        for item, version in self._own_versions.items():
-            if item in update.versions and item in self.used:
-                update.versions[item] = update.versions[item][0], version
-
     def let_go(self, items: Iterable[Managed]) -> None:
         """Their updates have been submitted: gradients that go to the host are not kept on the device."""
         for item in items:

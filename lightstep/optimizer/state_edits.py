@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -76,10 +76,11 @@ class Edit:
     whole: bool = False
     gone: set[str] = field(default_factory=set)
 
-    def applied_to(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of a parameter that has ``entries`` without it."""
-        kept = {} if self.whole else {key: value for key, value in entries.items() if key not in self.gone}
-        return {**kept, **self.entries}
+    def applied_to(self, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """The entries of a parameter that has those that ``read`` returns without it."""
+        if self.whole:
+            return dict(self.entries)
+        return {**{key: value for key, value in read().items() if key not in self.gone}, **self.entries}
 
 
 class StateEdits:

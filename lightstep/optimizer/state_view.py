@@ -31,9 +31,11 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
             return self._shared()[parameter]
         edits = self._engine.edits
         edit, reading = edits.get(parameter), edits.reading(parameter)
-        entries = {} if edit is not None and edit.whole else self._engine.read_state(parameter)
-        known = {key: reading.copies.get(key, value) for key, value in entries.items()}
-        return Entries(known if edit is None else edit.applied_to(known), reading)
+
+        def unedited() -> dict[str, Any]:
+            return {key: reading.copies.get(key, value) for key, value in self._engine.read_state(parameter).items()}
+
+        return Entries(unedited() if edit is None else edit.applied_to(unedited), reading)
 
     def get(self, parameter: Tensor, default: Any = None) -> Any:
         """``default`` for a parameter that is not in it, as in torch."""
