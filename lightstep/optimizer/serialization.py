@@ -99,11 +99,17 @@ def refuse_nan(name: str, entries: Mapping[str, Any]) -> None:
         if key == "master" or not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         local = local_tensor(value)
-        if local.numel() and local.amax().isnan():  # 30 times as fast as counting
+        if _has_nan(local):
             raise ValueError(
                 f"state {key!r} of {name} holds {int(local.isnan().sum())} NaN (of {value.numel()}): the run that "
                 "wrote it had diverged; load an earlier checkpoint, or only the weights"
             )
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    if type(tensor) is Tensor and tensor.itemsize > 1 and tensor.numel():  # torch has no maximum of float8
+        return bool(tensor.amax().isnan())  # 30 times as fast as counting
+    return bool(tensor.isnan().any())
 
 
 def _check_states(

@@ -22,6 +22,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import lightstep
+from lightstep.optimizer.serialization import refuse_nan
 from tests.covering import every_pair, every_value
 from tests.reference.pair import (
     BACKENDS,
@@ -676,6 +677,15 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(damage: str, backend: st
     assert [group["lr"] for group in pair.optimizer.param_groups] == [3e-3, 1e-3]
     pair.check()
     pair.train(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_state_with_nan_is_refused_in_every_dtype(dtype: torch.dtype) -> None:
+    """float8 has NaN, too, and torch has no maximum of it."""
+    values = torch.tensor([[1.0, float("inf")], [float("nan"), float("nan")]])
+    refuse_nan("weight", {"exp_avg": values[:1].nan_to_num(1).to(dtype), "empty": torch.empty(0, dtype=dtype)})
+    with pytest.raises(ValueError, match=r"'exp_avg' of weight holds 2 NaN \(of 2\)"):
+        refuse_nan("weight", {"exp_avg": values[1:].to(dtype)})
 
 
 class Counting(Optimizer):
