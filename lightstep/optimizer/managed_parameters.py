@@ -248,8 +248,6 @@ class ManagedParameters:
                 item.local = local.detach()
             else:
                 item.home.group.adopt_replaced()
-            if item.own_master:
-                self._backend.refresh(item)
         checked = dict(touched)
         self.record(checked)
         suspects = [
