@@ -446,15 +446,13 @@ def read_tensors(folder: Path, index: Index, targets: Sequence[Target], cache: C
     cache = cache or ChunkCache()
     with closing(_prefetched(folder, needed, cache)) as chunks:
         for target, found in overlaps:
+            dtype = index[target.key].dtype
             if target.allocate is None and [overlap.chunk.lengths for overlap in found] == [target.shard.lengths]:
-                local = next(chunks)
-                cache.add(found[0].chunk, local)
-                target.on_filled(local)
+                tensor = next(chunks)
+                cache.add(found[0].chunk, tensor)
+                target.on_filled(tensor.to(dtype))
                 continue
-            if target.allocate is None:
-                local = torch.empty(target.shard.lengths, dtype=index[target.key].dtype)
-            else:
-                local = target.allocate()
+            local = torch.empty(target.shard.lengths, dtype=dtype) if target.allocate is None else target.allocate()
             with torch.no_grad():
                 for overlap in found:
                     tensor = next(chunks)
