@@ -384,6 +384,12 @@ def write_data_and_say_so(run: Training, folder: Path) -> None:
     run.optimizer.refresh_master_weights()
 
 
+def write_data_that_the_model_shows(run: Training, folder: Path) -> None:
+    for block in run.model.blocks:
+        block.up.weight.data.mul_(0.5)
+    run.optimizer.refresh_master_weights()
+
+
 def load_own_weights(run: Training, folder: Path) -> None:
     state = {name: value.clone() * 0.5 for name, value in run.model.state_dict().items()}
     run.model.load_state_dict(state)
@@ -626,6 +632,20 @@ def test_what_users_do_between_steps(tied: bool, tmp_path: Path) -> None:
                 assert_same(found, wanted)
             else:
                 assert found == wanted, (name, time, mib)
+
+
+@every_pair(home=HOMES, time=["at_step", "next_forward", "overlap"], parameters=["bfloat16", "float32"])
+def test_a_refresh_brings_what_was_written_to_data(home: str, time: str, parameters: str, tmp_path: Path) -> None:
+    """Weights that have just been updated are on the device already, and are out of date there."""
+    found = []
+    for own in (("resident", "at_step", None), (home, time, {"placement": "host", "device_mib": 64.0})):
+        run = make(own[0], own[1], "clipped", parameters, own[2])
+        run.train(2)
+        write_data_that_the_model_shows(run, tmp_path)
+        found.append((run.train(2), clean(run.snapshot())))
+        run.optimizer.close()
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
 
 
 @pytest.mark.parametrize("time", ["next_forward", "overlap"])
