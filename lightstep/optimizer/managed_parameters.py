@@ -213,7 +213,7 @@ class ManagedParameters:
         tell."""
         items = list(items)
         found = dict(self._watch.touched(_with_versions(_with_locals(items))))
-        others = [item for item in items if item.local.device.type == "cpu" and item.home is None and item not in found]
+        others = [item for item in items if _is_compared(item, item.local) and item not in found]
         return [*found, *self._backend.changed(others)]
 
     def adopt_writes(self, items: Iterable[Managed], used: Container[Managed]) -> bool:
@@ -250,9 +250,7 @@ class ManagedParameters:
                 item.home.group.adopt_replaced()
         checked = dict(touched)
         self.record(checked)
-        suspects = [
-            item for item, local in locals_now if (local.device.type == "cpu" and item.home is None) or item in checked
-        ]
+        suspects = [item for item, local in locals_now if _is_compared(item, local) or item in checked]
         for item in self._backend.changed(suspects) if suspects else ():
             self._backend.refresh(item)
         return converted
@@ -329,8 +327,7 @@ class ManagedParameters:
         state has just been loaded and its weights come next.
         """
         local = local_tensor(item.param)
-        seen_by_version = local.device.type != "cpu" or item.home is not None
-        if seen_by_version and not self._watch.touched(_with_versions([(item, local)])):
+        if not _is_compared(item, local) and not self._watch.touched(_with_versions([(item, local)])):
             return False
         if self._backend.compares_weights and local.data_ptr() == item.resting.data_ptr():
             return False  # the backend has compared them itself
@@ -476,6 +473,11 @@ def _as_parameter(item: Managed, value: Any) -> Any:
 
 def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
+
+
+def _is_compared(item: Managed, local: Tensor) -> bool:
+    """Whether the weight is compared with its master in every step: that finds writes that raise no version, too."""
+    return local.device.type == "cpu" and item.home is None
 
 
 def _is_unmoved(item: Managed) -> bool:

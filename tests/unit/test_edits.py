@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
+from lightstep.optimizer import managed_parameters
 from tests.covering import every_pair, every_value
 from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD
 from tests.reference.tiny_model import representable
@@ -1021,3 +1022,54 @@ def test_the_host_waits_once_for_a_comparison_of_all_weights(monkeypatch: pytest
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
     assert backend.changed(items) == edited
     assert len(reads) == 1
+
+
+# -- where weights are not compared with their masters in every step
+
+
+def load_the_state_of_another_run(setup: Setup) -> None:
+    """Its masters belong to other weights."""
+    setup.optimizer.load_state_dict(Setup().train(7, 8, 9).optimizer.state_dict())
+
+
+def load_its_own_state(setup: Setup) -> None:
+    setup.optimizer.load_state_dict(copy.deepcopy(setup.optimizer.state_dict()))
+
+
+def write_in_place(setup: Setup) -> None:
+    with torch.no_grad():
+        setup.model[0].weight.mul_(0.5)
+
+
+def replace_a_master(setup: Setup) -> None:
+    state = setup.optimizer.state[setup.model[2].weight]
+    state["master"] = state["master"] * 2
+
+
+def give_a_master_and_change_the_weight(setup: Setup) -> None:
+    """What the master was rounded to is not the weight any more."""
+    weight = setup.model[0].weight
+    setup.optimizer.state[weight] = {"master": weight.detach().float() * (1 + 2**-12)}
+    write_in_place(setup)
+
+
+BETWEEN = [load_the_state_of_another_run, load_its_own_state, write_in_place, replace_a_master]
+
+
+@every_pair(backend=BACKENDS, between=[*BETWEEN, give_a_master_and_change_the_weight])
+def test_writes_are_found_by_their_versions_too(
+    backend: str, between: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator. On a CPU every step finds them by comparing weights with masters."""
+    found = []
+    for compares in (managed_parameters._is_compared, lambda item, local: False):
+        monkeypatch.setattr(managed_parameters, "_is_compared", compares)
+        setup = Setup(backend)
+        if between is not give_a_master_and_change_the_weight:
+            setup.train(0, 1)
+        between(setup)
+        setup.train(2, 3)
+        found.append({**setup.weights(), **setup.state()})
+        setup.optimizer.close()
+    assert found[0].keys() == found[1].keys()
+    assert [key for key, value in found[0].items() if not torch.equal(value, found[1][key])] == []
