@@ -634,6 +634,21 @@ def test_what_users_do_between_steps(tied: bool, tmp_path: Path) -> None:
                 assert found == wanted, (name, time, mib)
 
 
+@pytest.mark.parametrize("mib", [0.001, 64.0])
+def test_weights_are_read_on_the_host_between_forward_and_backward(mib: float) -> None:
+    """The device memory in which the forward has used them may be freed at any time."""
+    run = make("resident", "at_step", "clipped", "bfloat16", {"placement": "host", "device_mib": mib})
+    run.train(1)
+    expected = clean(run.snapshot())
+    loss = run.loss(5)
+    for name, parameter in run.model.named_parameters():
+        home = run.optimizer.engine.managed.get(parameter)
+        assert torch.equal(parameter, expected[name])
+        assert home is None or parameter.data_ptr() == home.home.on_host.data_ptr()
+    run.optimizer.backward(loss)
+    run.optimizer.step()
+
+
 @every_pair(home=HOMES, time=["at_step", "next_forward", "overlap"], parameters=["bfloat16", "float32"])
 def test_a_refresh_brings_what_was_written_to_data(home: str, time: str, parameters: str, tmp_path: Path) -> None:
     """Weights that have just been updated are on the device already, and are out of date there."""
