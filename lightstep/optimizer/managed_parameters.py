@@ -405,6 +405,7 @@ class ManagedParameters:
         order = [*(key for key in item.schema if key in entries), *sorted(entries.keys() - item.schema.keys())]
         local = {key: local_tensor(entries[key]) if isinstance(entries[key], Tensor) else entries[key] for key in order}
         if item.own_master and "master" in local:
+            item.settle()
             item.resting.copy_(local.pop("master"))
             if item.rounding is not None:
                 self._log_lost_masters()

@@ -155,6 +155,11 @@ class Managed:
         """The weight where it is between steps."""
         return self.local if self.home is None else self.home.on_host
 
+    def settle(self) -> None:
+        """Block the host until :attr:`resting` is complete there and may be read and written."""
+        if self.home is not None:
+            self.home.group.weights.settle()
+
     @property
     def has_fp32_updates(self) -> bool:
         """Whether the base optimizer sees fp32 numbers: a master, an fp32 weight, or a weight that is widened."""

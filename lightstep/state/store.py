@@ -710,6 +710,7 @@ class Store:
         return {} if initial is None or not was_rounded_from(managed.resting, initial) else {"master": initial}
 
     def _was_edited(self, managed: Managed) -> bool:
+        managed.settle()
         weights = self._host_weights
         with contextlib.nullcontext() if weights is None else weights.holding(groups_of([managed.home])):
             return any(map(self._comparison.was_edited, self._records.parts[managed]))
@@ -788,6 +789,7 @@ class Store:
     def _edit(self, managed: Managed, edit: Callable[[Record, Part], None]) -> None:
         """Call ``edit`` for every part; its record may be changed where it lives."""
         self._records.initial_masters.pop(managed, None)
+        managed.settle()
         parts = self._records.parts[managed]
         sizes = {record: record.nbytes for record in self._records.of(managed)}
         for record in sizes:

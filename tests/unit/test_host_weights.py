@@ -450,8 +450,9 @@ def zero_gradients(run: Training, folder: Path) -> None:
 
 
 def set_gradients_before(run: Training, folder: Path) -> None:
-    for weight in (run.model.blocks[1].up.weight, run.model.gain):
-        weight.grad = torch.full_like(weight, 0.125)
+    weight = run.model.blocks[1].up.weight
+    weight.grad = torch.linspace(0, 1, weight.numel()).view(weight.T.shape).T.to(weight.dtype)  # laid out otherwise
+    run.model.gain.grad = torch.full_like(run.model.gain, 0.125)
     run.optimizer.backward(run.loss(4))
     run.loss(5).backward()
     run.optimizer.step()
@@ -649,13 +650,53 @@ def test_weights_are_read_on_the_host_between_forward_and_backward(mib: float) -
     run.optimizer.step()
 
 
+@pytest.mark.parametrize("mib", [0.001, 64.0])
+def test_what_is_written_to_data_between_two_evaluations_counts(mib: float) -> None:
+    """By somebody who holds the parameter: no read through the model says that it may be written to."""
+    losses = []
+    for weights in (None, {"placement": "host", "device_mib": mib}):
+        run = make("resident", "at_step", "clipped", "bfloat16", weights)
+        head = run.model.head.weight
+        run.train(2)
+        with torch.no_grad():
+            losses.append([run.loss(5).item()])
+            head.data.mul_(0.5)
+            losses[-1].append(run.loss(5).item())
+    assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
+
+
+class ReadsItsHead(TinyTransformer):
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.frozen(self.embed(tokens)) * self.gain
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.linear(hidden, self.head.weight)
+
+
+@pytest.mark.parametrize("mib", [0.001, 64.0])
+def test_a_weight_that_the_model_reads_is_there_for_each_backward(mib: float) -> None:
+    """The backward of a second forward has used the device memory for other weights by then."""
+    found = []
+    for weights in (None, {"placement": "host", "device_mib": mib}):
+        run = make("resident", "at_step", "clipped", "bfloat16", weights, make=ReadsItsHead)
+        run.train(1)
+        two_forwards(run, Path())
+        found.append((run.train(1), clean(run.snapshot())))
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
+
+
 @every_pair(home=HOMES, time=["at_step", "next_forward", "overlap"], parameters=["bfloat16", "float32"])
 def test_a_refresh_brings_what_was_written_to_data(home: str, time: str, parameters: str, tmp_path: Path) -> None:
-    """Weights that have just been updated are on the device already, and are out of date there."""
+    """Weights that have just been updated are on the device already, and are out of date there. Others are still on
+    their way to the host, where masters are made of them."""
     found = []
     for own in (("resident", "at_step", None), (home, time, {"placement": "host", "device_mib": 64.0})):
         run = make(own[0], own[1], "clipped", parameters, own[2])
-        run.train(2)
+        run.train(1)
+        slowest = 0.02 if home == "resident" else 1e-3
+        run.delays(zlib.crc32(f"{home} {time} {parameters}".encode()), slowest)
+        run.train(1)
         write_data_that_the_model_shows(run, tmp_path)
         found.append((run.train(2), clean(run.snapshot())))
         run.optimizer.close()
