@@ -339,6 +339,25 @@ def test_what_users_do_between_steps(pool: Pool) -> None:
     pool.run(check_actions, 2)
 
 
+def check_data_between_evaluations(rank: int, world_size: int) -> None:
+    """Nobody counts such a write, and no read through the model says that there may be one."""
+    losses = []
+    for time, mib in (("at_step", None), ("at_step", 64.0), ("next_forward", 64.0)):
+        run = Run(rank, world_size, settings({"kind": "fsdp2"}, "resident", time, "clipped", "bf16"), mib)
+        weight = run.inner.blocks[1].up.weight  # FSDP2 keeps those of the root gathered
+        run.step()
+        with torch.no_grad():
+            losses.append([loss_of(run.model, 5, 0, rank, run.device).item()])
+            local_tensor(weight).data.mul_(0.5)
+            losses[-1].append(loss_of(run.model, 5, 0, rank, run.device).item())
+        run.optimizer.close()
+    assert losses[0] == losses[1] == losses[2] and losses[0][0] != losses[0][1]
+
+
+def test_what_is_written_to_data_between_two_evaluations_counts(pool: Pool) -> None:
+    pool.run(check_data_between_evaluations, 2)
+
+
 def check_replaced(rank: int, world_size: int) -> None:
     run = Run(rank, world_size, settings({"kind": "fsdp2"}, "stream", "next_forward", "clipped", "bf16"), 0.02)
     run.step()
