@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
@@ -79,10 +80,9 @@ class Field:
         """It was brought ahead, and nobody has held it since."""
         self.is_fresh = False
         """An update has written it, and no forward has read it since."""
-        self.is_returning = False
-        """A copy to the host may be under way."""
-        self.is_coming = False
-        """A copy to the device may be under way, which reads what is on the host."""
+        self._copies = itertools.count(1)
+        self._coming = self._returning = 0  # the last copy to the device, and to the host
+        self._has_come = self._has_returned = 0  # the last of them that has ended for sure
 
     def _memories(self, flat: Tensor) -> list[Tensor]:
         """The memory of each tensor in ``flat``, 1-dim."""
@@ -96,7 +96,7 @@ class Field:
         lane.allocate(lambda: self._storage.resize_(size), f"memory for {self.what}")
         lane.copy(self._bytes, self.host, f"bringing {self.what}")
         lane.record(self.arrived)
-        self.is_present = self.is_coming = True
+        self.is_present, self._coming = True, next(self._copies)
 
     def free(self) -> None:
         """Free the device memory, once it is not used any more."""
@@ -114,7 +114,7 @@ class Field:
         for start, stop in [(0, self.nbytes)] if ranges is None else ranges:
             lane.copy(self.host[start:stop], self._bytes[start:stop], f"taking back {self.what}")
         lane.record(self.returned)
-        self.is_returning = True
+        self._returning = next(self._copies)
 
     def fill(self, tensors: dict[int, Tensor]) -> None:
         """Queue copies of these tensors on the device, by number, straight to the host. They must live until then.
@@ -129,7 +129,7 @@ class Field:
         targets = [self.room_on_host[number][: tensor.numel()] for number, tensor in tensors.items()]
         lane.copies(targets, sources, f"taking {self.what} to the host")
         lane.record(self.returned)
-        self.is_returning = True
+        self._returning = next(self._copies)
 
     def copy_to(self, host: Tensor, ranges: Ranges) -> None:
         """Queue copies of these bytes to other host memory of the field's size, as updates so far have left them."""
@@ -139,7 +139,7 @@ class Field:
         for start, stop in ranges:
             lane.copy(host[start:stop], self._bytes[start:stop], f"keeping {self.what}")
         lane.record(self.returned)
-        self.is_returning = True
+        self._returning = next(self._copies)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The tensors of the field in other host memory of its size (uint8, flat)."""
@@ -150,7 +150,8 @@ class Field:
         """The lanes have failed: nothing is on the device, or on its way."""
         self._storage.resize_(0)
         self.holds = 0
-        self.is_present = self.is_fresh = self.is_expected = self.is_returning = self.is_coming = False
+        self.is_present = self.is_fresh = self.is_expected = False
+        self._has_come, self._has_returned = self._coming, self._returning
 
     def bytes_of(self, number: int, start: int, stop: int) -> tuple[int, int]:
         """The range of bytes of some elements of one tensor."""
@@ -158,13 +159,17 @@ class Field:
         return base + start * size, base + stop * size
 
     def settle(self) -> None:
-        """Block the host until what is under way to it has arrived, and what is under way from it has been read."""
-        if self.is_coming:
-            self.is_coming = False
+        """Block the host until what is under way to it has arrived, and what is under way from it has been read.
+
+        Several threads may wait at a time. An update in a lane may begin another copy meanwhile.
+        """
+        coming, returning = self._coming, self._returning
+        if coming != self._has_come:
             self.arrived.synchronize()
-        if self.is_returning:
-            self.is_returning = False  # first: an update in a lane may begin another copy meanwhile
+            self._has_come = coming
+        if returning != self._has_returned:
             self.returned.synchronize()
+            self._has_returned = returning
 
 
 def _shaped(memory: Tensor, like: Tensor) -> Tensor:

@@ -520,9 +520,6 @@ class HostWeights:
         self.rest()
         self.forget_idle(fresh=True)  # the caller may write to weights now, also through ``p.data``
         self.lanes.synchronize()
-        for group in self.groups:
-            for field in group.fields:
-                field.is_returning = field.is_coming = False
 
     def memory(self) -> dict[str, int]:
         """``host_bytes`` and ``device_bytes`` now."""

@@ -163,6 +163,7 @@ def test_a_copy_that_begins_while_another_one_is_waited_for(monkeypatch: pytest.
     weights = HostWeights(torch.device("cpu"), 1 << 20)
     group = WeightGroup(weights, [nn.Parameter(torch.zeros(4))], "a layer")
     field = group.weights
+    weights.lanes.delay = lambda lane: sleep(0.05)
     weights.hold(field, group)
     field.take_back()
     wait = type(field.returned).synchronize
@@ -174,7 +175,46 @@ def test_a_copy_that_begins_while_another_one_is_waited_for(monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(type(field.returned), "synchronize", wait_and_begin_another)
         field.settle()
-    assert field.is_returning
+    field.settle()
+    assert field.returned.completed == field.returned.recorded
+
+
+def slow_copy() -> tuple[HostWeights, Any]:
+    """A field of weights on its way to the host, and what owns it."""
+    weights = HostWeights(torch.device("cpu"), 2**20)
+    group = WeightGroup(weights, [nn.Parameter(torch.zeros(4))], "weights")
+    weights.lanes.delay = lambda lane: sleep(0.3)
+    weights.hold(group.weights, group)
+    group.weights.take_back()
+    return weights, group.weights
+
+
+def test_a_second_reader_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread waits already, and has not read yet."""
+    _weights, field = slow_copy()
+    waits, wait = threading.Event(), type(field.returned).synchronize
+    monkeypatch.setattr(type(field.returned), "synchronize", lambda event: (waits.set(), wait(event)))
+    reader = threading.Thread(target=field.settle)
+    reader.start()
+    assert waits.wait(PATIENCE)
+    field.settle()
+    assert field.returned.completed == field.returned.recorded
+    reader.join()
+
+
+def test_a_reader_that_was_interrupted_waits_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    _weights, field = slow_copy()
+
+    def interrupt(event: Any) -> None:
+        if event is field.returned:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(field.returned), "synchronize", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            field.settle()
+    field.settle()
+    assert field.returned.completed == field.returned.recorded
 
 
 def test_what_backward_may_have_to_restore_leaves_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
