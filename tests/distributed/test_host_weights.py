@@ -346,6 +346,7 @@ def check_data_between_evaluations(rank: int, world_size: int) -> None:
         run = Run(rank, world_size, settings({"kind": "fsdp2"}, "resident", time, "clipped", "bf16"), mib)
         weight = run.inner.blocks[1].up.weight  # FSDP2 keeps those of the root gathered
         run.step()
+        run.step()  # the first one defers nothing
         with torch.no_grad():
             losses.append([loss_of(run.model, 5, 0, rank, run.device).item()])
             local_tensor(weight).data.mul_(0.5)
