@@ -523,6 +523,20 @@ def test_gradients_that_are_given_up() -> None:
     assert_same(tested.snapshot(), expected.snapshot())
 
 
+def test_gradients_of_an_incomplete_layer_are_given_up_before_the_step() -> None:
+    """All other layers have been updated by then."""
+    training = Training(in_backward(), make=Skipping)
+    training.train(2)
+    training.model.blocks[1].normalises = False
+    before = {name: value.clone() for name, value in training.model.state_dict().items()}
+    training.optimizer.backward(training.loss())
+    training.optimizer.zero_grad()
+    training.optimizer.step()
+    after = training.model.state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert "blocks.0.up.weight" in changed and not [name for name in changed if name.startswith("blocks.1")]
+
+
 def test_nothing_is_saved_between_backward_and_step(tmp_path: Path) -> None:
     training = Training(in_backward())
     training.train(2)
