@@ -107,7 +107,7 @@ def refuse_nan(name: str, entries: Mapping[str, Any]) -> None:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    if type(tensor) is Tensor and tensor.itemsize > 1 and tensor.numel():  # torch has no maximum of float8
+    if tensor.itemsize > 1 and tensor.numel():  # torch has no maximum of float8
         return bool(tensor.amax().isnan())  # one pass, without a temporary
     return bool(tensor.isnan().any())
 

@@ -710,7 +710,6 @@ class Store:
         return {} if initial is None or not was_rounded_from(managed.resting, initial) else {"master": initial}
 
     def _was_edited(self, managed: Managed) -> bool:
-        managed.settle()
         weights = self._host_weights
         with contextlib.nullcontext() if weights is None else weights.holding(groups_of([managed.home])):
             return any(map(self._comparison.was_edited, self._records.parts[managed]))

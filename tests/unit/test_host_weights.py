@@ -683,9 +683,9 @@ def test_weights_are_read_on_the_host_between_forward_and_backward(mib: float) -
     expected = clean(run.snapshot())
     loss = run.loss(5)
     for name, parameter in run.model.named_parameters():
-        home = run.optimizer.engine.managed.get(parameter)
+        item = run.optimizer.engine.managed.get(parameter)
         assert torch.equal(parameter, expected[name])
-        assert home is None or parameter.data_ptr() == home.home.on_host.data_ptr()
+        assert item is None or parameter.data_ptr() == item.home.on_host.data_ptr()
     run.optimizer.backward(loss)
     run.optimizer.step()
 
@@ -738,6 +738,23 @@ def test_a_refresh_brings_what_was_written_to_data(home: str, time: str, paramet
         run.delays(zlib.crc32(f"{home} {time} {parameters}".encode()), slowest)
         run.train(1)
         write_data_that_the_model_shows(run, tmp_path)
+        found.append((run.train(2), clean(run.snapshot())))
+        run.optimizer.close()
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
+
+
+def test_masters_that_are_loaded_into_fp32_weights_stay() -> None:
+    """The weights of the last step are still on their way to where the masters are written."""
+    source = make("resident", "at_step", "clipped", "bfloat16")
+    source.train(2)
+    found = []
+    for weights in (None, {"placement": "host", "device_mib": 64.0}):
+        run = make("resident", "at_step", "clipped", "float32", weights)
+        run.train(1)
+        run.delays(3, 0.02)
+        run.train(1)
+        run.optimizer.load_state_dict(source.optimizer.state_dict())
         found.append((run.train(2), clean(run.snapshot())))
         run.optimizer.close()
     assert found[0][0] == found[1][0]
