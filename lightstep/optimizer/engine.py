@@ -325,7 +325,9 @@ class Engine:
         if final:
             self._check_in_backward_settings()  # settings may have been changed
             self.refuse_unusable("Load a checkpoint before the next backward")
+        self._refuse_weight_edits()
         with no_grad_no_inference():
+            self.settle_edits()
             scaling = self.guard.work("backward()", self._prepare, adopt=final)
         if scaling is None:
             return None
@@ -337,7 +339,8 @@ class Engine:
 
     @property
     def may_speculate(self) -> bool:
-        return self.is_set_up and not self.clip_layers and not self.broken
+        usable = self.is_set_up and not self.clip_layers and not self.broken
+        return usable and not self._edited_weights()  # step() writes them: this backward still needs the old ones
 
     def unclipped_factors(self) -> Factors:
         assert self._scaling is not None
@@ -595,8 +598,6 @@ class Engine:
         """Manage the trainable parameters of the groups, and the frozen ones in ``also``."""
         self.refuse_if_closed()
         with no_grad_no_inference():
-            if self.edits:
-                self.apply_edits()
             self.queue.wait_for_update()
             if self.managed.set_up(self.param_groups, also):
                 self.on_parameters_changed()
@@ -638,6 +639,8 @@ class Engine:
 
     def settle_edits(self) -> None:
         """:meth:`apply_edits` from outside of a step."""
+        if self.queue.started:
+            self._refuse_late_edits()
         if self.edits:
             self.guard.work("changing state", self.apply_edits)
 
@@ -661,6 +664,21 @@ class Engine:
                 "optimizer.state was changed between backward() and step(), and backward has updated with the earlier "
                 "state (optimizer_state.update: in_backward); the change has been dropped. Change the state after "
                 "step() or before the last backward, or set update: at_step"
+            )
+
+    def _edited_weights(self) -> list[Tensor]:
+        """Parameters that are their own masters, and whose master has been assigned."""
+        edits = ((parameter, self.edits.get(parameter)) for parameter in self.edits)
+        return [parameter for parameter, edit in edits if self.managed.edits_weight(parameter, edit)]
+
+    def _refuse_weight_edits(self) -> None:
+        if self._edited_weights():
+            self.edits.take()
+            raise RuntimeError(
+                "a master was assigned to optimizer.state, and its parameter is its own master: backward() would write "
+                "to a weight that it needs (optimizer_state.update: in_backward); the changes of the state have been "
+                "dropped. Write to the weights before the forward, load state with load_state_dict(), or set update: "
+                "at_step"
             )
 
     def parameter_state(self, parameter: Tensor, kept_only: bool = False) -> dict[str, Any]:

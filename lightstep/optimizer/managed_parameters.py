@@ -179,15 +179,18 @@ class ManagedParameters:
                 f"{name} has dtype {local.dtype}; bfloat16, float16 and float32 parameters can be optimized"
             )
         rows = self._classes.check_parameter(name, parameter, local, group)
-        masters = self._has_masters and local.dtype != torch.float32
         rounding = None if local.dtype == torch.float32 else self._rounding
         layer = place.layer if place else None
         home = None if self._weights is None else self._weights.home_of(parameter)
         if home is not None:
             local = home.on_device
+        own_master = self._is_own_master(local)
         return Managed(
-            parameter, local, group, name, layer, own_master=not masters, rounding=rounding, rows=rows, home=home
+            parameter, local, group, name, layer, own_master=own_master, rounding=rounding, rows=rows, home=home
         )
+
+    def _is_own_master(self, local: Tensor) -> bool:
+        return not self._has_masters or local.dtype == torch.float32
 
     # -- masters follow the model
 
@@ -391,6 +394,10 @@ class ManagedParameters:
                 "missing, or delete the whole state: with del optimizer.state[parameter] it starts anew"
             )
 
+    def edits_weight(self, parameter: Tensor, edit: Edit | None) -> bool:
+        """Whether an edit of this parameter's state writes to the parameter, which is its own master."""
+        return edit is not None and "master" in edit.entries and self._is_own_master(local_tensor(parameter))
+
     def load_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it.
 
@@ -405,8 +412,7 @@ class ManagedParameters:
         order = [*(key for key in item.schema if key in entries), *sorted(entries.keys() - item.schema.keys())]
         local = {key: local_tensor(entries[key]) if isinstance(entries[key], Tensor) else entries[key] for key in order}
         if item.own_master and "master" in local:
-            item.settle()
-            item.resting.copy_(local.pop("master"))
+            item.write(local.pop("master"))
             if item.rounding is not None:
                 self._log_lost_masters()
         if local and not item.updated:  # plain torch's state has no masters

@@ -229,11 +229,15 @@ class WeightGroup:
                     f"on the host as {rest.dtype} of shape {tuple(rest.shape)} (weights.placement: host); cast or "
                     "resize the model before prepare_model"
                 )
-            self.weights.settle()
-            rest.copy_(local.detach())
+            self.write(number, local.detach())
             self._put(number, rest)
-            torch.autograd.graph.increment_version([parameter])  # it counts as written to
-            self.forget()
+
+    def write(self, number: int, values: Tensor) -> None:
+        """Write to a weight where it rests: it is brought again, and counts as written to by somebody else."""
+        self.weights.settle()
+        self.weights.on_host[number].copy_(values)
+        torch.autograd.graph.increment_version([self.parameters[number]])
+        self.forget()
 
     def settle(self) -> None:
         """Somebody reads the parameters, or writes to them: they are complete and on the host, unless a module has

@@ -160,6 +160,13 @@ class Managed:
         if self.home is not None:
             self.home.group.weights.settle()
 
+    def write(self, values: Tensor) -> None:
+        """Write to the weight, as its user does."""
+        if self.home is None:
+            self.local.copy_(values)
+        else:
+            self.home.group.write(self.home.number, values)
+
     @property
     def has_fp32_updates(self) -> bool:
         """Whether the base optimizer sees fp32 numbers: a master, an fp32 weight, or a weight that is widened."""

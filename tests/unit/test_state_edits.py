@@ -36,9 +36,15 @@ def prepared(
     model: nn.Module | None = None,
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     parameters: str = "float32",
+    placement: str = "device",
     **settings: Any,
 ) -> tuple[nn.Module, Any]:
-    values = {"precision": {"parameters": parameters}, "clipping": {"max_norm": None}, "optimizer_state": STATES[state]}
+    values = {
+        "precision": {"parameters": parameters},
+        "clipping": {"max_norm": None},
+        "optimizer_state": STATES[state],
+        "weights": {"placement": placement},
+    }
     strategy = lightstep.Strategy.load(values)
     model = strategy.prepare_model(model or network())
     return model, strategy.create_optimizer(model, optimizer_class, **{"lr": 1e-2, **settings})
@@ -206,6 +212,64 @@ def test_writes_after_an_update_in_backward_are_refused(state: str) -> None:
             edit(optimizer, model)
         optimizer.step()
     assert_equal(weights(model, optimizer), train(*plain()))
+
+
+@pytest.mark.parametrize("state", IN_BACKWARD)
+def test_writes_after_an_update_in_backward_are_refused_by_others_than_the_step(state: str) -> None:
+    """It would bring them into the state after the update, where ``step()`` does not see them any more."""
+    model, optimizer = prepared(state)
+    train(model, optimizer, steps=2)
+    backward(optimizer, model(BATCHES[2]).square().mean())
+    reset_all(optimizer, model)
+    with pytest.raises(RuntimeError, match=r"state was changed between backward\(\) and step\(\)"):
+        optimizer.refresh_master_weights()
+    optimizer.step()
+    assert_equal(weights(model, optimizer), train(*plain(), steps=3))
+
+
+def assign_masters(optimizer: Any, model: nn.Module) -> None:
+    """In plain torch these are the weights themselves."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        master = torch.randn(parameter.shape, generator=generator)
+        if hasattr(optimizer, "backward"):
+            optimizer.state[parameter] = {**optimizer.state[parameter], "master": master}
+        else:
+            parameter.detach().copy_(master)
+
+
+@every_value(state=EVERY_TIME, placement=["device", "host"])
+def test_masters_of_fp32_weights_are_written_by_the_step(state: str, placement: str) -> None:
+    """The backward before it still needs the old weights, whether it begins updates or not."""
+    expected = train(*plain(), assign_masters, between=True)
+    assert_equal(train(*prepared(state, placement=placement), assign_masters), expected)
+    assert_equal(train(*prepared(state, placement=placement), assign_masters, between=True), expected)
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("state", IN_BACKWARD)
+def test_masters_of_fp32_weights_that_backward_would_write_are_refused(state: str, placement: str) -> None:
+    model, optimizer = prepared(state, placement=placement)
+    train(model, optimizer, steps=2)
+    assign_masters(optimizer, model)
+    loss = model(BATCHES[2]).square().mean()
+    with pytest.raises(RuntimeError, match=r"its parameter is its own master.*set update: at_step"):
+        optimizer.backward(loss)
+    optimizer.backward(loss)
+    optimizer.step()
+    assert_equal(weights(model, optimizer), train(*plain(), steps=3))
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_masters_of_fp32_weights_that_come_between_forward_and_backward_are_refused(placement: str) -> None:
+    """As any other write to a weight there."""
+    model, optimizer = prepared("resident", placement=placement)
+    train(model, optimizer, steps=2)
+    loss = model(BATCHES[2]).square().mean()
+    assign_masters(optimizer, model)
+    optimizer.state_dict()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        optimizer.backward(loss)
 
 
 UNSEEN: dict[str, tuple[type[Exception], Callable[[Tensor], object]]] = {
