@@ -63,20 +63,22 @@ def alone(shape: LlamaShape) -> None:
     timed(f"forward and backward alone, {4 * SEQUENCE} tokens", iterate)
 
 
-def set_up(shape: LlamaShape, gpu_memory: float, update: str, moments: str) -> tuple[lightstep.Strategy, Any, Any]:
+def set_up(
+    shape: LlamaShape, gpu_memory: float, update: str, moments: str, checkpointing: bool | str, device_mib: int
+) -> tuple[lightstep.Strategy, Any, Any]:
     """A strategy, a prepared model, and its optimizer."""
     keys = {
         "optimizer_state.update": update,
         "optimizer_state.moments": moments,
         "precision.reduce": "parameters",
-        "weights.device_mib": 3600,
-        "sharding.activation_checkpointing": True,
+        "weights.device_mib": device_mib,
+        "sharding.activation_checkpointing": checkpointing,
     }
+    torch.cuda.set_per_process_memory_fraction(gpu_memory * 1e9 / torch.cuda.mem_get_info()[1])
     begin = time.perf_counter()
     strategy = lightstep.Strategy.load("offload", overrides=keys)
     model = strategy.prepare_model(Llama.make(shape, torch.device("cuda"), length=SEQUENCE))
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(gpu_memory * 1e9 / torch.cuda.mem_get_info()[1])
     optimizer = strategy.create_optimizer(model, lr=1e-6)
     say(f"set-up: {time.perf_counter() - begin:.0f} s; {host_peak()}")
     return strategy, model, optimizer
@@ -154,11 +156,14 @@ def main() -> None:
         metavar="MICRO_BATCHESxTOKENS",
         default=[(1, SEQUENCE), (1, 4 * SEQUENCE), (4, 4 * SEQUENCE), (2, 8 * SEQUENCE)],
     )
+    parser.add_argument("--inputs", choices=["device", "host"], default="device", help="those of recomputed blocks")
+    parser.add_argument("--device-mib", type=int, default=3600, help="weights.device_mib")
     parser.add_argument("--save", type=Path, metavar="FOLDER")
     parser.add_argument("--load", type=Path, metavar="FOLDER")
     given = parser.parse_args()
     shape = LlamaShape.nearest(int(given.params), released=True)
-    made = partial(set_up, shape, given.gpu_memory, given.update, given.moments)
+    checkpointing = "host" if given.inputs == "host" else True
+    made = partial(set_up, shape, given.gpu_memory, given.update, given.moments, checkpointing, given.device_mib)
     if given.save or given.load:
         saved(made(), shape, given.save or given.load, bool(given.load))
         return

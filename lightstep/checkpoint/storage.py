@@ -81,8 +81,8 @@ class Storage(Protocol):
     def create(self, file: Path) -> BinaryIO:
         """A new file. Once it is closed, its content survives a crash of the machine."""
 
-    def read(self, file: Path, start: int, size: int) -> bytes:
-        """``size`` bytes of a file from ``start`` on, or fewer if the file ends before."""
+    def read(self, file: Path, start: int, buffer: memoryview) -> int:
+        """Fill the buffer from ``start`` of a file on; returns how many bytes the file has there, at most as many."""
 
     def commit(self, folder: Path, path: Path, kind: FolderKind) -> None:
         """Replace ``path`` with the complete ``folder``. A failure leaves ``path`` as it was."""
@@ -118,10 +118,10 @@ class LocalStorage:
     def create(self, file: Path) -> BinaryIO:
         return io.BufferedWriter(_SyncedFile(file, "wb"))
 
-    def read(self, file: Path, start: int, size: int) -> bytes:
+    def read(self, file: Path, start: int, buffer: memoryview) -> int:
         with file.open("rb") as stream:  # one call of an unbuffered file reads less than 2 GiB
             stream.seek(start)
-            return stream.read(size)
+            return stream.readinto(buffer)
 
     def commit(self, folder: Path, path: Path, kind: FolderKind) -> None:
         """Two renames if ``path`` has content, else one."""
@@ -269,9 +269,11 @@ class UrlStorage:
     def create(self, file: Path) -> BinaryIO:
         return file.open("wb")
 
-    def read(self, file: Path, start: int, size: int) -> bytes:
+    def read(self, file: Path, start: int, buffer: memoryview) -> int:
         system, path = cast(UrlPath, file).fsspec()
-        return bytes(system.cat_file(path, start=start, end=start + size))
+        content = system.cat_file(path, start=start, end=start + len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
     def commit(self, folder: Path, path: Path, kind: FolderKind) -> None:
         """Remove the folders of earlier saves: the manifest at ``path`` names the new one."""

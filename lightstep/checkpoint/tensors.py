@@ -474,24 +474,29 @@ def read_whole(folder: Path, key: str, stored: StoredTensor) -> Tensor:
     return whole
 
 
-def read_chunk(folder: Path, key: str, chunk: Chunk) -> bytes:
-    """A chunk's bytes, compared with their checksum.
+def read_chunk(folder: Path, key: str, chunk: Chunk) -> Tensor:
+    """A chunk's bytes (uint8), compared with their checksum.
 
     Raises:
         DamagedError: they differ or cannot be read; the message has file, tensor and offset.
     """
     file = folder / chunk.file
     where = f"{file} is damaged: {key.partition('.')[2]} ({key.partition('.')[0]}) at byte {chunk.start}"
+    content = torch.empty(chunk.nbytes, dtype=torch.uint8)
     try:
-        content = storage_for(file).read(file, chunk.start, chunk.nbytes)
+        found = storage_for(file).read(file, chunk.start, _view(content))
     except OSError as error:
         raise DamagedError(f"{where}: {error_text(error)}") from error
-    if len(content) < chunk.nbytes:
-        raise DamagedError(f"{where}: the file ends {chunk.nbytes - len(content)} bytes early")
-    if chunk.checksum is not None and crc32(content) != chunk.checksum:
-        found = crc32(content)
-        raise DamagedError(f"{where}: the checksum of {chunk.nbytes} bytes is {found:08x}, not {chunk.checksum:08x}")
+    if found < chunk.nbytes:
+        raise DamagedError(f"{where}: the file ends {chunk.nbytes - found} bytes early")
+    checksum = None if chunk.checksum is None else crc32(_view(content))
+    if checksum != chunk.checksum:
+        raise DamagedError(f"{where}: the checksum of {chunk.nbytes} bytes is {checksum:08x}, not {chunk.checksum:08x}")
     return content
+
+
+def _view(content: Tensor) -> memoryview:
+    return memoryview(cast(Any, content.numpy()))
 
 
 class IncompleteTensorError(CheckpointError):
@@ -542,9 +547,49 @@ def _load_unless(cached: Tensor | None, folder: Path, key: str, chunk: Chunk) ->
 def _load(folder: Path, key: str, chunk: Chunk) -> Tensor:
     content = read_chunk(folder, key, chunk)
     try:
-        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        tensor = _tensor_in(content)
     except Exception as error:
         raise DamagedError(f"{folder / chunk.file}: {key} at byte {chunk.start}: {error_text(error)}") from error
     if not isinstance(tensor, Tensor) or tensor.shape != chunk.lengths:
         raise DamagedError(f"{folder / chunk.file}: {key} at byte {chunk.start} is not the tensor that the index names")
     return tensor
+
+
+def _tensor_in(content: Tensor) -> Any:
+    """What ``torch.save`` has written to these bytes: a tensor lies there, without a copy."""
+    described = torch.load(cast(BinaryIO, _Reader(content)), map_location="meta", weights_only=True)
+    if not isinstance(described, Tensor):
+        return described
+    storage = described.untyped_storage()
+    start = storage._checkpoint_offset
+    assert start is not None, "torch sets it for the meta device"
+    elements = content[start : start + storage.nbytes()].view(described.dtype)
+    first = elements.storage_offset() + described.storage_offset()
+    return elements.as_strided(described.shape, described.stride(), first)
+
+
+class _Reader(io.RawIOBase):
+    """Reads bytes in memory; ``io.BytesIO`` would copy all of them first."""
+
+    def __init__(self, content: Tensor) -> None:
+        self._content, self._position = _view(content), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._content)}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._content[self._position : self._position + len(buffer)]
+        buffer[: len(found)] = found
+        self._position += len(found)
+        return len(found)

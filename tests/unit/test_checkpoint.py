@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import random
@@ -606,6 +607,26 @@ def test_a_load_reads_once_where_there_is_room(
     monkeypatch.setattr("lightstep.checkpoint.load.available_bytes", lambda: 3 * room)
     run.load(tmp_path / "a")
     assert {places.count(key) for key in places} == {times}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(1.5),
+        torch.empty(0, 3),
+        torch.arange(5, dtype=torch.bfloat16),
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(12).view(3, 4)[1:, 2:],
+    ],
+)
+def test_tensors_are_read_where_they_lie(tensor: Tensor) -> None:
+    """Without a copy of a file's bytes; those of large tensors would cost more than reading them."""
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    content = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    found = tensors._tensor_in(content)
+    assert torch.equal(found, tensor) and found.dtype == tensor.dtype
+    assert found.untyped_storage().data_ptr() == content.untyped_storage().data_ptr()
 
 
 def test_torch_makes_no_checksums_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
