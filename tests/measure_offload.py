@@ -1,6 +1,7 @@
 """Full fine-tuning of Llama-3.1-8B with everything on the host, and a limit on the device's memory.
 
     python -m tests.measure_offload --gpu-memory 24
+    export CUBLAS_WORKSPACE_CONFIG=:4096:8            # for runs that are compared
     python -m tests.measure_offload --save FOLDER     # three steps, a checkpoint, two steps
     python -m tests.measure_offload --load FOLDER     # in a new process: the same two steps
 
@@ -93,6 +94,7 @@ def host_peak() -> str:
 def saved(made: tuple[lightstep.Strategy, Any, Any], shape: LlamaShape, folder: Path, loads: bool) -> None:
     """Steps before and after a checkpoint, or after it alone. Losses and norms of those after it are printed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not deterministic
     strategy, model, optimizer = made
     torch.manual_seed(1)
     batches = [batch(shape, SEQUENCE) for _ in range(5)]
