@@ -215,8 +215,9 @@ class OptimizerState(_Frozen):
     update: Literal["at_step", "next_forward", "in_backward", "overlap"] = "at_step"
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
     """In what moments are kept between updates, which compute with them in fp32."""
-    moments_rounding: Literal["nearest", "stochastic"] = "nearest"
-    """How bfloat16 and int8 moments are rounded after each update."""
+    moments_rounding: Literal["nearest", "stochastic"] | None = None
+    """How bfloat16 and int8 moments are rounded after each update; ``None``: int8 stochastically where that is
+    possible, bfloat16 to nearest."""
     prefetch_layers: Annotated[int, Field(ge=0)] = 2
     """Stream: layers whose state is fetched ahead of the one being updated."""
     ring_mib: Annotated[float, Field(gt=0)] = 512

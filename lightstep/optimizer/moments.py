@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightstep.distributed import Window, window_of
+from lightstep.distributed import window_of
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.precision.moments import BFloat16
 from lightstep.precision.moments_int8 import LARGEST_BLOCK, SMALLEST_BLOCK, Int8
@@ -39,11 +39,13 @@ class Moments:
     Args:
         dtype: ``"float32"``, as the base optimizer has them; ``"bfloat16"``; or ``"int8"``, codes with a scale for each
             block, of parameters whose last dimension can be divided into blocks.
-        rounding: of shorter moments: to nearest, or stochastic (:mod:`lightstep.precision.noise`).
+        rounding: of shorter moments: to nearest, or stochastic (:mod:`lightstep.precision.noise`). ``None``: 8-bit ones
+            stochastically, because a second moment with ``beta2`` 0.999 stands still otherwise, and to nearest where
+            that is impossible; bf16 to nearest.
     """
 
     dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Literal["nearest", "stochastic"] | None = None
     _noise: Noise = field(default_factory=Noise, init=False, compare=False, repr=False)
     _logged: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
 
@@ -64,27 +66,47 @@ class Moments:
         schemas = {owners[item]: item.schema for item in items}
         found = {owner: moments_of(owner, schema) for owner, schema in schemas.items()}
         self._check(schemas, found)
-        known: dict[tuple[type, int], Schema] = {}
+        known: dict[tuple[type, int, bool], Schema] = {}
         for item in items:
             owner, block = owners[item], _block_of(item) if self.dtype == "int8" else 1
             if not block:
                 continue
-            if (owner, block) not in known:
-                noise = self._noise if self._is_stochastic(schemas[owner]) else None
+            noise = self._noise if self._is_stochastic(schemas[owner]) and self._has_window(item) else None
+            key = owner, block, noise is not None
+            if key not in known:
                 coded = {
-                    key: replace(spec, codec=self._codec(spec, block, noise)) for key, spec in found[owner].items()
+                    name: replace(spec, codec=self._codec(spec, block, noise)) for name, spec in found[owner].items()
                 }
-                known[owner, block] = {**schemas[owner], **coded}
-            item.schema = known[owner, block]
-            if self.rounding == "stochastic":
-                item.window = _window_of(item)
+                known[key] = {**schemas[owner], **coded}
+            item.schema = known[key]
 
     def _codec(self, spec: EntrySpec, block: int, noise: Noise | None) -> Codec:
         return BFloat16(noise) if self.dtype == "bfloat16" else Int8(block, spec.never_negative, noise)
 
     def _is_stochastic(self, schema: Schema) -> bool:
         """Whether entries under this schema are rounded stochastically: the noise depends on the ``step`` in it."""
-        return self.rounding == "stochastic" and "step" in schema
+        return self._rounding == "stochastic" and "step" in schema
+
+    @property
+    def _rounding(self) -> str:
+        return self.rounding or ("stochastic" if self.dtype == "int8" else "nearest")
+
+    def _has_window(self, item: Managed) -> bool:
+        """Find out where the elements of a parameter are that is to be rounded stochastically."""
+        try:
+            item.window = window_of(item.param)
+        except ValueError as error:
+            if self.rounding is not None:
+                raise ValueError(
+                    f"optimizer_state.moments_rounding is stochastic, and {item.name} cannot have it: {error}; "
+                    "set nearest"
+                ) from error
+            self._log_once(
+                "moments of parameters that are sharded along several dimensions behind the first are rounded to "
+                "nearest: noise needs elements that are in one window"
+            )
+            return False
+        return True
 
     def _check(self, schemas: Mapping[type, Schema], found: Mapping[type, Mapping[str, EntrySpec]]) -> None:
         names = {owner: f"{owner.__name__} ({', '.join(schema) or 'no state'})" for owner, schema in schemas.items()}
@@ -94,9 +116,11 @@ class Moments:
                 f"known to be a moment. Set it to float32; or name the moments on the class, moments = ('exp_avg',)"
             )
         uncounted = [names[owner] for owner, specs in found.items() if specs and "step" not in schemas[owner]]
-        if self.rounding == "nearest" or not uncounted:
+        if self._rounding == "nearest" or not uncounted:
             return
-        if not any(specs and self._is_stochastic(schemas[owner]) for owner, specs in found.items()):
+        if self.rounding is not None and not any(
+            specs and self._is_stochastic(schemas[owner]) for owner, specs in found.items()
+        ):
             raise ValueError(
                 f"optimizer_state.moments_rounding is stochastic, and {' and '.join(uncounted)} counts no steps in its "
                 "state, on which the noise depends. Set it to nearest: a momentum does not stall"
@@ -144,12 +168,3 @@ def moments_of(optimizer_class: type, schema: Schema) -> dict[str, EntrySpec]:
         for key, spec in schema.items()
         if key in names and spec.like_parameter and spec.dtype == torch.float32
     }
-
-
-def _window_of(item: Managed) -> Window:
-    try:
-        return window_of(item.param)
-    except ValueError as error:
-        raise ValueError(
-            f"optimizer_state.moments_rounding is stochastic, and {item.name} cannot have it: {error}; set nearest"
-        ) from error

@@ -4,7 +4,9 @@ parameter is divided."""
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -94,7 +96,7 @@ def check_layout(
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     settings: dict[str, Any] = SETTINGS,
 ) -> None:
-    rounding = "nearest" if moments == "float32" else "stochastic"
+    rounding = "stochastic" if moments == "bfloat16" else None  # that of int8
     state = {"moments": moments, "moments_rounding": rounding, **state}
     values = {"sharding": sharding, "clipping": {"max_norm": None}, "optimizer_state": state}
     strategy = lightstep.Strategy.load({**values, "precision": {"master_weights": master_weights}})
@@ -210,6 +212,22 @@ def check_placements(
 def test_other_dimensions(pool: Pool, mesh: tuple[int, ...], placements: list[Placement], refused: bool) -> None:
     world_size = mesh[0] * mesh[-1] if len(mesh) == 2 else mesh[0]
     pool.run(check_placements, world_size, mesh=mesh, placements=placements, refused=refused)
+
+
+def check_no_window(rank: int, world_size: int) -> None:
+    device = device_of(rank, world_size)
+    ranks = init_device_mesh(device.type, (2, 2))
+    generator = torch.Generator().manual_seed(0)
+    expected = [nn.Parameter(torch.randn(5, 8, 256, generator=generator).bfloat16().to(device))]
+    tested = [nn.Parameter(distribute_tensor(expected[0].detach(), ranks, [Shard(1), Shard(2)]))]
+    optimizer = lightstep.MixedPrecisionOptimizer(tested, torch.optim.AdamW, SETTINGS, moments=Moments("int8"))
+    with mock.patch.object(logging.getLogger("lightstep.optimizer.moments"), "info") as info:
+        train(optimizer, tested, expected, Int8Moments([{"params": expected}], torch.optim.AdamW, **SETTINGS))
+    assert ["rounded to nearest" in call.args[0] for call in info.call_args_list] == [True]
+
+
+def test_8_bits_are_rounded_to_nearest_by_default_where_elements_have_no_numbers(pool: Pool) -> None:
+    pool.run(check_no_window, 4)
 
 
 def check_muon(rank: int, world_size: int) -> None:

@@ -150,9 +150,8 @@ def by_hand(state: dict[str, Any], steps: int = 3, optimizer_class: Any = torch.
     model = strategy.prepare_model(representable(model))
     twin = copy.deepcopy(model)
     optimizer = strategy.create_optimizer(model, optimizer_class, **options)
-    reference = KINDS[state["moments"], state.get("moments_rounding", "nearest")](
-        [{"params": list(twin.parameters())}], optimizer_class, **options
-    )
+    rounding = state.get("moments_rounding") or ("stochastic" if state["moments"] == "int8" else "nearest")
+    reference = KINDS[state["moments"], rounding]([{"params": list(twin.parameters())}], optimizer_class, **options)
     for _ in range(steps):
         for tested, expected in zip(model.parameters(), twin.parameters(), strict=True):
             expected.grad = torch.randn(expected.shape, generator=generator).to(expected)
@@ -173,6 +172,30 @@ def test_large_tensors_whole_and_cut(state: dict[str, Any], moments: str) -> Non
     optimizer = by_hand(state, lr=1e-2, betas=(0.9, 0.999))
     if state.get("backend") == "stream":
         assert any(start for unit in optimizer._backend.units() for _, start, _ in unit.parts), "nothing was cut"
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+@pytest.mark.parametrize("state", [{}, STREAM])
+def test_rounding_by_default_and_as_given(state: dict[str, Any], moments: str) -> None:
+    """8-bit moments stochastically, bf16 to nearest; a given value counts."""
+    for rounding in (None, "nearest", "stochastic"):
+        by_hand({**state, "moments": moments, "moments_rounding": rounding}, lr=1e-2, betas=(0.9, 0.999))
+
+
+def test_what_counts_no_steps_is_rounded_to_nearest_by_default(caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+    weights = [nn.Parameter(torch.ones(16, 64)) for _ in range(2)]
+    optimizer = lightstep.MixedPrecisionOptimizer(
+        weights, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, moments=Moments("int8")
+    )
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    gradient = weights[0].grad.clone()
+    optimizer.step()
+    wanted = kept_in("int8", "momentum_buffer", gradient)
+    assert torch.equal(optimizer.state[weights[0]]["momentum_buffer"], wanted)
+    said = "moments of SGD (momentum_buffer) are rounded to nearest: their state counts no steps"
+    assert [record.message for record in caplog.records].count(said) == 1
 
 
 @pytest.mark.parametrize(("state", "width"), [({}, 8), ({"backend": "bulk"}, 6), (STREAM, 6)])
@@ -396,7 +419,7 @@ def test_the_second_moment_does_not_stand_still() -> None:
 def test_an_8_bit_second_moment_does_not_stand_still_beside_a_large_one() -> None:
     """One element's scale is constant, and its neighbours get gradients that are larger than they were."""
     found = {}
-    for rounding in ("nearest", "stochastic"):
+    for rounding in ("nearest", "stochastic", None):
         weight = nn.Parameter(torch.zeros(64, 128))
         optimizer = lightstep.MixedPrecisionOptimizer(
             [weight], torch.optim.AdamW, {"lr": 0.0}, moments=Moments("int8", rounding)
@@ -414,6 +437,7 @@ def test_an_8_bit_second_moment_does_not_stand_still_beside_a_large_one() -> Non
     exact = start * 0.999**100 + 0.04 * (1 - 0.999**100)
     assert found["nearest"] == start
     assert abs(found["stochastic"] - exact) < 0.02 * exact
+    assert found[None] == found["stochastic"]
 
 
 # -- from one setting to another ---------------------------------------------------------------------------------------
