@@ -18,7 +18,7 @@ from lightstep.optimizer.arithmetic import ADAMS
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.precision.adam_batch import AdamBatch, AdamMemory, AdamSettings, AdamTensors, Scaling, corrections
-from lightstep.precision.adam_kernel import fused_kernel_on, kind_of, runs_in_one_pass
+from lightstep.precision.adam_kernel import CODECS, fused_kernel_on, kind_of, runs_in_one_pass
 from lightstep.precision.gradient_stage import GradientStage
 from lightstep.state.record import Layout
 from lightstep.state.segment import Piece, Segment
@@ -266,10 +266,12 @@ def _memory_of(segment: Segment, piece: Piece, block: int, noisy: bool) -> AdamM
 @functools.lru_cache(maxsize=256)
 def _kept_in(layout: Layout) -> tuple[int, bool] | None:
     """How all moments under a layout are kept, ``block`` and ``noisy`` of :class:`AdamMemory`; ``None``: they differ,
-    or there is more."""
+    there is more, or the kernel does not know the codec."""
     if {entry.key for entry in layout.entries} - {_LARGEST} != _ENTRIES - {"step"}:
         return None
     if any(entry.shape is not None or entry.dtype not in _DTYPES for entry in layout.entries):
+        return None
+    if any(entry.codec is not None and type(entry.codec) not in CODECS for entry in layout.entries):
         return None
     found = {
         (0, False) if entry.codec is None else (entry.codec.block, entry.codec.is_stochastic)

@@ -25,9 +25,12 @@ from lightstep.precision.moments_int8 import LARGEST_BLOCK, Int8
 from lightstep.precision.noise import Noise
 from lightstep.precision.split import Splitter, probe_masters
 
-__all__ = ["Kind", "fused_kernel_on", "kind_of", "runs_in_one_pass"]
+__all__ = ["CODECS", "Kind", "fused_kernel_on", "kind_of", "runs_in_one_pass"]
 
 logger = logging.getLogger(__name__)
+
+CODECS = (BFloat16, Int8)
+"""What the kernel decodes and encodes. Moments under any other codec, also one derived from these, are left alone."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 

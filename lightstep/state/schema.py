@@ -37,7 +37,7 @@ class Codec(Protocol):
     bit is kept as it is: it may carry a bit of the master.
 
     Attributes:
-        dtype: of the values as users read and load them.
+        dtype: of the values as users read and load them. A first plane of this dtype is the values themselves.
         planes: what is kept in the record: suffix of the field's name, dtype, and elements for each item.
         block: how many elements share a scale; 1: there are no scales.
         is_stochastic: an update rounds stochastically.

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightstep.optimizer import arithmetic, one_pass, queue
+from lightstep.optimizer.moments import Moments
 from lightstep.precision import adam_batch, adam_kernel
+from lightstep.precision.moments import BFloat16, CodedInBFloat16
 from lightstep.state import segment, staging, store
 from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair
@@ -127,6 +130,40 @@ def test_nothing_is_decoded_or_encoded_by_itself(
         pair.train(3)
     pair.resume()
     assert one_pass_on_cpu[moments] > 0
+
+
+class Doubled(BFloat16):
+    """In memory it looks as bf16 does, and its codes are others."""
+
+    dtype = torch.float32
+
+    def at(self, planes: Sequence[Tensor]) -> CodedInBFloat16:
+        return CodedInDoubles(planes, self._noise)
+
+
+class CodedInDoubles(CodedInBFloat16):
+    def decode(self, out: Tensor) -> None:
+        out.copy_(self._codes).mul_(0.5)
+
+    def encode(self, value: Tensor) -> None:
+        super().encode(value)
+        self._codes.mul_(2)
+
+
+def test_a_codec_that_the_kernel_does_not_know_is_left_alone(
+    one_pass_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"backend": "resident", "moments": "bfloat16"}
+    expected = Training(state)
+    losses = expected.train(4)
+    assert one_pass_on_cpu["bfloat16"] > 0
+    one_pass_on_cpu.clear()
+    monkeypatch.setattr(Moments, "_codec", lambda *_: Doubled())
+    tested = Training(state)
+    assert tested.train(4) == losses
+    assert not one_pass_on_cpu
+    found, wanted = ({key: value.float() for key, value in one.snapshot().items()} for one in (tested, expected))
+    assert_same(found, wanted)
 
 
 def test_classes_that_are_not_torchs_own_are_left_alone(one_pass_on_cpu: Counter[str]) -> None:
