@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightstep.distributed import like, local_tensor
 
-__all__ = ["OTHER_SETTINGS", "is_foreign", "with_torchs_moments"]
+__all__ = ["OTHER_SETTINGS", "has_codes", "is_foreign", "with_torchs_moments"]
 
 _WRAPPED = "__bnb_optimizer_quant_state__"
 OTHER_SETTINGS = ("alpha", "t_alpha", "t_beta3")
@@ -29,6 +29,12 @@ _BLOCKS = (256, 2048)
 def is_foreign(entries: Mapping[str, Any]) -> bool:
     """Whether this is a parameter's state from a state dict of one of these libraries."""
     return _WRAPPED in entries or any(map(_is_coded, entries.values()))
+
+
+def has_codes(entries: Mapping[str, Any]) -> bool:
+    """Whether moments in a parameter's state are codes: both libraries keep those of small tensors in fp32."""
+    values = [*entries.values(), *entries.get(_WRAPPED, {}).values()]
+    return any(_is_coded(one) or (isinstance(one, Tensor) and one.dtype == torch.uint8) for one in values)
 
 
 def with_torchs_moments(name: str, entries: Mapping[str, Any]) -> dict[str, Any]:

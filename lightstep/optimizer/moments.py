@@ -26,6 +26,12 @@ __all__ = ["Moments", "moments_of"]
 logger = logging.getLogger(__name__)
 
 _KEPT = (torch.float32, torch.bfloat16)
+_LOST = {
+    "float32": "nothing is lost",
+    "bfloat16": "rounded to nearest, to 8 significant bits",
+    "int8": "rounded to the nearest codes; only values that lightstep saved from int8 moments are exact",
+}
+"""What loading other moments loses, by how they are kept."""
 _NAMES = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_diff", "exp_inf", "momentum_buffer"}
     | {"square_avg", "grad_avg", "acc_delta", "sum"}
@@ -128,15 +134,21 @@ class Moments:
         self._log_once(f"moments of {' and '.join(uncounted)} are rounded to nearest: their state counts no steps")
 
     def log_conversion(self, item: Managed, entries: Mapping[str, Any]) -> None:
-        """Log, once, that loaded moments are kept otherwise from here on."""
+        """Log, once, that loaded moments are kept otherwise from here on, and what is lost."""
         for key, value in entries.items():
             spec = item.schema.get(key)
             if spec is None or not spec.like_parameter or not isinstance(value, Tensor):
                 continue
             given, kept = str(value.dtype).removeprefix("torch."), "float32" if spec.codec is None else self.dtype
             if given != kept and given in ("float32", "bfloat16") and entry_dtype(spec, item) in _KEPT:
-                exact = ", exactly if int8 moments were saved" if (given, kept) == ("float32", "int8") else ""
-                self._log_once(f"loaded moments are {given}, and are kept in {kept} from here on{exact}")
+                self._log_once(f"loaded moments are {given}, and are kept in {kept} from here on: {_LOST[kept]}")
+
+    def log_decoded(self) -> None:
+        """Log, once, that loaded moments were another library's codes."""
+        self._log_once(
+            "loaded moments are codes of bitsandbytes or torchao, and are decoded to float32: exactly, but what these "
+            "codes had lost stays lost"
+        )
 
     def _log_once(self, line: str) -> None:
         if line not in self._logged:

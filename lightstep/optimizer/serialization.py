@@ -15,7 +15,7 @@ from lightstep.distributed import is_sharded, local_tensor
 from lightstep.error_text import error_text
 from lightstep.optimizer.classes import class_name
 from lightstep.optimizer.engine import Engine
-from lightstep.optimizer.foreign_moments import OTHER_SETTINGS, is_foreign, with_torchs_moments
+from lightstep.optimizer.foreign_moments import OTHER_SETTINGS, has_codes, is_foreign, with_torchs_moments
 from lightstep.optimizer.group_values import KEPT
 from lightstep.state.schema import Managed
 
@@ -81,6 +81,8 @@ def _with_torchs_moments(
         if not issubclass(engine.classes.arithmetic_for(live).optimizer_class, (torch.optim.Adam, torch.optim.AdamW)):
             continue
         coded = [i for i in saved["params"] if i in found and (is_foreign(found[i]) or "state1" in found[i])]
+        if any(has_codes(found[index]) for index in coded):
+            engine.moments.log_decoded()
         for index in coded:
             found[index] = with_torchs_moments(f"parameter {index}", found[index])
         if coded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,25 @@ def test_codes_tables_and_scales(wrapped: bool, size: int) -> None:
         assert torch.equal(found[key], value)
     live = optimizer.param_groups[0]
     assert live["betas"] == (0.9, 0.99) and "alpha" not in live and "amsgrad" in live
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_loading_says_what_is_lost(moments: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    parameters = [nn.Parameter(torch.ones(66, 100)), nn.Parameter(torch.ones(66, 128))]
+    codes, exact = by_hand(True, 256)
+    in_fp32 = {"step": 3, "state1": torch.ones(66, 128), "state2": torch.ones(66, 128)}
+    for first, decoded in ((codes, 1), (exact | {"step": torch.tensor(3.0)}, 0)):
+        caplog.clear()
+        optimizer = optimizer_of(parameters, moments=Moments(moments))
+        optimizer.load_state_dict({"state": {0: first, 1: in_fp32}, "param_groups": [{"params": [0, 1]}]})
+        lines = [record.message for record in caplog.records]
+        said = sum(
+            "are decoded to float32: exactly, but what these codes had lost stays lost" in line for line in lines
+        )
+        assert said == decoded
+        kept = sum("kept in int8 from here on: rounded to the nearest codes" in line for line in lines)
+        assert kept == (moments == "int8")
 
 
 @pytest.mark.parametrize("moments", ["float32", "int8"])
