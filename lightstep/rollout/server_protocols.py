@@ -93,10 +93,14 @@ class Server(ABC):
         """Close the process group."""
 
     def check(self, infos: Sequence[WeightInfo]) -> None:
-        """Compare a set with the server's model. Nothing is paused or written."""
+        """Compare a set with the server's model, whose names are kept. Nothing is paused or written."""
         if self._names is None:
             self._names = frozenset(self.names())
         refuse_other_names(infos, self._names, self.url)
+
+    def forget_names(self) -> None:
+        """Ask for names again: a server that was restarted may have another model."""
+        self._names = None
 
     def names(self) -> Iterable[str]:
         """Of the tensors of the server's model: an update with an unknown one would leave half a set there."""

@@ -245,6 +245,7 @@ class ServerTransport(_Servers):
 
     def _connect(self) -> None:
         """Open a process group with all workers of all servers; this process is the first member."""
+        self._on_all(lambda server: server.forget_names())
         sizes = self._on_all(lambda server: server.workers())
         size, self._number = 1 + sum(sizes), self._number + 1
         address = self._address or _address_towards(self._servers[0].url)
@@ -420,6 +421,7 @@ class SglangFolder(_Servers):
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
         infos = _infos_of(buckets)
         self._on_all(lambda server: server.refuse_other_versions())
+        self._on_all(lambda server: server.forget_names())  # nothing tells whether it was restarted
         self._on_all(lambda server: server.check(infos))
         self._version, self._files = version, 0
         shutil.rmtree(self._set, ignore_errors=True)

@@ -352,6 +352,27 @@ def test_a_restarted_server_gets_the_next_set(kind: str, training: Training) -> 
     assert training.publish() == 2 and training.serves("2")
 
 
+def other_model(training: Training, change: str) -> dict[str, Tensor]:
+    """What the trained model lacks, or does not have alone."""
+    other = dict(training.initial)
+    if change == "unknown":
+        del other["1.bias"]
+    else:
+        other["9.extra"] = torch.zeros(3)
+    return other
+
+
+@pytest.mark.parametrize("change", ["unknown", "missing"])
+@both
+def test_a_restarted_server_with_another_model_is_refused(kind: str, change: str, training: Training) -> None:
+    (server,) = training.fakes
+    training.publish()
+    server.restart(other_model(training, change))
+    with pytest.raises(WeightTransferError, match=r"1.bias is unknown|9.extra gets nothing"):
+        training.publish()
+    assert not server.process.paused and not server.process.updating and server.process.version == "default"
+
+
 @both
 def test_servers_that_are_killed_at_random_moments_never_serve_half_a_set(kind: str) -> None:
     chance = random.Random(0)
@@ -425,6 +446,19 @@ def test_a_set_in_a_folder_that_is_refused_or_breaks(tmp_path: Path) -> None:
     server.before = lambda path: None
     training.publish()
     assert training.serves("1")
+    server.kill()
+
+
+@pytest.mark.parametrize("change", ["unknown", "missing"])
+def test_a_folder_is_not_loaded_by_a_restarted_server_with_another_model(change: str, tmp_path: Path) -> None:
+    training = Training("sglang")
+    (server,) = training.fakes
+    training.servers = SglangFolder(server.url, tmp_path, timeout_s=10.0)
+    training.publish()
+    server.restart(other_model(training, change))
+    with pytest.raises(WeightTransferError, match=r"1.bias is unknown|9.extra gets nothing"):
+        training.publish()
+    assert not server.process.paused and server.process.version == "default"
     server.kill()
 
 
