@@ -140,12 +140,17 @@ def join(strategy: Strategy) -> None:
     """Start the process group if the strategy is for several ranks.
 
     Raises:
-        ConfigError: torchrun's processes do not match the strategy, or it has asynchronous roles.
+        ConfigError: torchrun's processes do not match the strategy, or it says who generates.
     """
     if strategy.roles.asynchronous:
         raise ConfigError(
             f"strategy {strategy.name}: roles.rollout.mode is async, and lightstep train has nothing to generate; "
             "leave roles out"
+        )
+    if strategy.config.roles.rollout.servers is not None:
+        raise ConfigError(
+            f"strategy {strategy.name}: roles.rollout.servers is set, and lightstep train publishes to nobody; leave "
+            "roles out, or call strategy.publish_weights(model) in a loop of your own"
         )
     if isinstance(strategy, ProcessGroupStrategy):
         strategy.start()

@@ -277,9 +277,16 @@ def test_names_are_compared_with_what_is_tied(offered: list[str], expected: list
     assert str(error.value) == message
 
 
-def test_training_from_a_file_has_nothing_to_generate() -> None:
-    strategy = Strategy.load("fsdp2", overrides={"roles.rollout.mode": "async"})
-    with pytest.raises(ConfigError, match="lightstep train has nothing to generate"):
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"mode": "async"}, "lightstep train has nothing to generate"),
+        ({"servers": {"kind": "sglang", "urls": ["http://host"]}}, r"rollout.servers is set.* publishes to nobody"),
+    ],
+)
+def test_training_from_a_file_is_without_rollouts(rollout: dict[str, Any], message: str) -> None:
+    strategy = Strategy.load("fsdp2", overrides={"roles.rollout": rollout})
+    with pytest.raises(ConfigError, match=message):
         join(strategy)
 
 
