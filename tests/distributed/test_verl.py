@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from tests.verl_engines import (
 pytestmark = pytest.mark.skipif(not HAS_VERL, reason="verl is not installed: make test-verl")
 
 LENGTHS = [5, 9, 7, 12]
+DOCS = Path(__file__).parents[2] / "docs" / "reinforcement-learning.md"
 
 
 def batches(rank: int, count: int, first: int = 0) -> list[Any]:
@@ -116,6 +120,36 @@ def check_reference(rank: int, world_size: int, folder: Path) -> None:
 
 def test_a_reference_has_no_optimizer(pool: Pool, folder: Path) -> None:
     pool.run(check_reference, 2, cpu=True, folder=folder)
+
+
+IN_A_WORKER = """
+from tests.verl_engines import import_verl
+import_verl()
+from pathlib import Path
+import sys
+import verl
+from hydra import compose, initialize_config_dir
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine import EngineRegistry
+with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+    settings = compose("ppo_trainer", overrides=sys.argv[1:]).actor_rollout_ref
+omega_conf_to_dataclass(settings.model)
+print("before the actor:", EngineRegistry.get_engine_cls("language_model", settings.ref.strategy).__name__)
+print(omega_conf_to_dataclass(settings.actor).engine.lightstep)
+"""
+
+
+def test_the_engine_is_known_when_verls_worker_builds_a_reference(folder: Path) -> None:
+    """The worker reads the settings of the model, then those of the reference, then those of the actor."""
+    command = re.search(r"verl\.trainer\.main_ppo \\\n(.*?) \.\.\.", DOCS.read_text(), re.DOTALL)
+    assert command is not None
+    documented = command[1].replace("\\\n", "").split()
+    others = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.actor.use_kl_loss=True"]
+    others += [f"actor_rollout_ref.model.path={folder}", "+actor_rollout_ref.model.load_tokenizer=False"]
+    started = subprocess.run(
+        [sys.executable, "-c", IN_A_WORKER, *documented, *others], capture_output=True, text=True, check=False
+    )
+    assert started.stdout.splitlines() == ["before the actor: LightstepEngine", "fsdp2-stream"], started.stderr
 
 
 def check_adapters(rank: int, world_size: int, folder: Path) -> None:
