@@ -77,13 +77,24 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class ProcessGroupEngine(WeightTransferEngine):
-    """Receives buckets of whole tensors, and loads them as vLLM loads a checkpoint."""
+    """Receives buckets of whole tensors, and loads them as vLLM loads a checkpoint.
+
+    Raises:
+        NotImplementedError: the model has fused experts on a CPU. vLLM creates this when it has loaded the model.
+    """
 
     init_info_cls, update_info_cls = GroupInfo, BucketInfo
     supports_draft_weight_update = False
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        names = [name for name, _ in self.model.named_parameters()]
+        fused = [name for name in names if name.rpartition(".")[2].startswith("w13_")]
+        if fused and self.device.type == "cpu":  # by reading 0.32: they are packed after the first load alone
+            raise NotImplementedError(
+                f"the model has fused experts on a CPU ({fused[0]}), which vLLM loads wrongly a second time: leave "
+                "--weight-transfer-config out, or serve it on a GPU"
+            )
         self._link: WeightLink | None = None
         self._loading = False
         self._held = HeldWeights()

@@ -396,8 +396,10 @@ def test_a_strategy_file_asks_for_deltas() -> None:
 
 
 class _Base:
+    kind = "cpu"
+
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.device = model, torch.device("cpu")
+        self.model, self.device = model, torch.device(self.kind)
         self.parallel_config = types.SimpleNamespace(pipeline_parallel_size=1, rank=0, world_size=1)
         self.model_config = types.SimpleNamespace(quantization=None)
 
@@ -428,8 +430,7 @@ class _Link:
         pass
 
 
-def test_the_plugin_keeps_sets_and_applies_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
-    reloads: list[str] = []
+def import_plugin(monkeypatch: pytest.MonkeyPatch, reloads: list[str]) -> Any:
     base = dict.fromkeys(("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo"), _Base)
     base |= {"WeightTransferInitInfo": object, "WeightTransferUpdateInfo": object}
     reload = {
@@ -452,6 +453,24 @@ def test_the_plugin_keeps_sets_and_applies_deltas(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(sys.modules, "lightstep.rollout.vllm_plugin", raising=False)
     plugin = importlib.import_module("lightstep.rollout.vllm_plugin")
     monkeypatch.delitem(sys.modules, "lightstep.rollout.vllm_plugin")
+    return plugin
+
+
+def test_the_plugin_refuses_fused_experts_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM packs them when it loads them first, and not again."""
+    plugin, model = import_plugin(monkeypatch, []), _Model()
+    plugin.ProcessGroupEngine(model)
+    model.experts = nn.Module()
+    model.experts.w13_weight = nn.Parameter(torch.zeros(4, 8, 2))
+    with pytest.raises(NotImplementedError, match=r"fused experts on a CPU \(experts.w13_weight\)"):
+        plugin.ProcessGroupEngine(model)
+    monkeypatch.setattr(_Base, "kind", "cuda")
+    plugin.ProcessGroupEngine(model)
+
+
+def test_the_plugin_keeps_sets_and_applies_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
+    reloads: list[str] = []
+    plugin = import_plugin(monkeypatch, reloads)
     engine, link = plugin.ProcessGroupEngine(_Model()), _Link()
     engine._link = link
 
