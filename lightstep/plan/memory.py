@@ -38,9 +38,10 @@ class Memory:
         gathered: unsharded weights and gradients of FSDP2.
         host: page-locked, with ``spare`` and what blocks keep there between forward and backward.
         spare: second copies on the host, of the state that ``overlap`` updates in backward.
-        link: bytes in the busier direction in a step.
+        link: bytes in the busier direction in a step: ``link_once``, and those of each further micro-batch.
+        link_once: of the updates, and of one micro-batch.
         link_in_forward: those that no update waits for: previous weights that rest on the host leave in forward.
-        link_again: those of each of its micro-batches but the last.
+        forward_link, backward_link: to the device in a further micro-batch's forward and backward.
     """
 
     weights: int
@@ -55,8 +56,10 @@ class Memory:
     host: int
     spare: int
     link: int
+    link_once: int
     link_in_forward: int
-    link_again: int
+    forward_link: int
+    backward_link: int
 
     @property
     def step(self) -> int:
@@ -165,12 +168,17 @@ class _MemoryPlan:
         # On the host: weights, gradients, and their sums. Each way: to a forward and a backward, and a gradient or from
         # an update and a gradient.
         all_gradients = self.gradient_width * total / self.shards
+        summed = max(all_gradients, self._all_sums())
         early = travelling if self.on_host else 0
         rest = all_weights + all_gradients + self._all_sums() if self.on_host else 0
-        to_device = 2 * all_weights + (0 if travelling else all_gradients) if self.on_host else 0
-        to_host = all_weights + all_gradients if self.on_host else 0
+        to_device = 2 * all_weights + (0 if travelling else summed) if self.on_host else 0
+        to_host = all_weights + summed if self.on_host else 0
         inputs = activations.on_host if activations else 0
-        again = inputs + (int(2 * all_weights + max(all_gradients, self._all_sums())) if self.on_host else 0)
+        once = int(streamed + max(to_device, to_host + travelling)) + inputs
+        # The second micro-batch brings the gradient of the first, and each later one the sum.
+        forward = int(all_weights) if self.on_host else 0
+        backward = inputs + (int(all_weights + summed) if self.on_host else 0)
+        first = int(summed - all_gradients) if self.on_host else 0
         return Memory(
             weights=int(weights),
             gradients=int(gradients + self._sums()),
@@ -183,9 +191,11 @@ class _MemoryPlan:
             peak=int(peak),
             host=int((all_state if state.backend != "resident" else 0) + spare + rest) + inputs,
             spare=int(spare),
-            link=int(streamed + max(to_device, to_host + travelling)) + inputs + (self.micro_batches - 1) * again,
+            link=once + (self.micro_batches - 1) * (forward + backward) - first,
+            link_once=once,
             link_in_forward=int(min(early, max(to_host + early - to_device, 0))),
-            link_again=again,
+            forward_link=forward,
+            backward_link=backward,
         )
 
     def _speculative_bytes(self, resident: float, streamed: float) -> float:

@@ -221,11 +221,14 @@ def iteration_time(
     rate = profile.link.each_way(devices or ranks) * 1e6  # bytes per ms
     # What blocks keep on the host goes there in forward and comes back in backward; a pass waits for slower copies.
     inputs = activations.on_host / rate
-    waiting = micro_batches * (max(inputs - one.forward, 0) + max(inputs - one.backward, 0))
+    waiting = max(inputs - one.forward, 0) + max(inputs - one.backward, 0)
+    # So do the passes of further micro-batches for weights and sums of gradients that rest on the host.
+    forward, backward = max(inputs, memory.forward_link / rate), memory.backward_link / rate
+    waiting += (micro_batches - 1) * (max(forward - one.forward, 0) + max(backward - one.backward, 0))
     all_copies = memory.link / rate
     if memory.link == micro_batches * activations.on_host:
         return Time(compute, all_copies, update + waiting, update, network, unhidden)
-    link = all_copies - (micro_batches - 1) * inputs - memory.link_in_forward / rate  # beside one micro-batch
+    link = (memory.link_once - memory.link_in_forward) / rate  # beside one micro-batch
     if crossing is not None and profile.link.carries_network:
         link += _beside(state.update, crossing) / rate
     if state.update == "at_step":

@@ -321,14 +321,51 @@ def test_weights_on_the_host_travel_in_each_micro_batch(name: str, ranks: int) -
     """To its forward and its backward; and the fp32 sum of gradients is brought, added to, and taken back."""
     model, profile, config = load_shape("Llama-3.1-8B"), find_profile("H100"), Strategy.load(name).config
     plans = [
-        Planner(model, Workload(4096, micro_batches=count), profile, ranks).plan(name, config) for count in (1, 2, 4)
+        Planner(model, Workload(4096, micro_batches=count), profile, ranks).plan(name, config) for count in (1, 2, 4, 8)
     ]
     own = sum(parameter.numel() for parameter in model.parameters()) / ranks
-    once, twice, often = (plan.memory.link for plan in plans)
+    once, twice, often, most = (plan.memory.link for plan in plans)
     assert twice - once == pytest.approx((2 + 2 + 4) * own) and often - once == pytest.approx(3 * (2 + 2 + 4) * own)
     times = [plan.time.iteration for plan in plans if plan.time is not None]
-    assert times[2] - times[1] == pytest.approx(2 * (times[1] - times[0]), rel=0.01)
-    assert times[1] - times[0] >= (twice - once) / profile.link.each_way(ranks) / 1e6
+    assert times[3] - times[2] == pytest.approx(2 * (times[2] - times[1]), rel=0.01)
+    rate = profile.link.each_way(ranks) * 1e6
+    assert times[3] - times[2] == pytest.approx((most - often) / rate, rel=0.01), "4096 tokens hide none of it"
+
+
+@pytest.mark.parametrize("update", ["overlap", "next_forward"])
+@pytest.mark.parametrize("reduce", ["float32", "parameters"])
+def test_further_micro_batches_hide_their_own_copies(update: str, reduce: str) -> None:
+    """16,384 tokens compute longer than weights and sums of gradients take to come and to leave."""
+    own = {"optimizer_state.update": update, "precision.reduce": reduce}
+    model, profile, config = load_shape("Llama-3.1-8B"), find_profile("H200"), Strategy.load("offload", own).config
+    planner = Planner(model, Workload(16_384, checkpointed=True, loss_chunk=1024), profile)
+    plan = planner.plan("offload", config)
+    made = [plan, *(planner.with_micro_batches(count).plan("offload", config) for count in (2, 4, 8))]
+    exposed = [plan.time.exposed / plan.workload.micro_batches for plan in made if plan.time is not None]
+    assert exposed[1] < 0.8 * exposed[0]
+    assert exposed[1:] == pytest.approx([exposed[1], exposed[1] / 2, exposed[1] / 4]), "only the step's own are left"
+    assert reliefs("offload", config, plan, planner)[0].change == "--micro-batches 2"
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "tokens", "moments", "measured"),
+    [
+        (1, 4096, "float32", 3051),
+        (4, 16_384, "float32", 10_153),
+        (2, 32_768, "float32", 9923),
+        (4, 16_384, "bfloat16", 9798),
+        (2, 32_768, "bfloat16", 9681),
+    ],
+)
+def test_steps_of_8_b_in_24_gb_take_what_was_measured(
+    micro_batches: int, tokens: int, moments: str, measured: int
+) -> None:
+    """Those of docs/benchmarks.md, by `python -m tests.measure_offload --gpu-memory 24`."""
+    own = {"optimizer_state.update": "next_forward", "optimizer_state.moments": moments}
+    config = Strategy.load("offload", own | {"precision.reduce": "parameters", "weights.device_mib": 3600}).config
+    work = Workload(tokens, 4096, micro_batches, checkpointed=True, loss_chunk=1024)
+    plan = Planner(load_shape("Llama-3.1-8B"), work, find_profile("H200")).plan("offload", config)
+    assert plan.time is not None and plan.time.iteration == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("masters", [True, False])
