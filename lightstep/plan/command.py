@@ -137,7 +137,8 @@ def _workload(options: PlanOptions) -> Workload:
 def _remedies(
     options: PlanOptions, configs: Mapping[str, StrategyConfig], planner: Callable[[PlanOptions], Planner]
 ) -> list[str]:
-    """The smallest single changes of the command with which a strategy fits."""
+    """The smallest single changes of the command or of the strategy with which one fits."""
+    own = planner(options)
 
     def first_name(made: Sequence[Plan]) -> str | None:
         first = first_that_fits(made)
@@ -154,17 +155,26 @@ def _remedies(
                 return [f"{said}: {name}"]
         return []
 
+    def in_file(section: str, key: str, *values: str) -> list[str]:
+        for value in values:
+            if name := first_name(plans(own, _with(configs, section, {key: value}))):
+                return [f"{section}.{key}: {value} in the strategy file: {name}"]
+        return []
+
     sequence = min(options.sequence, options.tokens)
     tokens = [sequence * 2**power for power in reversed(range((options.tokens // sequence).bit_length()))]
     gpus = [count for count in (2, 4, 8) if count > options.gpus]
     remedies: list[str] = []
     if options.no_checkpointing:
         remedies += smallest(("without --no-checkpointing", {"no_checkpointing": False}))
-    elif name := first_name(plans(planner(options), _with_inputs_on_host(configs))):
-        remedies.append(f"sharding.activation_checkpointing: host in the strategy file: {name}")
+    else:
+        remedies += in_file("sharding", "activation_checkpointing", "host")
     if not options.fused_loss:
         remedies += smallest(("--fused-loss", {"fused_loss": True}))
     remedies += smallest(*((f"--tokens {count}", {"tokens": count}) for count in tokens if count < options.tokens))
+    remedies += in_file("optimizer_state", "update", "next_forward")
+    remedies += in_file("precision", "reduce", "parameters")
+    remedies += in_file("optimizer_state", "moments", "bfloat16", "int8")
     remedies += smallest(*((f"--gpus {count}", {"gpus": count}) for count in gpus))
     if remedies:
         return remedies
@@ -173,10 +183,11 @@ def _remedies(
     return smallest(*((f"--gpus {count} {said}", {**least, "gpus": count}) for count in [options.gpus, *gpus]))
 
 
-def _with_inputs_on_host(configs: Mapping[str, StrategyConfig]) -> Mapping[str, StrategyConfig]:
-    changed = {"activation_checkpointing": "host"}
+def _with(
+    configs: Mapping[str, StrategyConfig], section: str, settings: Mapping[str, Any]
+) -> Mapping[str, StrategyConfig]:
     return {
-        name: config.model_copy(update={"sharding": config.sharding.model_copy(update=changed)})
+        name: config.model_copy(update={section: getattr(config, section).model_copy(update=settings)})
         for name, config in configs.items()
     }
 

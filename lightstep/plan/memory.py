@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.rules import Rule, groups_by_rules, own_class
 from lightstep.plan.cost import ADAMW, BYTES, MASTER, SCALE, SIGN, SPLIT_MASTER, StateBytes, cost
 from lightstep.plan.model import FORWARD, HEAD, TAIL, Activations, Moment, Sizes
+from lightstep.state.versions import LEFT_FREE
 
 _UNIT = 128 * 2**20
 """Largest number of elements that ``resident`` updates together."""
@@ -37,7 +39,8 @@ class Memory:
         activations: their peak.
         gathered: unsharded weights and gradients of FSDP2.
         host: page-locked, with ``spare`` and what blocks keep there between forward and backward.
-        spare: second copies on the host, of the state that ``overlap`` updates in backward.
+        spare: second copies on the host, of the state that ``overlap`` updates in backward, as far as there is room.
+        wanted_spare: the same if there is room for all of them.
         link: bytes in the busier direction in a step: ``link_once``, and those of each further micro-batch.
         link_once: of the updates, and of one micro-batch.
         link_in_forward: those that no update waits for: previous weights that rest on the host leave in forward.
@@ -55,6 +58,7 @@ class Memory:
     peak: int
     host: int
     spare: int
+    wanted_spare: int
     link: int
     link_once: int
     link_in_forward: int
@@ -65,6 +69,11 @@ class Memory:
     def step(self) -> int:
         """All buffers of the step on the device."""
         return self.ring + self.previous_weights + self.other
+
+    @property
+    def spare_share(self) -> float:
+        """The part of the updates that ``overlap`` can make in backward for which there is spare memory."""
+        return self.spare / self.wanted_spare if self.wanted_spare else 1.0
 
 
 def memory(
@@ -77,6 +86,7 @@ def memory(
     on_cpu: bool = False,
     fp32_share: float = 0.0,
     apart: tuple[int, int] = (0, 0),
+    host_memory: float | None = None,
 ) -> Memory:
     """The memory of a strategy.
 
@@ -85,8 +95,10 @@ def memory(
         micro_batches: in a step.
         fp32_share: as for :func:`~lightstep.plan.cost.cost`. These parameters count as spread evenly over the model.
         apart: elements before and behind the blocks that FSDP2 gathers as units of their own, not with the root.
+        host_memory: bytes for this rank, which limit ``spare``.
     """
-    return _MemoryPlan(config, sizes, ranks, micro_batches, optimizer, on_cpu, fp32_share, apart).memory(activations)
+    plan = _MemoryPlan(config, sizes, ranks, micro_batches, optimizer, on_cpu, fp32_share, apart, host_memory)
+    return plan.memory(activations)
 
 
 class _MemoryPlan:
@@ -102,7 +114,9 @@ class _MemoryPlan:
         on_cpu: bool,
         fp32_share: float,
         apart: tuple[int, int],
+        host_memory: float | None,
     ) -> None:
+        self.host_memory = host_memory
         self.apart, self.root = apart, sizes.root - sum(apart)
         self.config, self.sizes, self.ranks, self.fp32_share = config, sizes, ranks, fp32_share
         self.is_fp32 = config.precision.parameters == "float32"
@@ -150,12 +164,19 @@ class _MemoryPlan:
         resident, streamed = self._split_state(all_state)
         ring = self._ring(all_state)
         buffers = self._unit_buffers() + self._buckets()
+        all_gradients = self.gradient_width * total / self.shards
+        inputs = activations.on_host if activations else 0
+        rest = all_weights + all_gradients + self._all_sums() if self.on_host else 0
+        held = (all_state if state.backend != "resident" else 0) + rest + inputs
         speculated = self._speculative_bytes(resident, streamed)
         previous = self.width * speculated / self.state_width if speculated else 0
         chosen = state.previous_weights == "auto" and (self.on_host or state.resident_gib != 0)
         travel = state.previous_weights == "host" or chosen
-        travelling = previous if travel else 0
-        speculative = previous - travelling
+        wanted = speculated + (previous if travel else 0)
+        spare = min(wanted, self._spare_limit(held))
+        share = spare / wanted if wanted else 0.0
+        travelling = share * previous if travel else 0
+        speculative = 0 if travel else share * previous
         moved = all_state if state.backend == "bulk" else 0
         base = weights + resident + ring + buffers + speculative + (moved if state.update != "at_step" else 0)
         sums = 0 if self.config.sharding.kind == "fsdp2" else self._sums()
@@ -164,16 +185,12 @@ class _MemoryPlan:
         during_backward = [base + self._live_at(moment) + self._sums(moment.blocks_done) for moment in moments]
         reduced = base + gradients + self._root_reduction()
         peak = max([during_step, reduced, *during_backward])
-        spare = self._limit_spare(speculated + travelling)
-        # On the host: weights, gradients, and their sums. Each way: to a forward and a backward, and a gradient or from
-        # an update and a gradient.
-        all_gradients = self.gradient_width * total / self.shards
+        # On the host: weights, gradients, and their sums. Each way: to a forward and a backward, and a gradient unless
+        # it is updated in backward; or from an update and a gradient.
         summed = max(all_gradients, self._all_sums())
         early = travelling if self.on_host else 0
-        rest = all_weights + all_gradients + self._all_sums() if self.on_host else 0
-        to_device = 2 * all_weights + (0 if travelling else summed) if self.on_host else 0
+        to_device = 2 * all_weights + (1 - share * travel) * summed if self.on_host else 0
         to_host = all_weights + summed if self.on_host else 0
-        inputs = activations.on_host if activations else 0
         once = int(streamed + max(to_device, to_host + travelling)) + inputs
         # The second micro-batch brings the gradient of the first, and each later one the sum.
         forward = int(all_weights) if self.on_host else 0
@@ -189,8 +206,9 @@ class _MemoryPlan:
             activations=activations.peak if activations else 0,
             gathered=int(max(self._gathered(2) + self._reductions(2), self._root_reduction())),
             peak=int(peak),
-            host=int((all_state if state.backend != "resident" else 0) + spare + rest) + inputs,
+            host=int(held + spare),
             spare=int(spare),
+            wanted_spare=int(wanted),
             link=once + (self.micro_batches - 1) * (forward + backward) - first,
             link_once=once,
             link_in_forward=int(min(early, max(to_host + early - to_device, 0))),
@@ -205,9 +223,11 @@ class _MemoryPlan:
         last = self.root + self.apart[0] if self.config.sharding.kind == "fsdp2" else self.sizes.before
         return streamed - max(last / self.sizes.total * (resident + streamed) - resident, 0)
 
-    def _limit_spare(self, spare: float) -> float:
+    def _spare_limit(self, held: float) -> float:
+        """Bytes of spare memory that may be allocated if the host holds ``held`` bytes without it."""
         limit = self.config.optimizer_state.spare_host_gib
-        return spare if limit == "auto" or limit is None else min(spare, float(limit) * 2**30)
+        free = math.inf if self.host_memory is None else max(self.host_memory - held, 0)
+        return (1 - LEFT_FREE) * free if limit == "auto" else min(free, float(limit) * 2**30)
 
     def _split_state(self, all_state: float) -> tuple[float, float]:
         """Bytes of state that stays on the device, and of state that is streamed."""

@@ -52,6 +52,7 @@ class Plan:
         other_activations: their peak without activation checkpointing, or with it if ``workload`` is without;
             ``None`` if not asked for.
         clips_by_layer: clips each unit by its own norm, so its training differs from that of other strategies.
+        sums_on_host: the dtype in which the host keeps the sum of micro-batches; ``None``: it keeps none.
         crossing: what leaves a node, if there are several.
         host_of_node: page-locked bytes of all ranks of a node.
         limit: usable bytes of device memory.
@@ -67,6 +68,7 @@ class Plan:
     clipped_time: Time | None
     other_activations: int | None
     clips_by_layer: bool
+    sums_on_host: str | None
     crossing: Crossing | None
     host_of_node: int
     limit: int | None
@@ -176,6 +178,7 @@ class Planner:
             clipped,
             other,
             by_layer,
+            _sums_on_host(config, workload.micro_batches),
             self._crossing(config),
             held.host * self._ranks_of_node(ranks),
             self._limit,
@@ -195,7 +198,8 @@ class Planner:
         share = self._fp32_shares[dtype]
         wrap = config.sharding.wrap if isinstance(config.sharding, FSDP2Sharding) else "auto"
         apart = units_outside_blocks(self._model, wrap)
-        return memory(config, self._sizes, seen, ranks, count, self._optimizer, self._on_cpu, share, apart)
+        host = None if self._host_limit is None else self._host_limit / self._ranks_of_node(ranks)
+        return memory(config, self._sizes, seen, ranks, count, self._optimizer, self._on_cpu, share, apart, host)
 
     def _time(self, config: StrategyConfig, seen: Activations, held: Memory) -> Time:
         assert self._profile is not None
@@ -254,6 +258,12 @@ def compute_dtype(config: StrategyConfig) -> str:
     sharding = config.sharding
     compute = sharding.compute if isinstance(sharding, FSDP2Sharding) else "parameters"
     return config.precision.parameters if compute == "parameters" else compute
+
+
+def _sums_on_host(config: StrategyConfig, micro_batches: int) -> str | None:
+    if micro_batches == 1 or config.weights.placement == "device":
+        return None
+    return "float32" if config.precision.reduce == "float32" else config.precision.parameters
 
 
 def not_planned(name: str) -> str:
@@ -364,9 +374,11 @@ def _staying(config: StrategyConfig, plan: Plan, changed: Callable[..., Plan]) -
 
 
 def _rounding(config: StrategyConfig, changed: Callable[..., Plan]) -> Iterator[Relief]:
-    kinds = ("float32", "bfloat16", "int8")
-    for moments in kinds[kinds.index(config.optimizer_state.moments) + 1 :]:
-        yield Relief(f"moments: {moments}", changed(moments=moments))
+    kinds, state = ("float32", "bfloat16", "int8"), config.optimizer_state
+    rounding = state.moments_rounding
+    kept = "" if rounding == type(state).model_fields["moments_rounding"].default else f", {rounding}"
+    for moments in kinds[kinds.index(state.moments) + 1 :]:
+        yield Relief(f"moments: {moments}{kept}", changed(moments=moments))
 
 
 def _with(config: StrategyConfig, settings: Mapping[str, Any]) -> StrategyConfig:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightstep.plan.cost import BYTES
 from lightstep.plan.planning import Plan, Relief, Workload, first_that_fits
 from lightstep.plan.timing import Profile
 
@@ -90,7 +91,10 @@ def _advice(made: Sequence[Plan], remedies: Sequence[str]) -> list[str]:
         if not remedies:
             return _wrapped("None of these fits. Use a smaller model, or GPUs with more memory.", "")
         enough = "Each of these alone" if len(remedies) > 1 else "This"
-        return [f"None of these fits. {enough} is enough:", *(f"  {each}" for each in remedies)]
+        return [
+            f"None of these fits. {enough} is enough:",
+            *(line for each in remedies for line in _wrapped(each, "  ")),
+        ]
     advice = f"{'The fastest' if first.time else 'The first'} that fits: {first.strategy}"
     return _wrapped(f"{advice}, which clips each layer by its own norm" if first.clips_by_layer else advice, "")
 
@@ -154,7 +158,20 @@ def _detail_table(made: Sequence[Plan]) -> list[str]:
         "previous: weights before their update in backward. gathered: FSDP2's unsharded weights and gradients. "
         f"spare: a part of host. {otherwise[:-1]}.: activations {without} checkpointing."
     )
-    return [*lines, *_wrapped(note, "")]
+    return [*lines, *_wrapped(note, ""), *(line for plan in made for line in _host_notes(plan, unit, name))]
+
+
+def _host_notes(plan: Plan, unit: float, name: str) -> list[str]:
+    lines, held = [], plan.memory
+    if plan.fits and held.spare < held.wanted_spare:
+        room = f"{held.spare / unit:.1f} of {held.wanted_spare / unit:.1f} {name}"
+        said = f"spare is limited to {room}; the other updates wait for the next forward."
+        lines += _wrapped(f"{plan.strategy}: {said}", "")
+    if plan.sums_on_host is not None:
+        where = f"added up on the host in {plan.sums_on_host}, {BYTES[plan.sums_on_host]} bytes per parameter"
+        said = "each after the first brings the sum, adds to it on the device, and takes it back."
+        lines += _wrapped(f"{plan.strategy}: micro-batches are {where}; {said}", "")
+    return lines
 
 
 def _unit(made: Sequence[Plan]) -> tuple[float, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -236,7 +237,8 @@ def iteration_time(
     elif state.update == "in_backward":
         copies = _Units(sizes, one, link).end_of_updates() - one.backward
     else:
-        copies = _Units(sizes, one, link).end_of_forward(updates_in_backward(config)) - one.forward
+        early = memory.spare_share if updates_in_backward(config) else 0.0
+        copies = _Units(sizes, one, link).end_of_forward(early) - one.forward
     # Copies are hidden beside the computation, arithmetic is not.
     return Time(compute, all_copies, max(update, copies) + waiting, update, network, unhidden)
 
@@ -278,23 +280,29 @@ class _Units:
         """When the last update ends if every unit is updated as soon as its gradients are complete."""
         return max(self._in_backward().values())
 
-    def _in_backward(self, until: float = float("inf")) -> dict[int, float]:
-        """The end time of each update that begins before ``until``, last unit first."""
-        now, done = 0.0, {}
-        for unit in reversed(range(len(self._link))):
+    def _in_backward(self, until: float = float("inf"), share: float = 1.0) -> dict[int, float]:
+        """The end time of each update that begins before ``until``, last unit first.
+
+        Args:
+            share: the part that has spare memory. Units get it in model order, and the embedding needs none.
+        """
+        now, done, behind = 0.0, {}, self._link[1:]
+        room = share * sum(behind)
+        with_spare = sum(filled - own / 2 < room for filled, own in zip(accumulate(behind), behind, strict=True))
+        for unit in reversed(range(with_spare + 1)):
             start = max(now, self._ready[unit])
             if start < until:
                 now = done[unit] = start + self._link[unit]
         return done
 
-    def end_of_forward(self, early: bool) -> float:
+    def end_of_forward(self, early: float) -> float:
         """Time from the end of backward to the end of the next forward, in which each part waits for its unit.
 
         Args:
-            early: updates begin in backward. Otherwise the norm comes first.
+            early: the share of updates that may begin in backward. All others wait for the norm.
         """
         backward = self._compute.backward
-        done = self._in_backward(backward) if early else {}
+        done = self._in_backward(backward, early)
         now = max([backward, *done.values()])
         for unit in range(len(self._link)):
             if unit not in done:

@@ -47,7 +47,7 @@ __all__ = ["Version", "Versions"]
 
 logger = logging.getLogger(__name__)
 
-_LEFT_FREE = 0.1
+LEFT_FREE = 0.1
 """The share of the host's free memory that ``auto`` does not use."""
 
 
@@ -213,7 +213,7 @@ class Versions:
         if self._budget != "auto":
             return self._bytes + nbytes <= self._budget * GIB
         free = available_bytes()
-        return free is None or self._bytes + nbytes <= (free + self._bytes) * (1 - _LEFT_FREE)
+        return free is None or self._bytes + nbytes <= (free + self._bytes) * (1 - LEFT_FREE)
 
     def _reserve_previous(self, record: Record, fingerprinted: bool) -> bool:
         """Whether there is memory for the record's previous weights; allocates it."""

@@ -401,6 +401,31 @@ def test_second_versions_on_the_host_take_no_more_than_they_may() -> None:
     assert len({each.host - each.spare for each in held}) == 1
 
 
+def test_spare_memory_is_what_the_host_has_left() -> None:
+    """And only as many updates run in backward as have spare memory."""
+    model, work, profile = load_shape("Llama-3.1-8B"), Workload(16_384, checkpointed=True, loss_chunk=1024), "H200"
+
+    def planned(host_memory: float | None = None, **state: object) -> planning.Plan:
+        config = Strategy.load("offload", {"optimizer_state": state}).config
+        return Planner(model, work, find_profile(profile), host_memory=host_memory).plan("offload", config)
+
+    whole, none, waiting = planned(), planned(spare_host_gib=0), planned(update="next_forward")
+    assert whole.memory.wanted_spare == whole.memory.spare and none.memory.spare == waiting.memory.spare == 0
+    needed = none.memory.host
+    assert needed == waiting.memory.host == whole.memory.host - whole.memory.spare
+    tight, small, large = (planned(needed + more) for more in (0, 15e9, 60e9))
+    assert (tight.fits, tight.memory.spare, planned(needed - 1).fits) == (True, 0, False)
+    assert small.fits and small.memory.spare == pytest.approx(0.9 * 15e9), "auto leaves a tenth of what is free"
+    assert planned(needed + 15e9, spare_host_gib=50).memory.spare == pytest.approx(15e9)
+    times = [plan.time.iteration for plan in (whole, large, small, tight, none, waiting) if plan.time is not None]
+    assert times[3] == times[4] == times[5] and times == sorted(times)
+    assert times[0] < times[1] - 100 and times[1] < times[2] - 100 and times[2] < times[3] - 100
+    links = [plan.memory.link for plan in (tight, none, waiting)]
+    assert links == [waiting.memory.link] * 3
+    text = report("8 B", [small], work, None)
+    assert "offload: spare is limited to 13.5 of 90.1 GB; the other updates wait" in " ".join(text.split())
+
+
 def test_units_of_their_own_are_planned() -> None:
     """An embedding and a head that FSDP2 gathers by themselves are not whole from forward to backward."""
     model, work = load_shape("Llama-3.1-8B"), Workload(16_384, checkpointed=True, loss_chunk=1024)
@@ -509,6 +534,11 @@ def test_where_the_link_limits_a_step_the_plan_says_what_helps() -> None:
     in_int8 = Strategy.load("stream-overlap", overrides={"optimizer_state.moments": "int8"}).config
     smaller = planner.plan("int8", in_int8)
     assert all(change.startswith(("--micro", "resident")) for change, _ in reliefs("int8", in_int8, smaller, planner))
+    own = {"optimizer_state.moments": "bfloat16", "optimizer_state.moments_rounding": "stochastic"}
+    rounded = Strategy.load("stream-overlap", overrides=own).config
+    short = Planner(load_shape("Llama-3.2-3B"), Workload(1024, 1024, checkpointed=True, loss_chunk=1024), profile)
+    changes = [change for change, _ in reliefs("own", rounded, short.plan("own", rounded), short)]
+    assert changes[-1] == "moments: int8, stochastic"
     long = Planner(load_shape("Llama-3.2-3B"), Workload(65_536, checkpointed=True, loss_chunk=1024), profile)
     assert reliefs("stream-overlap", config, long.plan("stream-overlap", config), long) == []
 
@@ -647,6 +677,37 @@ def test_what_none_fits_gets_the_changes_that_help(tmp_path: Path) -> None:
     )
     said = _run(*given, 1e-6)[1]
     assert "None of these fits. Use a smaller model, or GPUs with more memory." in said
+
+
+def test_everything_on_the_host_of_a_machine_with_128_gb(tmp_path: Path) -> None:
+    """The fp32 sum of micro-batches is what does not fit beside fp32 moments."""
+    given = "Llama-3.1-8B", "--gpu-memory", 24, "--host-memory", 128, "--fused-loss", "--profile", "H200"
+    said = _run(*given)[1]
+    assert "The fastest that fits: offload\n" in said and "None of these fits" not in said
+    several = *given, "--micro-batches", 4
+    said = _run(*several)[1]
+    changes = "  precision.reduce: parameters in the strategy file: offload\n"
+    changes += "  optimizer_state.moments: bfloat16 in the strategy file: offload\n"
+    assert f"None of these fits. Each of these alone is enough:\n{changes}" in said
+    assert max(map(len, said.splitlines())) <= 80
+    sums = (
+        "offload: micro-batches are added up on the host in float32, 4 bytes per parameter; each after the first brings"
+    )
+    assert sums in " ".join(said.split()) and "micro-batches are" not in _run(*given)[1]
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(json.dumps(merge_overrides(read_source("offload")[1], {"precision.reduce": "parameters"})))
+    plan = json.loads(_run(*several, "--strategy", changed, "--json")[1])["plans"][0]
+    assert plan["sums_on_host"] == "bfloat16" and plan["fits"] and plan["memory"]["spare"] > 0
+
+
+def test_previous_weights_that_do_not_fit_are_not_kept_by_next_forward(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"hidden_size": 256, "num_hidden_layers": 20}))
+    file = tmp_path / "own.yaml"
+    file.write_text("optimizer_state: {backend: stream, update: overlap, ring_mib: 1}")
+    given = tmp_path, "--tokens", 64, "--sequence", 64, "--strategy", file
+    memory = json.loads(_run(*given, "--json")[1])["plans"][0]["memory"]
+    room = (memory["peak"] - memory["previous_weights"] / 2) / 0.95e9
+    assert "  optimizer_state.update: next_forward in the strategy file: " in _run(*given, "--gpu-memory", room)[1]
 
 
 def test_a_gpu_is_known_by_its_name() -> None:
