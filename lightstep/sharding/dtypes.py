@@ -115,7 +115,7 @@ def _kept(model: nn.Module, dtype: torch.dtype) -> dict[Tensor, torch.dtype]:
     kept: dict[Tensor, torch.dtype] = {}
     for module in model.modules():
         kept |= {tensor: torch.float32 for name, tensor in _own(module) if name.endswith(_FREQUENCIES)}
-    for module in _of_transformers(model):
+    for module in models_of_transformers(model):
         kept |= _class_buffers(module, dtype)
     for module in model.modules():
         patterns = _patterns(module, dtype)
@@ -141,14 +141,14 @@ def _all(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield _ADAPTER_PARTS.sub("", clean_name(name)), tensor
 
 
-def _of_transformers(module: nn.Module) -> Iterator[nn.Module]:
+def models_of_transformers(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost models of transformers."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     if modeling is not None and isinstance(module, modeling.PreTrainedModel):
         yield module
         return
     for child in module.children() if modeling is not None else ():
-        yield from _of_transformers(child)
+        yield from models_of_transformers(child)
 
 
 _made: weakref.WeakKeyDictionary[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]] = weakref.WeakKeyDictionary()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -14,8 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from lightstep.distributed import is_sharded, local_tensor
-from lightstep.sharding.dtypes import DtypePlan, cast, planned_dtypes
+from lightstep.distributed import is_sharded, like, local_tensor
+from lightstep.sharding.dtypes import DtypePlan, cast, models_of_transformers, planned_dtypes
 from lightstep.state.host_activations import HostActivations
 
 
@@ -66,34 +66,31 @@ def hold_places(model: nn.Module, dtype: torch.dtype) -> None:
     For weights that get memory elsewhere and are then all loaded. Buffers are initialised. Other models stay as they
     are.
     """
-    initialise = getattr(model, "init_weights", None)
-    if not callable(initialise) or not all(parameter.is_meta for parameter in model.parameters()):
+    if model not in models_of_transformers(model) or not all(parameter.is_meta for parameter in model.parameters()):
         return
     cast_tensors(model, planned_dtypes(model, dtype))
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in made:
-                place = nn.Parameter(
-                    torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape),
-                    parameter.requires_grad,
-                )
-                vars(place).update(vars(parameter))
-                made[parameter] = place
+                made[parameter] = _place_of(parameter)
             setattr(module, name, made[parameter])
     to_device(model, torch.device("cpu"))
-    initialised = {parameter: getattr(parameter, _INITIALISED, False) for parameter in model.parameters()}
-    try:
-        for parameter in initialised:
-            setattr(parameter, _INITIALISED, True)
-        initialise()
-    finally:
-        for parameter, before in initialised.items():
-            setattr(parameter, _INITIALISED, before)
+    initialise_weights(model, loaded_next=True)
 
 
-_INITIALISED = "_is_hf_initialized"
-"""The attribute of tensors that ``init_weights`` of transformers leaves as they are."""
+def hold_shards(model: nn.Module) -> None:
+    """Give a sharded model on the meta device parameters whose shards, on the host, have no memory yet."""
+    for parameter in list(model.parameters()):
+        torch.utils.swap_tensors(parameter, _place_of(parameter))
+
+
+def _place_of(parameter: nn.Parameter) -> nn.Parameter:
+    local = local_tensor(parameter)
+    nothing = torch.zeros((), dtype=local.dtype, device="cpu").expand(local.shape)
+    place = nn.Parameter(like(parameter, nothing), parameter.requires_grad)
+    vars(place).update(vars(parameter))
+    return place
 
 
 def cast_tensors(model: nn.Module, plan: DtypePlan) -> None:
@@ -117,14 +114,18 @@ def _keeping_attributes(model: nn.Module) -> Iterator[None]:
         vars(parameter).update(attributes)
 
 
-def initialise_weights(model: nn.Module) -> None:
+def initialise_weights(model: nn.Module, loaded_next: bool = False) -> None:
     """Initialise a model whose memory is uninitialised, by its own methods.
 
     That is ``init_weights`` (transformers), or ``reset_parameters`` of every module that owns parameters or buffers.
+
+    Args:
+        loaded_next: all parameters will be loaded: models of transformers initialise their buffers only.
     """
     init_weights = getattr(model, "init_weights", None)
     if callable(init_weights):
-        init_weights()
+        with _left_as_they_are(model.parameters()) if loaded_next else contextlib.nullcontext():
+            init_weights()
         return
     for name, module in model.named_modules():
         owns = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -136,6 +137,23 @@ def initialise_weights(model: nn.Module) -> None:
                 "reset_parameters(): add one, or build the model on a real device"
             )
         module.reset_parameters()
+
+
+_INITIALISED = "_is_hf_initialized"
+"""The attribute of tensors that ``init_weights`` of transformers leaves as they are."""
+
+
+@contextlib.contextmanager
+def _left_as_they_are(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """In the body ``init_weights`` of transformers does not write to these parameters."""
+    before = {parameter: getattr(parameter, _INITIALISED, False) for parameter in parameters}
+    try:
+        for parameter in before:
+            setattr(parameter, _INITIALISED, True)
+        yield
+    finally:
+        for parameter, initialised in before.items():
+            setattr(parameter, _INITIALISED, initialised)
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:

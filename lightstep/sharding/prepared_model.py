@@ -39,6 +39,7 @@ class PreparedModel:
 
     Attributes:
         role: the role given to ``prepare_model``; ``None`` if the model has not been prepared.
+        loaded_next: all its parameters will be loaded once it is prepared, and need no initial values.
         gates: make its readers wait for deferred updates.
         gradients: keeps the gradients that DDP reduces in fp32, if the strategy needs that.
         direct_calls: passes forwards of the user's module on to DDP.
@@ -50,6 +51,7 @@ class PreparedModel:
 
     def __init__(self) -> None:
         self.role: str | None = None
+        self.loaded_next = False
         self.gates = Gates()
         self.gradients: ReplicatedGradients | None = None
         self.direct_calls: DirectCalls | None = None

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lightstep.distributed import like, local_tensor
 from lightstep.optimizer.host_gradients import HostGradients
@@ -28,7 +30,7 @@ from lightstep.sharding.fsdp_groups import ParameterGroup, parameter_groups, sha
 from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, called_modules, weakly
 from lightstep.sharding.parameter_reads import await_host
 from lightstep.sharding.weight_visits import AHEAD, VisitOrder, refuse_other_tensors
-from lightstep.state.host_weights import HostWeights, WeightGroup, require_room
+from lightstep.state.host_weights import HostWeights, WeightGroup, groups_of, require_room
 from lightstep.state.lanes import WaitTimes
 
 __all__ = ["ShardVisits", "visits_of_sharded"]
@@ -144,6 +146,19 @@ class ShardGroup(WeightGroup):
         super().abandon()
 
     @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """In the body the parameters are on the device. What it writes to them is taken to the host at its end."""
+        with self.owner.holding([self]):
+            self._place(self.weights.on_device)
+            try:
+                yield
+            finally:
+                self._place(self.weights.on_host)
+                self.owner.write_back(self.weights)
+        self.owner.free()
+        self.weights.settle()
+
+    @contextlib.contextmanager
     def taking_gradients(self) -> Iterator[None]:
         """In the body the parameters' gradients may be on the device, as far as torch sees."""
         self._pass_for(self._reduced)
@@ -155,6 +170,26 @@ class ShardGroup(WeightGroup):
     def _pass_for(self, tensors: Iterable[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor  # torch compares the devices; the shard itself stays where it is
+
+
+class _ForOperations(TorchFunctionMode):
+    """Operations of torch have the groups of their arguments on the device, which stay until one needs others."""
+
+    def __init__(self, weights: HostWeights, on_device: contextlib.ExitStack) -> None:
+        super().__init__()
+        self._weights, self._on_device = weights, on_device
+        self._present: list[WeightGroup] = []
+
+    def __torch_function__(self, function: Any, _: Any, arguments: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        tensors = (leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, Tensor))
+        needed = groups_of(map(self._weights.home_of, tensors))
+        if not set(needed) <= set(self._present):
+            self._on_device.close()
+            self._present = needed
+            for group in needed:
+                self._on_device.enter_context(cast(ShardGroup, group).on_device())
+        return function(*arguments, **named)
 
 
 class ShardVisits:
@@ -198,6 +233,12 @@ class ShardVisits:
         for number, module in enumerate(called_modules(model)):
             begin = ShardVisits._begin_part if number else ShardVisits._begin_forward
             module.register_forward_pre_hook(ModuleHook(weakly(self, begin)), prepend=True)
+
+    @contextlib.contextmanager
+    def initialising(self) -> Iterator[None]:
+        """In the body the model's own functions write to its shards, on the device and group by group."""
+        with contextlib.ExitStack() as on_device, _ForOperations(self.weights, on_device):
+            yield
 
     def end_if_interrupted(self, between_steps: bool = False) -> None:
         """Nothing is held outside of FSDP2's reads."""

@@ -218,9 +218,8 @@ class Strategy(ABC):
             raise TypeError(
                 f"prepare_model needs a torch.nn.Module or a function that returns one; got {type(module).__name__}"
             )
+        PreparedModel.of(module).loaded_next = weights is not None
         with self._exchanging_parameters(module):
-            if weights is not None and self._loads_into_place(checked_role):
-                hold_places(unwrap_model(module), self.parameter_dtype)
             prepared = self._prepare_for_role(checked_role, module)
         record = PreparedModel.of(prepared)
         record.role = checked_role
@@ -307,11 +306,6 @@ class Strategy(ABC):
         dtype = self.parameter_dtype if role == "reference" else self.rollout_dtype
         return prepare_inference(model, self.device, dtype)
 
-    def _loads_into_place(self, role: Role) -> bool:
-        """Whether parameters get their memory from :class:`HostWeights`: before that they need none."""
-        config = self.config
-        return role == "trainer" and config.weights.placement == "host" and config.sharding.kind == "single"
-
     def _prepare_reference(self, model: nn.Module) -> nn.Module:
         """Place the model as for training, for forwards only."""
         return prepare_inference(model, self.device, self.parameter_dtype)
@@ -327,6 +321,8 @@ class Strategy(ABC):
     def _place_model(self, model: nn.Module) -> nn.Module:
         """Move the whole model to this process's device, cast it, and set up activation checkpointing."""
         on_host = self.config.weights.placement == "host"
+        if on_host and PreparedModel.of(model).loaded_next:
+            hold_places(unwrap_model(model), self.parameter_dtype)
         with self._keeping_fp32_values(model):
             model = materialise(model, torch.device("cpu") if on_host else self.device)
             cast_tensors(model, planned_dtypes(model, self.parameter_dtype))

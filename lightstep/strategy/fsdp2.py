@@ -26,6 +26,7 @@ from lightstep.sharding.hooks import ModuleHook, weakly
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import (
     cast_tensors,
+    hold_shards,
     initialise_weights,
     to_device,
     unrounded_values,
@@ -82,9 +83,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
             if visits is not None and loaded:
                 visits.add(inner, [*parts[unit], unit])
         if not loaded:
-            self._initialise(inner, mesh)
-            if visits is not None:
-                visits.add(inner, sharded_modules(inner))
+            self._initialise(inner, mesh, visits)
         if visits is not None:
             visits.watch(inner)
             PreparedModel.of(inner).weight_visits = visits
@@ -243,9 +242,15 @@ class FSDP2Strategy(ProcessGroupStrategy):
         cast_tensors(unit, plan)
         return {names[p]: value for p, value in values if p.dtype != torch.float32}
 
-    def _initialise(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Allocate the shards of a model on the meta device, and initialise them with the model's own functions."""
-        model.to_empty(device=self.device)
+    def _initialise(self, model: nn.Module, mesh: DeviceMesh, visits: ShardVisits | None) -> None:
+        """Allocate the shards of a model on the meta device, where they will rest, and initialise them with the model's
+        own functions, on the device."""
+        if visits is None:
+            model.to_empty(device=self.device)
+        else:
+            hold_shards(model)
+            visits.add(model, sharded_modules(model))
+            to_device(model, self.device)
         seed = torch.tensor([torch.initial_seed() % 2**31], device=self.device)
         dist.broadcast(seed, group=role_group(), group_src=0)
         on_gpu = self.device.type != "cpu"
@@ -256,9 +261,10 @@ class FSDP2Strategy(ProcessGroupStrategy):
                 tensor_random.manual_seed(int(seed), mesh)
             else:
                 torch.manual_seed(int(seed) + mesh.get_local_rank(mesh.ndim - 1))
-            with warnings.catch_warnings():  # torch warns about CPU meshes, which are seeded above
+            with warnings.catch_warnings(), contextlib.nullcontext() if visits is None else visits.initialising():
+                # torch warns about CPU meshes, which are seeded above
                 warnings.filterwarnings("ignore", message="DTensor random operators")
-                initialise_weights(model)
+                initialise_weights(model, PreparedModel.of(model).loaded_next)
         broadcast_from_first(buffer for buffer in model.buffers() if not is_sharded(buffer))
         if mesh.ndim == 2:
             self._broadcast_to_replicas(model, mesh)

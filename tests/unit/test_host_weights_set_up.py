@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from lightstep import Strategy
@@ -77,6 +78,26 @@ def test_an_optimizer_may_be_there_before(tmp_path: Path) -> None:
         optimizer.synchronize()
         found.append({name: value.clone() for name, value in model.state_dict().items()})
     assert_same(found[1], found[0])
+
+
+class WithInitWeights(nn.Module):
+    """A name that models of transformers have, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+
+def test_a_folder_of_another_model(tmp_path: Path) -> None:
+    made = WithInitWeights().bfloat16()
+    save_file(made.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = WithInitWeights()
+    assert_same(Strategy.load(HOST).prepare_model(empty, weights=tmp_path).state_dict(), made.state_dict())
 
 
 def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:

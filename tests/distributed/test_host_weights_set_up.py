@@ -1,0 +1,253 @@
+"""Shards that rest on the host get their memory there, and their weights group by group, with the bits of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightstep import Strategy
+from lightstep.distributed import is_sharded, local_tensor
+from lightstep.sharding.prepared_model import PreparedModel
+from lightstep.state.host_memory import HostSlab
+from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
+from tests.distributed.ranks import Pool, device_of
+
+RANDOM = ("normal", "uniform", "rand", "bernoulli")
+
+
+def strategy_of(placement: str, **sharding: Any) -> Strategy:
+    return Strategy.load(
+        {
+            "sharding": {"kind": "fsdp2", **sharding},
+            "optimizer_state": {"backend": "stream", "update": "next_forward"},
+            "weights": {"placement": placement},
+        }
+    )
+
+
+class Last(nn.Module):
+    """Its initialisation writes to weights of other groups, in ways that keep hold of them."""
+
+    def __init__(self, model: TinyTransformer) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.parts = (model,)
+
+    def reset_parameters(self) -> None:
+        (model,) = self.parts
+        nn.init.uniform_(self.scale)
+        listed = dict(model.blocks.named_parameters())
+        for name, parameter in listed.items():
+            if name.endswith("down.weight"):
+                nn.init.normal_(parameter, std=0.02)
+        for first, second in zip(model.blocks[0].parameters(), model.blocks[2].parameters(), strict=True):
+            with torch.no_grad():
+                second.copy_(first)
+        model.blocks[1].norm.weight.data.fill_(0.5)
+        with torch.no_grad():
+            model.embed.weight.mul_(2).add_(model.embed.weight)
+            listed["1.up.bias"].fill_(0.25)
+
+
+class Awkward(TinyTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(3))
+        self.last = Last(self)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.steps.copy_(torch.arange(3))
+
+
+def gpt2() -> nn.Module:
+    """Its blocks initialise weights of their parts a second time."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 31, "n_embd": 12, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def tied() -> nn.Module:
+    return TinyTransformer(tied=True)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tiny": TinyTransformer,
+    "awkward": Awkward,
+    "tied": tied,
+    "llama": tiny_llama,
+    "gpt2": gpt2,
+}
+
+
+class Watch(TorchDispatchMode):
+    """Every operation of the body.
+
+    Attributes:
+        most: the most bytes of memory that the model's shards had outside of slabs.
+        drawn: operations that have drawn random values.
+    """
+
+    def __init__(self, model: nn.Module, slabs: list[HostSlab]) -> None:
+        super().__init__()
+        self.most, self.drawn = 0, list[str]()
+        self._model, self._slabs = model, slabs
+
+    def __torch_dispatch__(self, function: Any, _: Any, arguments: Any = (), named: Any = None) -> Any:
+        result = function(*arguments, **(named or {}))
+        if any(word in str(function) for word in RANDOM) and not result.is_meta:
+            self.drawn.append(str(function))
+        self.most = max(self.most, sum(self._elsewhere()))
+        return result
+
+    def _elsewhere(self) -> Iterator[int]:
+        """Bytes of each shard."""
+        for parameter in set(self._shards()):
+            local = parameter._local_tensor
+            if not local.is_meta and local.stride() == parameter.stride():  # others have no memory yet
+                yield 0 if any(slab.place_of(local) is not None for slab in self._slabs) else local.nbytes
+
+    def _shards(self) -> Iterator[Any]:
+        for module in self._model.modules():
+            yield from filter(is_sharded, dict.values(vars(module)["_parameters"]))
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def set_up(
+    strategy: Strategy, make: Callable[[], nn.Module], folder: Path | None, patch: pytest.MonkeyPatch
+) -> tuple[nn.Module, Watch]:
+    slabs, plain = list[HostSlab](), HostSlab.__init__
+
+    def recorded(slab: HostSlab, *arguments: Any, **named: Any) -> None:
+        plain(slab, *arguments, **named)
+        slabs.append(slab)
+
+    patch.setattr(HostSlab, "__init__", recorded)
+    torch.manual_seed(strategy.rank + 5)
+    made, before = on_meta(make), torch.get_rng_state()
+    with Watch(made, slabs) as watch:
+        model = strategy.prepare_model(made, weights=folder)
+    assert torch.equal(torch.get_rng_state(), before)
+    return model, watch
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: local_tensor(tensor).detach().cpu().clone() for name, tensor in tensors}
+
+
+def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    assert found.keys() == wanted.keys()
+    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+
+
+def train(strategy: Strategy, model: nn.Module, rank: int, device: torch.device) -> list[float]:
+    optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+    losses = []
+    for step in range(3):
+        if isinstance(model, TinyTransformer):
+            loss = loss_of(model, step, 0, rank, device)
+        else:
+            words = torch.arange(8, device=device)[None] + step
+            loss = model(input_ids=words, labels=words).loss
+        losses.append(loss.item())
+        optimizer.backward(loss)
+        optimizer.step()
+    optimizer.synchronize()
+    return losses
+
+
+Outcome = tuple[dict[str, Tensor], list[float], dict[str, Tensor]]
+"""Weights, losses, and weights after them."""
+
+
+def check_runs(runs: list[Outcome]) -> None:
+    (wanted, losses, trained), (found, found_losses, found_trained) = runs
+    assert differences(found, wanted) == []
+    assert found_losses == losses
+    assert differences(found_trained, trained) == []
+
+
+def check_peak(model: nn.Module, watch: Watch, at_a_time: int) -> None:
+    """No more shards than those of so many groups were anywhere but in their slabs at a time."""
+    visits = PreparedModel.of(model).weight_visits
+    assert visits is not None
+    sizes = sorted(sum(shard.nbytes for shard in group.weights.on_host) for group in visits.weights.groups)
+    assert len(sizes) > 2
+    assert watch.most <= sum(sizes[-at_a_time:]) < sum(sizes), (watch.most, sizes)
+    assert all(local_tensor(parameter).device.type == "cpu" for parameter in model.parameters())
+
+
+def check_initialised(rank: int, world_size: int, name: str, sharding: dict[str, Any], at_a_time: int) -> None:
+    device, runs = device_of(rank, world_size), list[Outcome]()
+    for placement in ("device", "host"):
+        strategy = strategy_of(placement, **sharding)
+        with pytest.MonkeyPatch.context() as patch:
+            model, watch = set_up(strategy, MODELS[name], None, patch)
+        assert watch.drawn
+        first = values_of(model)
+        runs.append((first, train(strategy, model, rank, device), values_of(model)))
+    check_runs(runs)
+    assert watch.most > 0
+    check_peak(model, watch, at_a_time)
+
+
+UNITS = {"wrap": ["Block", "embed", "head"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "sharding", "at_a_time"),
+    [
+        ("tiny", {}, 1),
+        ("tiny", UNITS, 1),
+        ("awkward", UNITS, 2),  # one operation has weights of two groups
+        ("tied", {}, 1),
+        ("llama", {}, 1),
+        ("llama", {"activation_checkpointing": True}, 1),
+        ("gpt2", {}, 1),
+    ],
+)
+def test_initial_weights(pool: Pool, name: str, sharding: dict[str, Any], at_a_time: int) -> None:
+    pool.run(check_initialised, 2, name=name, sharding=sharding, at_a_time=at_a_time)
+
+
+def test_uneven_and_empty_shards(pool: Pool) -> None:
+    pool.run(check_initialised, 3, name="awkward", sharding=UNITS, at_a_time=2)
+
+
+def check_loaded(rank: int, world_size: int, folder: Path, name: str) -> None:
+    device, runs = device_of(rank, world_size), list[Outcome]()
+    for placement in ("device", "host"):
+        strategy = strategy_of(placement)
+        with pytest.MonkeyPatch.context() as patch:
+            model, watch = set_up(strategy, MODELS[name], folder, patch)
+        assert bool(watch.drawn) is (name == "tiny"), "no weights of transformers were drawn at random"
+        first = values_of(model)
+        runs.append((first, train(strategy, model, rank, device), values_of(model)))
+    check_runs(runs)
+    check_peak(model, watch, 1)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "tiny"])
+def test_a_folder_is_loaded_into_the_slabs(pool: Pool, name: str, stored: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model: Any = MODELS[name]().to(stored)
+    if name == "tiny":
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+    else:
+        model.save_pretrained(tmp_path, max_shard_size="4KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    pool.run(check_loaded, 2, folder=tmp_path, name=name)
