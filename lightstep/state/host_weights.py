@@ -100,6 +100,11 @@ class WeightGroup:
         return self._others[dtype]
 
     @property
+    def missing_gradients(self) -> int:
+        """Bytes of gradients, in the parameters' own dtypes, that have no memory on the host yet."""
+        return 0 if self._others else sum(rest.nbytes for rest in self.weights.on_host)
+
+    @property
     def fields(self) -> list[Field]:
         return [self.weights, *self._others.values()]
 

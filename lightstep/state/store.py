@@ -272,7 +272,9 @@ class Store:
         ]
         if self._on_host:
             freed = sum(record.nbytes for record in self._records if record not in staying)
-            require(sum(record.nbytes for record in records) - freed, "optimizer state on the host")
+            gradients = sum(group.missing_gradients for group in groups_of(item.home for item in new))
+            what = "optimizer state and gradients on the host" if gradients else "optimizer state on the host"
+            require(sum(record.nbytes for record in records) - freed + gradients, what)
         if has_moved:
             self._free()
         self._use_device(devices)

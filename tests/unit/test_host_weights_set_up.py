@@ -12,6 +12,7 @@ from torch import nn
 
 from lightstep import Strategy
 from lightstep.sharding.prepared_model import PreparedModel
+from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError
 from lightstep.trainer.config import TrainConfig
 from tests.python import python
 from tests.reference.tiny_llama import VOCABULARY, make_llama
@@ -104,6 +105,26 @@ def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
     make_llama(3, num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no model\.layers\.1"):
         Strategy.load(HOST).prepare_model(on_meta(), weights=tmp_path)
+
+
+def test_too_little_memory_for_state_and_gradients_is_refused_before_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would have room, and the host has none for both."""
+    strategy = Strategy.load(HOST)
+    model = strategy.prepare_model(make_llama())
+    optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+    words = torch.arange(8)[None]
+    loss = model(input_ids=words, labels=words).loss
+    weights = sum(parameter.nbytes for parameter in model.parameters())  # in bf16: state has five times as much
+    monkeypatch.setenv(CHECK_VARIABLE, repr(5.5 * weights / 2**30))
+    with pytest.raises(HostMemoryError, match=r"^optimizer state and gradients on the host needs .* Lower it"):
+        optimizer.backward(loss)
+    visits = PreparedModel.of(model).weight_visits
+    assert visits is not None
+    assert all(group.fields == [group.weights] for group in visits.weights.groups)
+    monkeypatch.setenv(CHECK_VARIABLE, repr(6.5 * weights / 2**30))
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.close()
 
 
 SCRIPT = """
