@@ -325,9 +325,12 @@ class Engine:
         if final:
             self._check_in_backward_settings()  # settings may have been changed
             self.refuse_unusable("Load a checkpoint before the next backward")
-        self._refuse_weight_edits()
+        edits_weights = any(self.managed.edits_weight(p, self.edits.get(p)) for p in self.edits)
+        if final and edits_weights:
+            self._refuse_weight_edits()
         with no_grad_no_inference():
-            self.settle_edits()
+            if not edits_weights:  # else step() does it, and takes updates back: this backward needs the old weights
+                self.settle_edits()
             scaling = self.guard.work("backward()", self._prepare, adopt=final)
         if scaling is None:
             return None
@@ -339,8 +342,7 @@ class Engine:
 
     @property
     def may_speculate(self) -> bool:
-        usable = self.is_set_up and not self.clip_layers and not self.broken
-        return usable and not self._edited_weights()  # step() writes them: this backward still needs the old ones
+        return self.is_set_up and not self.clip_layers and not self.broken
 
     def unclipped_factors(self) -> Factors:
         assert self._scaling is not None
@@ -666,20 +668,13 @@ class Engine:
                 "step() or before the last backward, or set update: at_step"
             )
 
-    def _edited_weights(self) -> list[Tensor]:
-        """Parameters that are their own masters, and whose master has been assigned."""
-        edits = ((parameter, self.edits.get(parameter)) for parameter in self.edits)
-        return [parameter for parameter, edit in edits if self.managed.edits_weight(parameter, edit)]
-
     def _refuse_weight_edits(self) -> None:
-        if self._edited_weights():
-            self.edits.take()
-            raise RuntimeError(
-                "a master was assigned to optimizer.state, and its parameter is its own master: backward() would write "
-                "to a weight that it needs (optimizer_state.update: in_backward); the changes of the state have been "
-                "dropped. Write to the weights before the forward, load state with load_state_dict(), or set update: "
-                "at_step"
-            )
+        self.edits.take()
+        raise RuntimeError(
+            "a master was assigned to optimizer.state, and its parameter is its own master: backward() would write to "
+            "a weight that it needs (optimizer_state.update: in_backward); the changes of the state have been dropped. "
+            "Write to the weights before the forward, load state with load_state_dict(), or set update: at_step"
+        )
 
     def parameter_state(self, parameter: Tensor, kept_only: bool = False) -> dict[str, Any]:
         """Copies of the entries; ``kept_only``: what this process keeps, without communication, and not as copies."""
