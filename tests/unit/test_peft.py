@@ -45,6 +45,8 @@ NOT_RUN = {
     "XLORA": "needs adapters that were trained",
 }
 METHODS = sorted({str(kind.value) for kind in PEFT_TYPE_TO_CONFIG_MAPPING} - NOT_RUN.keys())
+NOT_MERGED = ("BEFT", "LILY", "POLY")
+"""PEFT refuses to merge these."""
 BY_TASK = ("MULTITASK_PROMPT_TUNING", "POLY")
 
 
@@ -61,13 +63,11 @@ def batch(method: str) -> dict[str, torch.Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels")} | tasks
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_trains_in_16_bits(method: str) -> None:
-    strategy = Strategy.load("stream", {"optimizer_state.ring_mib": 0.05})
-    expected = adapted(method)(**batch(method)).loss
+def trained(method: str, **settings: Any) -> tuple[nn.Module, list[float]]:
+    strategy = Strategy.load("stream", {"optimizer_state.ring_mib": 0.05, **settings})
     model = strategy.prepare_model(adapted(method))
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    torch.manual_seed(2)
     losses = []
     for _ in range(2):
         loss = model(**batch(method)).loss
@@ -75,6 +75,28 @@ def test_a_method_trains_in_16_bits(method: str) -> None:
         optimizer.backward(loss)
         optimizer.step()
     optimizer.synchronize()
+    return model, losses
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_trains_in_16_bits(method: str) -> None:
+    """On the device, and with the same bits on the host: losses, what is saved of the adapter, and merged weights."""
+    before = adapted(method)
+    expected, names = before(**batch(method)).loss, {n for n, p in before.named_parameters() if p.requires_grad}
+    model, losses = trained(method)
     assert losses[0] == pytest.approx(float(expected), rel=0.02)  # weights and activations have 8 bits
-    assert {p.dtype for name, p in model.named_parameters() if name in before} == {torch.bfloat16}
-    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+    trained_weights = {name: p for name, p in model.named_parameters() if name in names}
+    start = {name: p.to(torch.bfloat16) for name, p in before.named_parameters() if name in names}
+    assert {p.dtype for p in trained_weights.values()} == {torch.bfloat16}
+    assert any(not torch.equal(p, start[name]) for name, p in trained_weights.items())
+
+    other, found = trained(method, **{"weights.placement": "host", "optimizer_state.update": "overlap"})
+    assert found == losses
+    assert_same(peft.get_peft_model_state_dict(other), peft.get_peft_model_state_dict(model))
+    if hasattr(model.base_model, "merge_and_unload") and method not in NOT_MERGED:
+        assert_same(other.merge_and_unload().state_dict(), model.merge_and_unload().state_dict())
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
