@@ -46,8 +46,8 @@ from lightstep.crc32 import crc32
 from lightstep.distributed import Ranks, whole_shape
 
 IN_FLIGHT_BYTES = 128 * 2**20
-"""Limit on the bytes in host memory on their way to or from the files. Writing always allows two tensors of any size,
-reading one chunk."""
+"""Limit on the bytes in host memory on their way to or from the files. Two tensors or chunks of any size are always
+allowed: one is read while the other is used."""
 
 
 @dataclass(frozen=True)
@@ -529,12 +529,12 @@ def _overlaps(target: Target, index: Index) -> list[_Overlap]:
 
 
 def _prefetched(folder: Path, needed: Iterable[tuple[str, Chunk]], cache: ChunkCache) -> Generator[Tensor, None, None]:
-    """The ``needed`` chunks in order. At most :data:`IN_FLIGHT_BYTES` of them, but at least one, are prefetched."""
+    """The ``needed`` chunks in order. At most :data:`IN_FLIGHT_BYTES` of them, but at least one, are read ahead."""
     with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as pool:
         ahead: deque[tuple[int, Future[Tensor]]] = deque()
         for key, chunk in needed:
             ahead.append((chunk.nbytes, pool.submit(_load_unless, cache.pop(chunk), folder, key, chunk)))
-            while sum(nbytes for nbytes, _ in ahead) > IN_FLIGHT_BYTES:
+            while len(ahead) > 1 and sum(nbytes for nbytes, _ in ahead) > IN_FLIGHT_BYTES:
                 yield ahead.popleft()[1].result()
         while ahead:
             yield ahead.popleft()[1].result()

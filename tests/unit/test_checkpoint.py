@@ -31,6 +31,7 @@ from lightstep.checkpoint import (
 )
 from lightstep.checkpoint.formats import read_checkpoint
 from lightstep.checkpoint.optimizer_state import OptimizerContent
+from lightstep.checkpoint.saved import SavedCheckpoint
 from lightstep.checkpoint.storage import ask_server, is_nothing
 from tests.checkpoint_runs import (
     OLD,
@@ -594,6 +595,27 @@ def test_loaded_state_is_handed_over_parameter_by_parameter(tmp_path: Path, monk
     strategy.load_checkpoint(tmp_path / "a", model, optimizer)
     assert len(counts) > 4
     assert max(counts) <= 2 * len(optimizer.state[next(model.parameters())]), "more alive than two parameters have"
+
+
+def test_a_chunk_of_any_size_is_read_while_another_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "a", nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))))
+    saved = SavedCheckpoint.read(tmp_path / "a")
+    read, begun, used = tensors.read_chunk, [threading.Event() for _ in range(4)], []
+    events = iter(begun)
+
+    def noted(*where: Any) -> Tensor:
+        next(events).set()
+        return read(*where)
+
+    def use(tensor: Tensor) -> None:
+        used.append(tensor)
+        assert begun[min(len(used), 3)].wait(PATIENCE), "the next chunk waits until this one has been used"
+
+    monkeypatch.setattr(tensors, "read_chunk", noted)
+    monkeypatch.setattr(tensors, "IN_FLIGHT_BYTES", 1)
+    targets = [tensors.Target(key, tensors.full_shard(one.shape), None, use) for key, one in saved.index.items()]
+    tensors.read_tensors(saved.data, saved.index, targets)
+    assert len(used) == 4
 
 
 @pytest.mark.parametrize(("room", "times"), [(1 << 30, 1), (0, 2)])
