@@ -325,7 +325,7 @@ class Engine:
         if final:
             self._check_in_backward_settings()  # settings may have been changed
             self.refuse_unusable("Load a checkpoint before the next backward")
-        edits_weights = any(self.managed.edits_weight(p, self.edits.get(p)) for p in self.edits)
+        edits_weights = self._edits_weights()
         if final and edits_weights:
             self._refuse_weight_edits()
         with no_grad_no_inference():
@@ -647,8 +647,8 @@ class Engine:
             self.guard.work("changing state", self.apply_edits)
 
     def _apply_edits(self, edits: dict[Tensor, Edit]) -> None:
-        if not self.is_set_up and all([*edit.entries] == ["master"] for edit in edits.values()):
-            for parameter, edit in edits.items():  # no set-up yet: the model may still be sharded
+        if self.only_keeps_masters({parameter: edit.entries for parameter, edit in edits.items()}):
+            for parameter, edit in edits.items():
                 self.managed.keep_initial_master(parameter, local_tensor(plain(edit.entries["master"])))
             return
         self.set_up(also=[parameter for parameter, edit in edits.items() if edit.entries])
@@ -659,6 +659,11 @@ class Engine:
             entries = edit.applied_to(partial(self.managed.state_of, item))
             self.managed.load_state(item, {key: plain(value) for key, value in entries.items()})
 
+    def only_keeps_masters(self, states: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+        """Whether state needs no set-up, before which the model may still be sharded: wrappers load such state back."""
+        masters = all([*entries] == ["master"] for entries in states.values())
+        return masters and not self.is_set_up and not any(map(self.managed.is_own_master, states))
+
     def _refuse_late_edits(self) -> None:
         if self.edits:
             self.edits.take()
@@ -667,6 +672,11 @@ class Engine:
                 "state (optimizer_state.update: in_backward); the change has been dropped. Change the state after "
                 "step() or before the last backward, or set update: at_step"
             )
+
+    def _edits_weights(self) -> bool:
+        """Whether the next edits write to parameters, which are their own masters."""
+        listed = [p for group in self.param_groups for p in group["params"]] if self.edits else ()
+        return any(self.managed.edits_weight(parameter, self.edits.get(parameter)) for parameter in listed)
 
     def _refuse_weight_edits(self) -> None:
         self.edits.take()
@@ -706,7 +716,7 @@ class Engine:
 
     def _replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         self.edits.release([parameter])
-        if not self.is_set_up and [*entries] == ["master"]:  # no set-up yet: the model may still be sharded
+        if self.only_keeps_masters({parameter: entries}):
             self.managed.keep_initial_master(parameter, local_tensor(entries["master"]))
             return
         self.set_up(also=[parameter] if entries else ())

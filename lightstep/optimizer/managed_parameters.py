@@ -184,13 +184,14 @@ class ManagedParameters:
         home = None if self._weights is None else self._weights.home_of(parameter)
         if home is not None:
             local = home.on_device
-        own_master = self._is_own_master(local)
+        own_master = self.is_own_master(local)
         return Managed(
             parameter, local, group, name, layer, own_master=own_master, rounding=rounding, rows=rows, home=home
         )
 
-    def _is_own_master(self, local: Tensor) -> bool:
-        return not self._has_masters or local.dtype == torch.float32
+    def is_own_master(self, parameter: Tensor) -> bool:
+        """Whether updates work on the parameter itself: who replaces its master writes to it."""
+        return not self._has_masters or parameter.dtype == torch.float32
 
     # -- masters follow the model
 
@@ -396,7 +397,7 @@ class ManagedParameters:
 
     def edits_weight(self, parameter: Tensor, edit: Edit | None) -> bool:
         """Whether an edit of this parameter's state writes to the parameter, which is its own master."""
-        return edit is not None and "master" in edit.entries and self._is_own_master(local_tensor(parameter))
+        return edit is not None and "master" in edit.entries and self.is_own_master(parameter)
 
     def load_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it.

@@ -120,7 +120,7 @@ def _check_states(
     settings: Sequence[Mapping[str, Any]],
 ) -> None:
     """Raise ``ValueError`` for state that parameters cannot have once their groups have these settings."""
-    if _has_masters_only(engine, states):
+    if engine.only_keeps_masters(states):
         return
     loaded = {id(live): own for live, own in zip(engine.param_groups, settings, strict=True)}
     for item in _items(engine, states):
@@ -128,17 +128,12 @@ def _check_states(
 
 
 def _load_states(engine: Engine, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    if _has_masters_only(engine, states):
+    if engine.only_keeps_masters(states):
         for parameter, entries in states.items():
             engine.replace_state(parameter, entries)
         return
     for item in _items(engine, states):
         engine.replace_state(item.param, states.get(item.param, {}))
-
-
-def _has_masters_only(engine: Engine, states: Mapping[Tensor, Mapping[str, Any]]) -> bool:
-    """Wrappers load such state back before the model is sharded: it must not set the optimizer up."""
-    return not engine.is_set_up and all([*entries] == ["master"] for entries in states.values())
 
 
 def _items(engine: Engine, states: Mapping[Tensor, Mapping[str, Any]]) -> Sequence[Managed]:

@@ -233,7 +233,7 @@ def assign_masters(optimizer: Any, model: nn.Module) -> None:
     for parameter in model.parameters():
         master = torch.randn(parameter.shape, generator=generator)
         if hasattr(optimizer, "backward"):
-            optimizer.state[parameter] = {**optimizer.state[parameter], "master": master}
+            optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), "master": master}
         else:
             parameter.detach().copy_(master)
 
@@ -244,6 +244,29 @@ def test_masters_of_fp32_weights_are_written_by_the_step(state: str, placement: 
     expected = train(*plain(), assign_masters, between=True)
     assert_equal(train(*prepared(state, placement=placement), assign_masters), expected)
     assert_equal(train(*prepared(state, placement=placement), assign_masters, between=True), expected)
+
+
+@every_value(state=EVERY_TIME, placement=["device", "host"])
+def test_masters_of_fp32_weights_are_written_by_the_first_step_too(state: str, placement: str) -> None:
+    """They are all the state that there is then; as state that is loaded they count at once."""
+    model, optimizer = plain()
+    backward(optimizer, model(BATCHES[0]).square().mean())
+    assign_masters(optimizer, model)
+    optimizer.step()
+    expected = weights(model, optimizer)
+    tested, optimizer = prepared(state, placement=placement)
+    assign_masters(optimizer, tested)
+    assert_equal(train(tested, optimizer, steps=1), expected)
+
+    source = prepared("resident", parameters="bfloat16")
+    packed = source[1].state_dict()
+    masters = torch.randn(64, generator=torch.Generator().manual_seed(4))
+    numbers = range(len(packed["param_groups"][0]["params"]))
+    shapes = [parameter.shape for parameter in source[0].parameters()]
+    packed["state"] = {n: {"master": masters[: shapes[n].numel()].view(shapes[n]).clone()} for n in numbers}
+    tested, optimizer = prepared(state, placement=placement)
+    optimizer.load_state_dict(packed)
+    assert_equal(weights(tested, optimizer), [packed["state"][number]["master"] for number in numbers])
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])
