@@ -629,15 +629,19 @@ class Engine:
         """
         if not self.edits:
             return
-        edits, listed = self.edits.take(), {p for group in self.param_groups for p in group["params"]}
+        listed, edits = self._listed_edits(), self.edits.take()
         try:
             with no_grad_no_inference():
-                self._apply_edits({p: edit for p, edit in edits.items() if p in listed})
+                self._apply_edits(listed)
         except BaseException:
             self.edits.put_back(edits)
             raise
-        waiting = {p: edit for p, edit in edits.items() if p not in listed and edit.whole and edit.entries}
-        self.edits.put_back(waiting)
+        self.edits.put_back({p: edit for p, edit in edits.items() if p not in listed and edit.whole and edit.entries})
+
+    def _listed_edits(self) -> dict[Tensor, Edit]:
+        """Those of parameters that are in a group: state of others waits until they are in one."""
+        listed = [p for group in self.param_groups for p in group["params"]] if self.edits else ()
+        return {parameter: edit for parameter in listed if (edit := self.edits.get(parameter)) is not None}
 
     def settle_edits(self) -> None:
         """:meth:`apply_edits` from outside of a step."""
@@ -665,8 +669,8 @@ class Engine:
         return masters and not self.is_set_up and not any(map(self.managed.is_own_master, states))
 
     def _refuse_late_edits(self) -> None:
-        if self.edits:
-            self.edits.take()
+        if self._listed_edits():
+            self._drop_edits()
             raise RuntimeError(
                 "optimizer.state was changed between backward() and step(), and backward has updated with the earlier "
                 "state (optimizer_state.update: in_backward); the change has been dropped. Change the state after "
@@ -675,16 +679,19 @@ class Engine:
 
     def _edits_weights(self) -> bool:
         """Whether the next edits write to parameters, which are their own masters."""
-        listed = [p for group in self.param_groups for p in group["params"]] if self.edits else ()
-        return any(self.managed.edits_weight(parameter, self.edits.get(parameter)) for parameter in listed)
+        return any(self.managed.edits_weight(parameter, edit) for parameter, edit in self._listed_edits().items())
 
     def _refuse_weight_edits(self) -> None:
-        self.edits.take()
+        self._drop_edits()
         raise RuntimeError(
             "a master was assigned to optimizer.state, and its parameter is its own master: backward() would write to "
             "a weight that it needs (optimizer_state.update: in_backward); the changes of the state have been dropped. "
             "Write to the weights before the forward, load state with load_state_dict(), or set update: at_step"
         )
+
+    def _drop_edits(self) -> None:
+        listed = self._listed_edits()
+        self.edits.put_back({p: edit for p, edit in self.edits.take().items() if p not in listed})
 
     def parameter_state(self, parameter: Tensor, kept_only: bool = False) -> dict[str, Any]:
         """Copies of the entries; ``kept_only``: what this process keeps, without communication, and not as copies."""

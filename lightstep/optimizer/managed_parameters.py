@@ -395,9 +395,9 @@ class ManagedParameters:
                 "missing, or delete the whole state: with del optimizer.state[parameter] it starts anew"
             )
 
-    def edits_weight(self, parameter: Tensor, edit: Edit | None) -> bool:
+    def edits_weight(self, parameter: Tensor, edit: Edit) -> bool:
         """Whether an edit of this parameter's state writes to the parameter, which is its own master."""
-        return edit is not None and "master" in edit.entries and self.is_own_master(parameter)
+        return "master" in edit.entries and self.is_own_master(parameter)
 
     def load_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it.

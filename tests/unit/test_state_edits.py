@@ -712,3 +712,20 @@ def test_state_of_a_parameter_in_no_group_waits_for_its_group(state: str) -> Non
     optimizer.step()
     reference.step()
     assert_equal([late, optimizer.state[late]["exp_avg"]], [twin, reference.state[twin]["exp_avg"]])
+
+
+@pytest.mark.parametrize("state", IN_BACKWARD)
+def test_state_of_a_parameter_in_no_group_waits_without_stopping_updates_in_backward(state: str) -> None:
+    model, optimizer = prepared(state)
+    late = nn.Parameter(torch.ones(3))
+    entries = {name: torch.ones(3) for name in ("exp_avg", "exp_avg_sq", "master")} | {"step": torch.tensor(4.0)}
+    train(model, optimizer, steps=2)
+    optimizer.state[late] = entries
+    train(model, optimizer, steps=2)
+    assert torch.equal(optimizer.state[late]["exp_avg"], torch.ones(3))
+    backward(optimizer, model(BATCHES[0]).square().mean())
+    first(optimizer, model)["exp_avg"].zero_()
+    with pytest.raises(RuntimeError, match=r"state was changed between backward\(\) and step\(\)"):
+        optimizer.step()
+    optimizer.step()
+    assert torch.equal(optimizer.state[late]["exp_avg"], torch.ones(3))
