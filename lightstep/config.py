@@ -174,6 +174,8 @@ class Precision(_Frozen):
     reduce: Literal["float32", "parameters"] = "float32"
     """Dtype in which gradients are reduced over ranks and added over micro-batches."""
     loss_scale: LossScaleConfig = NoLossScale()
+    rounding_seed: Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)] = 0
+    """Seed of the noise with which weights and moments are rounded stochastically."""
 
 
 class Clipping(_Frozen):
@@ -393,6 +395,19 @@ class StrategyConfig(_Frozen):
             raise ValueError(
                 f"precision.master_weights stochastic with parameters {self.precision.parameters}: weights are rounded "
                 "to bfloat16; set parameters: bfloat16, or master_weights: true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _seed_of_noise(self) -> StrategyConfig:
+        state, seed = self.optimizer_state, self.precision.rounding_seed
+        rounding = state.moments_rounding or {"int8": "stochastic"}.get(state.moments)
+        if seed and rounding != "stochastic" and self.precision.master_weights != "stochastic":
+            raise ValueError(
+                f"precision.rounding_seed {seed} is the seed of stochastic rounding, and nothing is rounded so: "
+                f"master_weights is {str(self.precision.master_weights).lower()}, optimizer_state.moments "
+                f"{state.moments} and moments_rounding {state.moments_rounding or 'null'}; leave it out, or set "
+                "master_weights or moments_rounding to stochastic"
             )
         return self
 

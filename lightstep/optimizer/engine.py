@@ -37,6 +37,7 @@ from lightstep.optimizer.state_edits import Edit, StateEdits
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
+from lightstep.precision.noise import check_seed
 from lightstep.precision.scaled_backward import ScaledBackward
 from lightstep.state.host_weights import HostWeights
 from lightstep.state.interrupts import uninterrupted
@@ -95,6 +96,7 @@ class Engine:
         initial_masters: InitialMasters | None = None,
         moments: Moments | None = None,
         host_weights: HostWeights | None = None,
+        rounding_seed: int = 0,
     ) -> None:
         self.closed = True
         self._host_weights = host_weights
@@ -104,7 +106,7 @@ class Engine:
         self.classes, self.master_weights = classes, check_master_weights(master_weights)
         self._overflow_everywhere, self.update_time = overflow_everywhere, update_time
         self._initial_masters, classes.in_backward = initial_masters, update_time.in_backward
-        self.moments = moments or Moments()
+        self.moments, self.rounding_seed = moments or Moments(), check_seed(rounding_seed)
         self.update_listeners: list[Callable[[], object]] = []
         self.edits = StateEdits()
         self._build(backend, reduce_float32, places)
@@ -128,6 +130,7 @@ class Engine:
             self._initial_masters,
             self.moments,
             self._host_weights,
+            self.rounding_seed,
         )
         self.broken = BrokenStep(self.managed, backend)
         self.updater = UnitUpdater(self.classes, backend, self.broken, self.managed.record, self.host_gradients)
@@ -249,7 +252,7 @@ class Engine:
     @property
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments for a copy."""
-        names = ("master_weights", "loss_scale", "max_norm", "norm_type", "clip_layers", "moments")
+        names = ("master_weights", "loss_scale", "max_norm", "norm_type", "clip_layers", "moments", "rounding_seed")
         return {
             **{name: getattr(self, name) for name in names},
             "overflow_everywhere": self._overflow_everywhere,

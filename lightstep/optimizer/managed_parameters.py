@@ -47,6 +47,7 @@ class ManagedParameters:
         initial_masters: called at set-up for the fp32 values (of the local shard) that a parameter was rounded from.
         moments: the dtype in which moments are kept.
         weights: those that rest on the host.
+        rounding_seed: of the noise for stochastic rounding.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class ManagedParameters:
         initial_masters: InitialMasters | None = None,
         moments: Moments | None = None,
         weights: HostWeights | None = None,
+        rounding_seed: int = 0,
     ) -> None:
         self._weights = weights
         self._classes = classes
-        self._moments = moments or Moments()
+        self._moments, self._rounding_seed = moments or Moments(), rounding_seed
         self._backend = backend
         self._has_masters, self._rounding = master_weights is True, rounding_of(master_weights)
         self._places = places
@@ -126,8 +128,8 @@ class ManagedParameters:
         refuse_shared_memory((item.name, item.resting) for item in items)
         new = [item for item in items if item.param not in self._items]
         self._classes.prepare(items, groups)
-        self._moments.set_up(items, self._classes)
-        set_up_rounding(items, self._classes)
+        self._moments.set_up(items, self._classes, self._rounding_seed)
+        set_up_rounding(items, self._classes, self._rounding_seed)
         place = {parameter: index for index, parameter in enumerate(places)}
         in_order_of_use = sorted(items, key=lambda item: place.get(item.param, len(place)))
         self._backend.register(in_order_of_use)  # all of them, or it raises

@@ -18,7 +18,7 @@ from lightstep.distributed import window_of
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.precision.moments import BFloat16
 from lightstep.precision.moments_int8 import LARGEST_BLOCK, SMALLEST_BLOCK, Int8
-from lightstep.precision.noise import Noise
+from lightstep.precision.noise import Noise, numbered
 from lightstep.state.schema import Codec, EntrySpec, Managed, Schema, entry_dtype
 
 __all__ = ["Moments", "moments_of"]
@@ -58,8 +58,11 @@ class Moments:
     def __reduce__(self) -> Any:
         return Moments, (self.dtype, self.rounding)
 
-    def set_up(self, items: Iterable[Managed], classes: GroupClasses) -> None:
+    def set_up(self, items: Iterable[Managed], classes: GroupClasses, seed: int = 0) -> None:
         """Give these parameters, which are new, schemas that say how their moments are kept.
+
+        Args:
+            seed: of the noise.
 
         Raises:
             ValueError: none of the classes has moments, or none has moments that can be rounded like this; or a shard
@@ -77,7 +80,7 @@ class Moments:
             owner, block = owners[item], _block_of(item) if self.dtype == "int8" else 1
             if not block:
                 continue
-            noise = self._noise if self._is_stochastic(schemas[owner]) and self._has_window(item) else None
+            noise = self._noise if self._is_stochastic(schemas[owner]) and self._has_window(item, seed) else None
             key = owner, block, noise is not None
             if key not in known:
                 coded = {
@@ -97,10 +100,10 @@ class Moments:
     def _rounding(self) -> str:
         return self.rounding or ("stochastic" if self.dtype == "int8" else "nearest")
 
-    def _has_window(self, item: Managed) -> bool:
+    def _has_window(self, item: Managed, seed: int) -> bool:
         """Find out where the elements of a parameter are that is to be rounded stochastically."""
         try:
-            item.window = window_of(item.param)
+            item.window = numbered(window_of(item.param), seed)
         except ValueError as error:
             if self.rounding is not None:
                 raise ValueError(

@@ -60,11 +60,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             ``keep=True`` (state is saved before the set-up) it must return them again later.
         moments: the dtype in which moments are kept between updates; ``None``: fp32, as the class has them.
         host_weights: the model's weights that rest on the host.
+        rounding_seed: of the noise for stochastic rounding of moments and weights, from 0 to 2^32 - 1.
 
     Raises:
         TypeError: ``optimizer_class`` is not a usable optimizer class.
-        ValueError: ``max_norm`` or ``norm_type`` is out of range; or the class refuses its hyper-parameters, or torch
-            the groups.
+        ValueError: ``max_norm``, ``norm_type`` or ``rounding_seed`` is out of range; or the class refuses its
+            hyper-parameters, or torch the groups.
     """
 
     loss_scale = EngineAttribute()
@@ -98,6 +99,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         initial_masters: InitialMasters | None = None,
         moments: Moments | None = None,
         host_weights: HostWeights | None = None,
+        rounding_seed: int = 0,
     ) -> None:
         classes = GroupClasses(optimizer_class, dict(hyperparameters or {}))
         self.engine = Engine(
@@ -115,6 +117,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             initial_masters=initial_masters,
             moments=moments,
             host_weights=host_weights,
+            rounding_seed=rounding_seed,
         )
         super().__init__(params, dict(classes.own.defaults))
         classes.own_is_used = any(group.get("optimizer_class") is None for group in self.param_groups)

@@ -1,8 +1,8 @@
 """Weights in bf16 without masters, which are rounded stochastically after each update.
 
 An update widens the weight to fp32, runs the class's own step, and rounds the result with the noise of
-:mod:`lightstep.precision.noise`: a hash of the parameter's step and of the element's number in the whole parameter. The
-weights are therefore the same however the parameter is divided, and after resuming.
+:mod:`lightstep.precision.noise`: a hash of a seed, the parameter's step and the element's number in the whole
+parameter. The weights are therefore the same however the parameter is divided, and after resuming.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from lightstep.distributed import window_of
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.precision.moments import BFloat16
-from lightstep.precision.noise import Noise
+from lightstep.precision.noise import Noise, numbered
 from lightstep.state.schema import Codec, Managed
 
 __all__ = ["MasterWeights", "check_master_weights", "rounding_of", "set_up_rounding"]
@@ -36,8 +36,11 @@ def rounding_of(master_weights: MasterWeights) -> Codec | None:
     return BFloat16(Noise()) if master_weights == "stochastic" else None
 
 
-def set_up_rounding(items: Iterable[Managed], classes: GroupClasses) -> None:
+def set_up_rounding(items: Iterable[Managed], classes: GroupClasses, seed: int = 0) -> None:
     """Find out where the elements of those parameters are whose weights are rounded stochastically.
+
+    Args:
+        seed: of the noise.
 
     Raises:
         TypeError: a parameter is in fp16.
@@ -59,6 +62,6 @@ def set_up_rounding(items: Iterable[Managed], classes: GroupClasses) -> None:
                 "steps in its state, on which the noise depends; set master_weights: true"
             )
         try:
-            item.window = window_of(item.param)
+            item.window = numbered(window_of(item.param), seed)
         except ValueError as error:
             raise ValueError(f"{setting}, and {item.name} cannot have it: {error}; set master_weights: true") from error

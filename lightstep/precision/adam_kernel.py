@@ -22,7 +22,7 @@ from lightstep.precision.adam_batch import AdamBatch, AdamMemory, AdamSettings, 
 from lightstep.precision.adam_batch import Noise as NoiseKind
 from lightstep.precision.moments import BFloat16
 from lightstep.precision.moments_int8 import LARGEST_BLOCK, Int8
-from lightstep.precision.noise import Noise
+from lightstep.precision.noise import Noise, numbered
 from lightstep.precision.split import Splitter, probe_masters
 
 __all__ = ["CODECS", "Kind", "fused_kernel_on", "kind_of", "runs_in_one_pass"]
@@ -112,7 +112,8 @@ class Kind(NamedTuple):
     @property
     def window(self) -> Window | None:
         """Where the elements of the example are in their whole parameter."""
-        windows = {"none": None, "window": Window((1 << 33) - 77), "jumps": Window(5, 3 * 4099, 1 << 31, 12345)}
+        jumping = numbered(Window(5, 3 * 4099, 1 << 31, 12345), seed=2)
+        windows = {"none": None, "window": Window((1 << 33) - 77), "jumps": jumping}
         return windows.get(self.noise, Window())
 
     def codecs(self) -> dict[str, BFloat16 | Int8]:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Window
-from lightstep.precision.noise import CHUNK, Noise, Scratch, salt_of, signed
+from lightstep.precision.noise import CHUNK, Noise, Scratch, numbered, salt_of, signed
 from lightstep.precision.triton_launch import checked_kernels
 
 __all__ = ["LARGEST_BLOCK", "SMALLEST_BLOCK", "Int8"]
@@ -209,7 +209,8 @@ def _matches_torch(kernels: ModuleType, device: torch.device) -> bool:
     usual[: 3 * LARGEST_BLOCK] = 0
     scratch = Scratch(device)
     scratch.set_step(4321)
-    places = [Window(), Window((1 << 33) - 77), Window(5, 3 * 4099, 1 << 31, 12345), listed]
+    jumping = numbered(Window(5, 3 * 4099, 1 << 31, 12345), seed=2)
+    places = [Window(), Window((1 << 33) - 77), jumping, listed]
     for number, value in enumerate((anything.view(torch.float32), usual) * len(places)):
         block, numbers = (LARGEST_BLOCK, 64, 32, SMALLEST_BLOCK)[number % 4], places[number // 2]
         for never_negative in (False, True):
@@ -225,10 +226,10 @@ def _matches_torch(kernels: ModuleType, device: torch.device) -> bool:
                         _encode(value, planes, block, noise, salt, numbers)
                         _decode(planes, decoded, block)
                     found.append([*(plane.view(torch.uint8) for plane in planes), decoded.view(torch.int32)])
-                numbered = [one[-1] for one in found]
-                nan = [one.view(torch.float32).isnan() for one in numbered]  # whose payloads may differ
+                values = [one[-1] for one in found]
+                nan = [one.view(torch.float32).isnan() for one in values]  # whose payloads may differ
                 if not all(map(torch.equal, found[0][:-1], found[1][:-1])) or not torch.equal(*nan):
                     return False
-                if not torch.equal(*(one[~nan[0]] for one in numbered)):
+                if not torch.equal(*(one[~nan[0]] for one in values)):
                     return False
     return True

@@ -1,13 +1,15 @@
 """Noise for stochastic rounding: 16 bits that are a function of each element's position.
 
-They are a hash of the parameter's step, the entry's name and the element's number in the whole parameter, and of
-nothing else. So they do not depend on how a parameter is sharded, staged or cut, and a resumed run has the same noise
-as an uninterrupted one. It is integer arithmetic, the same on every device::
+They are a hash of a seed, the parameter's step, the entry's name and the element's number in the whole parameter, and
+of nothing else. So they do not depend on how a parameter is sharded, staged or cut, and a resumed run has the same
+noise as an uninterrupted one. It is integer arithmetic, the same on every device::
 
     x  = number · NUMBER + a;   x ^= x >>> 16;   x = x · FIRST + b;   x ^= x >>> 15;   x *= SECOND     (mod 2^32)
     noise = x >>> 16
 
 with ``a`` and ``b`` mixed from the step and the name in the same way. An element's number is taken modulo 2^32.
+Elements are counted from a number that the seed is mixed to, 0 for seed 0. So the seed is in windows and lists of
+numbers, and the kernels need not know it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from lightstep.distributed import Window
 
-__all__ = ["CHUNK", "Noise", "Scratch"]
+__all__ = ["CHUNK", "Noise", "Scratch", "check_seed", "numbered"]
 
 CHUNK = 1 << 18  # elements per pass: the scratch memory stays small and in the cache
 # Odd 32-bit numbers without structure. The last two are lowbias32's, the best known for two multiplications.
@@ -95,6 +97,18 @@ class Scratch:
         return x, y, flags, counted
 
 
+def numbered(window: Window, seed: int) -> Window:
+    """``window`` with elements that are counted from the seed's number. Starts fit into 32 bits, as kernels prefer."""
+    return window._replace(start=signed(window.start + _mixed(seed)))
+
+
+def check_seed(seed: int) -> int:
+    """Raise ``ValueError`` unless this is an integer from 0 to 2^32 - 1."""
+    if type(seed) is not int or not 0 <= seed < 1 << 32:
+        raise ValueError(f"rounding_seed is {seed!r}; allowed: integers from 0 to {(1 << 32) - 1}")
+    return seed
+
+
 def salt_of(entry: str) -> int:
     """What the noise of a state entry depends on instead of its name."""
     return zlib.crc32(entry.encode())
@@ -109,6 +123,13 @@ def _mix(x: Tensor, y: Tensor) -> None:
     _xor_shifted(x, 16, y)
     _xor_shifted(x.mul_(signed(FIRST)), 15, y)
     _xor_shifted(x.mul_(signed(SECOND)), 16, y)
+
+
+def _mixed(x: int) -> int:
+    """As :func:`_mix`, of one number from 0 to 2^32 - 1; 0 stays 0."""
+    x = (x ^ x >> 16) * FIRST % (1 << 32)
+    x = (x ^ x >> 15) * SECOND % (1 << 32)
+    return x ^ x >> 16
 
 
 def _xor_shifted(x: Tensor, by: int, y: Tensor) -> None:

@@ -32,6 +32,7 @@ def settings_of(config: StrategyConfig) -> dict[str, Any]:
         "norm_type": clipping.norm_type,
         "clip_layers": clipping.scope == "unit",
         "moments": Moments(state.moments, state.moments_rounding),
+        "rounding_seed": precision.rounding_seed,
     }
 
 

@@ -41,7 +41,7 @@ def whole(value: Tensor) -> Tensor:
 
 def train(optimizer: Any, tested: list[Tensor], expected: list[Tensor], reference: Any = None) -> None:
     """Gradients that do not depend on the division; afterwards everything is equal to the loop on one device."""
-    reference = reference or StochasticMoments([{"params": expected}], torch.optim.AdamW, **SETTINGS)
+    reference = reference or StochasticMoments([{"params": expected}], torch.optim.AdamW, rounding_seed=2, **SETTINGS)
     dtype = torch.bfloat16 if isinstance(reference, NearestMoments) else torch.float32
     dtype = torch.float32 if isinstance(reference, Int8Moments) else dtype
     generator = torch.Generator().manual_seed(1)
@@ -95,11 +95,13 @@ def check_layout(
     master_weights: bool | str = True,
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     settings: dict[str, Any] = SETTINGS,
+    rounding_seed: int = 2,
 ) -> None:
     rounding = "stochastic" if moments == "bfloat16" else None  # that of int8
     state = {"moments": moments, "moments_rounding": rounding, **state}
     values = {"sharding": sharding, "clipping": {"max_norm": None}, "optimizer_state": state}
-    strategy = lightstep.Strategy.load({**values, "precision": {"master_weights": master_weights}})
+    precision = {"master_weights": master_weights, "rounding_seed": rounding_seed}
+    strategy = lightstep.Strategy.load({**values, "precision": precision})
     torch.manual_seed(0)
     model = representable(TinyTransformer() if moments == "bfloat16" else Rows())
     twin = copy.deepcopy(model).to(device_of(rank, world_size), torch.bfloat16)
@@ -112,26 +114,27 @@ def check_layout(
         optimizer,
         [p for p in inner.parameters() if p.requires_grad],
         trained,
-        reference([{"params": trained}], optimizer_class, **settings),
+        reference([{"params": trained}], optimizer_class, rounding_seed=rounding_seed, **settings),
     )
     optimizer.close()
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout", "state"),
+    ("world_size", "layout", "state", "rounding_seed"),
     [
-        (1, "fsdp2", STREAM),
-        (2, "fsdp2", {}),
-        (3, "fsdp2", STREAM),
-        (3, "fsdp2", {**STREAM, "update": "next_forward"}),
-        (2, "ddp", STREAM),
-        (4, "hsdp", STREAM),
+        (1, "fsdp2", STREAM, 2),
+        (2, "fsdp2", {}, 0),
+        (2, "fsdp2", {}, 2),
+        (3, "fsdp2", STREAM, 0),
+        (3, "fsdp2", {**STREAM, "update": "next_forward"}, 2),
+        (2, "ddp", STREAM, 2),
+        (4, "hsdp", STREAM, 1),
     ],
 )
 def test_the_noise_does_not_depend_on_the_division(
-    pool: Pool, world_size: int, layout: str, state: dict[str, Any]
+    pool: Pool, world_size: int, layout: str, state: dict[str, Any], rounding_seed: int
 ) -> None:
-    pool.run(check_layout, world_size, sharding=LAYOUTS[layout], state=state)
+    pool.run(check_layout, world_size, sharding=LAYOUTS[layout], state=state, rounding_seed=rounding_seed)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +192,7 @@ def check_placements(
     expected = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in [(5, 7, 6), (2, 9, 4)]]
     tested = [nn.Parameter(distribute_tensor(value, ranks, placements)) for value in expected]
     optimizer = lightstep.MixedPrecisionOptimizer(
-        tested, torch.optim.AdamW, SETTINGS, moments=Moments("bfloat16", "stochastic")
+        tested, torch.optim.AdamW, SETTINGS, moments=Moments("bfloat16", "stochastic"), rounding_seed=2
     )
     if not refused:
         train(optimizer, tested, [nn.Parameter(value) for value in expected])

@@ -14,7 +14,7 @@ from lightstep.state import segment
 from tests.covering import every_pair
 from tests.gpu.test_step_on_gpu import host_syncs_refused, set_gradients
 from tests.reference.pair import BACKENDS, EVERY_TIME
-from tests.unit.test_moments import STREAM
+from tests.unit.test_moments import SEEDS, STREAM
 from tests.unit.test_rounded_weights import COUNTING, KINDS, RoundedPair, by_hand
 
 pytestmark = pytest.mark.gpu
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 
 
-@every_pair(name=COUNTING, backend=EVERY_TIME, kind=KINDS)
-def test_the_bits_of_a_loop_without_masters(name: str, backend: str, kind: tuple[str, str]) -> None:
+@every_pair(name=COUNTING, backend=EVERY_TIME, kind=KINDS, rounding_seed=SEEDS)
+def test_the_bits_of_a_loop_without_masters(name: str, backend: str, kind: tuple[str, str], rounding_seed: int) -> None:
     optimizer_class, first, second, common = COUNTING[name]
     pair = RoundedPair(
         optimizer_class,
@@ -32,6 +32,7 @@ def test_the_bits_of_a_loop_without_masters(name: str, backend: str, kind: tuple
         common=common,
         backend=backend,
         kind=kind,
+        rounding_seed=rounding_seed,
         max_norm=0.35,
         overflow_at=(1, 5),
         late_from=3,

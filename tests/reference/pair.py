@@ -100,6 +100,7 @@ def strategy_values(
     scope: str = "global",
     reduce: str = "float32",
     master_weights: bool | str = True,
+    rounding_seed: int = 0,
     **state: Any,
 ) -> dict[str, Any]:
     """A strategy file for one device, as a mapping."""
@@ -110,6 +111,7 @@ def strategy_values(
             "reduce": reduce,
             "loss_scale": loss_scale,
             "master_weights": master_weights,
+            "rounding_seed": rounding_seed,
         },
         "clipping": {"max_norm": max_norm, "norm_type": norm_type, "scope": scope},
         "optimizer_state": {**EVERY_TIME, **IN_BACKWARD}[backend] | state,
@@ -169,6 +171,7 @@ class Pair:
             optimizer_class,
             loss_scale=self.values["precision"]["loss_scale"],
             reduce=self.values["precision"]["reduce"],
+            rounding_seed=self.values["precision"]["rounding_seed"],
             units=layers_of(self.reference_model),
             skip="unit" if update == "in_backward" else "step",
             model=self.reference_model.parameters(),

@@ -77,6 +77,7 @@ class ReferenceLoop:
         skip: ``"step"`` or ``"unit"``, what is left out where a norm is not finite.
         model: the parameters in the order of ``model.parameters()``, where the groups have another one.
         masters: fp32 values to start from; without them a parameter's master is the parameter.
+        rounding_seed: of the noise, in variants that round stochastically.
         hyperparameters: the optimizer's.
 
     Attributes:
@@ -97,10 +98,11 @@ class ReferenceLoop:
         skip: str = "step",
         model: Iterable[Tensor] | None = None,
         masters: Mapping[Tensor, Tensor] | None = None,
+        rounding_seed: int = 0,
         **hyperparameters: Any,
     ) -> None:
         groups = [{**group, "params": list(group["params"])} for group in param_groups]
-        self.scope, self.units, self.skip = scope, units, skip
+        self.scope, self.units, self.skip, self.rounding_seed = scope, units, skip, rounding_seed
         listed = [param for group in groups for param in group["params"]]
         self.parameters: list[Tensor] = listed if model is None else in_order(listed, model)
         self.masters = {param: contiguous32((masters or {}).get(param, param)) for param in self.parameters}

@@ -22,7 +22,7 @@ class RoundedWeights(ReferenceLoop):
         for param, master in self.masters.items():
             state = self.optimizer.state.get(master, {})
             if param.dtype == torch.bfloat16 and state:
-                param.copy_(stochastically_rounded(master, "weight", int(state["step"])))
+                param.copy_(stochastically_rounded(master, "weight", int(state["step"]), self.rounding_seed))
                 master.copy_(param)
 
 

@@ -48,12 +48,12 @@ class NearestMoments(ReferenceLoop):
 
 
 class StochasticMoments(NearestMoments):
-    """Moments are rounded by noise of step, entry and element; to nearest where the class counts no steps."""
+    """Moments are rounded by noise of seed, step, entry and element; to nearest where the class counts no steps."""
 
     def rounded(self, key: str, value: Tensor, state: dict[str, Any]) -> Tensor:
         if "step" not in state:
             return super().rounded(key, value, state)
-        return stochastically_rounded(value, key, int(state["step"]))
+        return stochastically_rounded(value, key, int(state["step"]), self.rounding_seed)
 
 
 class Int8Moments(NearestMoments):
@@ -67,7 +67,7 @@ class Int8Moments(NearestMoments):
             return value.clone()
         step = int(state["step"]) if self.stochastic and "step" in state else None
         flat = value.contiguous().cpu().numpy().reshape(-1, block)
-        found = in_eight_bits(flat, key in NEVER_NEGATIVE, key, step)
+        found = in_eight_bits(flat, key in NEVER_NEGATIVE, key, step, self.rounding_seed)
         return torch.empty_like(value).copy_(torch.from_numpy(found).view(value.shape))
 
 
@@ -84,13 +84,13 @@ def block_of(shape: torch.Size) -> int:
     return next(blocks, 0)
 
 
-def in_eight_bits(value: np.ndarray, never_negative: bool, key: str, step: int | None) -> np.ndarray:
+def in_eight_bits(value: np.ndarray, never_negative: bool, key: str, step: int | None, seed: int = 0) -> np.ndarray:
     """``value`` (fp32, ``[blocks, elements]``) after coding and decoding."""
     scale = np.abs(value).max(1, keepdims=True)
     part = np.abs(value) / np.where(scale > 0, scale, np.float32(1))
     up = np.full(value.shape, 0.5, np.float32)
     if step is not None:
-        bits = noise(key, step, np.arange(value.size)) >> 4
+        bits = noise(key, step, seed, np.arange(value.size)) >> 4
         up = ((bits.astype(np.float32) + np.float32(0.5)) / np.float32(4096)).reshape(value.shape)
 
     def power(code: np.ndarray) -> np.ndarray:
@@ -105,21 +105,23 @@ def in_eight_bits(value: np.ndarray, never_negative: bool, key: str, step: int |
     return np.copysign(power(code) * scale, 1 if never_negative else value)
 
 
-def stochastically_rounded(value: Tensor, key: str, step: int, numbers: np.ndarray | None = None) -> Tensor:
+def stochastically_rounded(
+    value: Tensor, key: str, step: int, seed: int = 0, numbers: np.ndarray | None = None
+) -> Tensor:
     """``value`` (fp32) in bf16."""
     bits = value.contiguous().cpu().numpy().view(np.uint32)
     places = np.arange(bits.size) if numbers is None else numbers
-    codes = (bits.astype(np.uint64) + noise(key, step, places).reshape(bits.shape)) >> 16
+    codes = (bits.astype(np.uint64) + noise(key, step, seed, places).reshape(bits.shape)) >> 16
     codes = np.where(np.isnan(bits.view(np.float32)), (bits >> 16) | 0x40, codes)
     rounded = torch.from_numpy(codes.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
     return torch.empty_like(value, dtype=torch.bfloat16).copy_(rounded)  # with its strides, which torch insists on
 
 
-def noise(key: str, step: int, numbers: np.ndarray) -> np.ndarray:
-    """16 bits for each element."""
+def noise(key: str, step: int, seed: int, numbers: np.ndarray) -> np.ndarray:
+    """16 bits for each element; the seed says which number the first one has."""
     a = mixed((step * 0x85EBCA77 + zlib.crc32(key.encode())) % 2**32)
     b = mixed((a + 0xC2B2AE3D) % 2**32)
-    x = (numbers.astype(np.uint64) * 0x9E3779B1 + a) % 2**32
+    x = ((numbers.astype(np.uint64) + mixed(seed)) % 2**32 * 0x9E3779B1 + a) % 2**32
     x ^= x >> 16
     x = (x * 0x7FEB352D + b) % 2**32
     x ^= x >> 15

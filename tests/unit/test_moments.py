@@ -21,7 +21,7 @@ from lightstep.optimizer.moments import Moments
 from lightstep.precision import moments_int8
 from lightstep.precision.moments import BFloat16
 from lightstep.precision.moments_int8 import Int8
-from lightstep.precision.noise import Noise
+from lightstep.precision.noise import Noise, numbered
 from lightstep.precision.split import probe_masters
 from tests.covering import every_pair
 from tests.reference.pair import (
@@ -61,10 +61,16 @@ class ModelWithBlocks(TinyModel):
         super().__init__(32, 80)
 
 
-class ShortPair(Pair):
-    """Both with moments in fewer bits."""
+SEEDS = [0, 2]
+"""``precision.rounding_seed``; elements are counted from a negative number with the second one."""
 
-    def __init__(self, *args: Any, kind: tuple[str, str], **options: Any) -> None:
+
+class ShortPair(Pair):
+    """Both with moments in fewer bits; the seed is that of noise, where there is some."""
+
+    def __init__(self, *args: Any, kind: tuple[str, str], rounding_seed: int = 0, **options: Any) -> None:
+        if kind[1] == "stochastic":
+            options["rounding_seed"] = rounding_seed
         self.reference_class = KINDS[kind]
         if kind[0] == "int8":
             options["make_model"] = ModelWithBlocks
@@ -77,9 +83,9 @@ CLASSES = {
 }
 
 
-@every_pair(name=CLASSES, parameters=DTYPES, backend=sorted(EVERY_TIME.keys()), kind=KINDS)
+@every_pair(name=CLASSES, parameters=DTYPES, backend=sorted(EVERY_TIME.keys()), kind=KINDS, rounding_seed=SEEDS)
 def test_the_bits_of_a_loop_that_keeps_its_moments_so(
-    name: str, parameters: str, backend: str, kind: tuple[str, str]
+    name: str, parameters: str, backend: str, kind: tuple[str, str], rounding_seed: int
 ) -> None:
     if name == "SGD-momentum":
         kind = kind[0], "nearest"  # it counts no steps
@@ -92,6 +98,7 @@ def test_the_bits_of_a_loop_that_keeps_its_moments_so(
         parameters=parameters,
         backend=backend,
         kind=kind,
+        rounding_seed=rounding_seed,
         max_norm=0.35,
         overflow_at=(1, 5),
         late_from=3,
@@ -113,9 +120,10 @@ def test_the_bits_of_a_loop_that_keeps_its_moments_so(
     }
 
 
-@every_pair(backend=IN_BACKWARD, parameters=["bfloat16", "float32"], kind=KINDS)
-def test_updates_in_backward(backend: str, parameters: str, kind: tuple[str, str]) -> None:
-    pair = ShortPair(*TWO_GROUPS["AdamW"], parameters=parameters, backend=backend, kind=kind, scope="unit")
+@every_pair(backend=IN_BACKWARD, parameters=["bfloat16", "float32"], kind=KINDS, rounding_seed=SEEDS)
+def test_updates_in_backward(backend: str, parameters: str, kind: tuple[str, str], rounding_seed: int) -> None:
+    options = {"parameters": parameters, "backend": backend, "rounding_seed": rounding_seed, "scope": "unit"}
+    pair = ShortPair(*TWO_GROUPS["AdamW"], kind=kind, **options)
     pair.train(5)
     pair.resume()
     pair.train(3)
@@ -139,10 +147,17 @@ homes_and_moments = pytest.mark.parametrize(
 )
 
 
-def by_hand(state: dict[str, Any], steps: int = 3, optimizer_class: Any = torch.optim.AdamW, **options: Any) -> Any:
+def by_hand(
+    state: dict[str, Any],
+    steps: int = 3,
+    optimizer_class: Any = torch.optim.AdamW,
+    rounding_seed: int = 0,
+    **options: Any,
+) -> Any:
     """A run on gradients from nowhere beside its reference: optimizer, parameters."""
     state = {"moments": "bfloat16", **state}
-    values = {"clipping": {"max_norm": None}, "optimizer_state": state}
+    precision = {"rounding_seed": rounding_seed}
+    values = {"precision": precision, "clipping": {"max_norm": None}, "optimizer_state": state}
     generator = torch.Generator().manual_seed(0)
     shapes = [(61, 47), (300, 17), (0, 4)] if optimizer_class is torch.optim.Muon else SHAPES
     model = nn.ParameterList(torch.randn(shape, generator=generator) for shape in shapes)
@@ -151,7 +166,8 @@ def by_hand(state: dict[str, Any], steps: int = 3, optimizer_class: Any = torch.
     twin = copy.deepcopy(model)
     optimizer = strategy.create_optimizer(model, optimizer_class, **options)
     rounding = state.get("moments_rounding") or ("stochastic" if state["moments"] == "int8" else "nearest")
-    reference = KINDS[state["moments"], rounding]([{"params": list(twin.parameters())}], optimizer_class, **options)
+    loop = KINDS[state["moments"], rounding]
+    reference = loop([{"params": list(twin.parameters())}], optimizer_class, **precision, **options)
     for _ in range(steps):
         for tested, expected in zip(model.parameters(), twin.parameters(), strict=True):
             expected.grad = torch.randn(expected.shape, generator=generator).to(expected)
@@ -169,7 +185,7 @@ def by_hand(state: dict[str, Any], steps: int = 3, optimizer_class: Any = torch.
 @homes_and_moments
 def test_large_tensors_whole_and_cut(state: dict[str, Any], moments: str) -> None:
     state = {**state, "moments": moments, "moments_rounding": "stochastic"}
-    optimizer = by_hand(state, lr=1e-2, betas=(0.9, 0.999))
+    optimizer = by_hand(state, rounding_seed=2, lr=1e-2, betas=(0.9, 0.999))
     if state.get("backend") == "stream":
         assert any(start for unit in optimizer._backend.units() for _, start, _ in unit.parts), "nothing was cut"
 
@@ -363,7 +379,7 @@ WINDOWS = [
     Window(),
     Window(12345, first=77),
     Window((1 << 32) - 9, first=1 << 18),
-    Window(3, inner=613, jump=1_000_003, first=611),
+    numbered(Window(3, inner=613, jump=1_000_003, first=611), seed=2),
 ]
 
 
@@ -373,7 +389,7 @@ def test_the_noise_is_that_of_step_entry_and_number(window: Window) -> None:
     value = torch.where(value.isnan() & (value.view(torch.int32) & 0x3F == 0), torch.tensor(-1.5), value)
     elements = np.arange(window.first, window.first + value.numel())
     numbers = (window.start + elements + elements // window.inner * window.jump) % 2**32
-    expected = stochastically_rounded(value, "exp_avg_sq", 321, numbers)
+    expected = stochastically_rounded(value, "exp_avg_sq", 321, numbers=numbers)
     listed = window.numbers(window.first, window.first + value.numel())
     for step, given in [(torch.tensor(321.0), window), (321, listed), (torch.tensor(321), window)]:
         found = rounded(value, step, given)
@@ -443,8 +459,9 @@ def test_an_8_bit_second_moment_does_not_stand_still_beside_a_large_one() -> Non
 # -- from one setting to another ---------------------------------------------------------------------------------------
 
 
-def trained(moments: str, folder: Any = None, **state: Any) -> tuple[Any, Any, Any]:
-    strategy = lightstep.Strategy.load({"optimizer_state": {"moments": moments, **state}})
+def trained(moments: str, folder: Any = None, rounding_seed: int = 0, **state: Any) -> tuple[Any, Any, Any]:
+    precision = {"rounding_seed": rounding_seed}
+    strategy = lightstep.Strategy.load({"precision": precision, "optimizer_state": {"moments": moments, **state}})
     torch.manual_seed(0)
     model = strategy.prepare_model(ModelWithBlocks())
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
@@ -506,7 +523,7 @@ def test_checkpoints_convert(tmp_path: Any, caplog: Any, first: str, then: str, 
 
 
 def test_a_copy_rounds_as_its_original() -> None:
-    _, model, optimizer = trained("bfloat16", moments_rounding="stochastic")
+    _, model, optimizer = trained("bfloat16", rounding_seed=2, moments_rounding="stochastic")
     for step in range(2):
         optimizer.backward(loss_of(model, step))
         optimizer.step()
@@ -517,6 +534,26 @@ def test_a_copy_rounds_as_its_original() -> None:
     for p, q in zip(model.parameters(), model2.parameters(), strict=True):
         for key, value in optimizer.state.get(p, {}).items():
             assert torch.equal(value, optimizer2.state[q][key])
+
+
+def test_another_seed_gives_other_bits() -> None:
+    runs = []
+    for seed in (0, 1, 2, 2):
+        _, model, optimizer = trained("bfloat16", rounding_seed=seed, moments_rounding="stochastic")
+        for step in range(2):
+            optimizer.backward(loss_of(model, step))
+            optimizer.step()
+        runs.append(optimizer.state[model.hidden.weight]["exp_avg_sq"])
+    assert torch.equal(runs[2], runs[3])
+    assert all((one != other).float().mean() > 0.1 for one, other in itertools.combinations(runs[:3], 2))
+
+
+def test_after_resuming_the_seed_is_that_of_the_strategy() -> None:
+    pair = ShortPair(*TWO_GROUPS["AdamW"], kind=("int8", "stochastic"), rounding_seed=2)
+    pair.train(3)
+    pair.values["precision"]["rounding_seed"] = pair.reference.rounding_seed = 3
+    pair.resume()
+    pair.train(3)
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------
@@ -576,6 +613,14 @@ def test_what_is_refused_at_set_up(optimizer_class: Any, rounding: Any, message:
             "the moments of bfloat16 parameters without masters are bfloat16 already",
         ),
         ({"optimizer_state": {"moments": "float16"}}, "moments"),
+        ({"precision": {"rounding_seed": -1}}, "'precision.rounding_seed' is -1: at least 0 is needed"),
+        ({"precision": {"rounding_seed": 2**32}}, "is 4294967296: at most 4294967295 is needed"),
+        ({"precision": {"rounding_seed": True}}, "is True: a whole number is needed"),
+        ({"precision": {"rounding_seed": 7}}, "rounding_seed 7 is the seed of stochastic rounding, and nothing is"),
+        (
+            {"precision": {"rounding_seed": 7}, "optimizer_state": {"moments": "int8", "moments_rounding": "nearest"}},
+            "optimizer_state.moments int8 and moments_rounding nearest; leave it out",
+        ),
         (
             {"sharding": {"kind": "deepspeed"}, "optimizer_state": {"moments": "bfloat16"}},
             "optimizer_state.moments bfloat16 cannot be followed",
@@ -585,6 +630,12 @@ def test_what_is_refused_at_set_up(optimizer_class: Any, rounding: Any, message:
 def test_what_a_strategy_refuses(values: dict[str, Any], message: str) -> None:
     with pytest.raises(lightstep.ConfigError, match=message):
         lightstep.Strategy.load(values)
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 32, 1.0, True])
+def test_seeds_that_are_refused(seed: Any) -> None:
+    with pytest.raises(ValueError, match=rf"rounding_seed is {seed!r}; allowed: integers from 0 to 4294967295"):
+        lightstep.MixedPrecisionOptimizer([nn.Parameter(torch.ones(5))], torch.optim.AdamW, rounding_seed=seed)
 
 
 def test_torchs_own_fused_kernel_with_such_moments() -> None:

@@ -24,6 +24,7 @@ OPTIONAL = {
     "previous_weights",
     "moments",
     "moments_rounding",
+    "rounding_seed",
 }
 # A section that is laid over a preset by who needs it.
 LAID_OVER = {"roles", "weights"}
@@ -32,7 +33,7 @@ LAID_OVER = {"roles", "weights"}
 def _missing(config: BaseModel, values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Dotted keys that the file leaves to a default."""
     for key in type(config).model_fields:
-        if key in OPTIONAL and prefix == "optimizer_state.":
+        if key in OPTIONAL and prefix in ("optimizer_state.", "precision."):
             continue
         if key in LAID_OVER and not prefix:
             continue

@@ -28,7 +28,7 @@ from tests.reference.rounded_weights import (
 )
 from tests.reference.tiny_model import loss_of, representable
 from tests.unit.test_homes_and_times import HOMES
-from tests.unit.test_moments import CLASSES, SHAPES, ModelWithBlocks, homes_and_moments
+from tests.unit.test_moments import CLASSES, SEEDS, SHAPES, ModelWithBlocks, homes_and_moments
 from tests.unit.test_next_forward import Training, assert_same
 
 __all__ = ["one_pass_fixture"]
@@ -63,9 +63,22 @@ class RoundedPair(Pair):
         )
 
 
-@every_pair(name=COUNTING, backend=sorted(EVERY_TIME.keys()), kind=KINDS, micro_batches=[1, 2], large=[1 << 18, 48])
+@every_pair(
+    name=COUNTING,
+    backend=sorted(EVERY_TIME.keys()),
+    kind=KINDS,
+    rounding_seed=SEEDS,
+    micro_batches=[1, 2],
+    large=[1 << 18, 48],
+)
 def test_the_bits_of_a_loop_without_masters(
-    name: str, backend: str, kind: tuple[str, str], micro_batches: int, large: int, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    backend: str,
+    kind: tuple[str, str],
+    rounding_seed: int,
+    micro_batches: int,
+    large: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(staging, "LARGE", large)
     optimizer_class, first, second, common = COUNTING[name]
@@ -76,6 +89,7 @@ def test_the_bits_of_a_loop_without_masters(
         common=common,
         backend=backend,
         kind=kind,
+        rounding_seed=rounding_seed,
         micro_batches=micro_batches,
         max_norm=0.35,
         overflow_at=(1, 5),
@@ -90,9 +104,10 @@ def test_the_bits_of_a_loop_without_masters(
     assert states and not any("master" in state for state in states)
 
 
-@every_pair(backend=IN_BACKWARD, kind=KINDS)
-def test_updates_in_backward(backend: str, kind: tuple[str, str]) -> None:
-    pair = RoundedPair(*TWO_GROUPS["AdamW"], backend=backend, kind=kind, scope="unit")
+@every_pair(backend=IN_BACKWARD, kind=KINDS, rounding_seed=SEEDS)
+def test_updates_in_backward(backend: str, kind: tuple[str, str], rounding_seed: int) -> None:
+    options = {"backend": backend, "rounding_seed": rounding_seed, "scope": "unit"}
+    pair = RoundedPair(*TWO_GROUPS["AdamW"], kind=kind, **options)
     pair.train(5)
     pair.resume()
     pair.train(3)
@@ -111,6 +126,7 @@ def test_one_kernel_does_all_of_it(
         {**settings, "lr": 1e-3},
         backend=backend,
         kind=kind,
+        rounding_seed=2,
         max_norm=0.35,
         overflow_at=(2,),
     )
@@ -127,7 +143,7 @@ def test_one_kernel_does_all_of_it(
 def by_hand(state: dict[str, Any], steps: int = 3, **options: Any) -> Any:
     """A run on gradients from nowhere beside its reference: the optimizer."""
     values = {
-        "precision": {"master_weights": "stochastic"},
+        "precision": {"master_weights": "stochastic", "rounding_seed": 2},
         "clipping": {"max_norm": None},
         "optimizer_state": {"moments": "bfloat16", "moments_rounding": "stochastic", **state},
     }
@@ -138,7 +154,7 @@ def by_hand(state: dict[str, Any], steps: int = 3, **options: Any) -> Any:
     twin = copy.deepcopy(model)
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, **options)
     kind = values["optimizer_state"]["moments"], "stochastic"
-    reference = KINDS[kind]([{"params": list(twin.parameters())}], torch.optim.AdamW, **options)
+    reference = KINDS[kind]([{"params": list(twin.parameters())}], torch.optim.AdamW, rounding_seed=2, **options)
     for _ in range(steps):
         for tested, expected in zip(model.parameters(), twin.parameters(), strict=True):
             expected.grad = torch.randn(expected.shape, generator=generator).to(expected)
