@@ -15,27 +15,25 @@ companding ``φ(m) = 2m / (1 + |m|)`` is linear in the code, FlashOptim's       
 linear     ``code / 127``                                                       ``(code / 255)²``           128
 ========== ==================================================================== =========================== =======
 
-All are parts of a block's largest magnitude, which is kept in fp32.
+All are parts of a block's largest magnitude, which is kept in fp32. ``--output`` is written after each run, and
+``--begun`` goes on from what a measurement has that was cut off.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tests.measure_moments import BATCH, LENGTH, Model, texts
+from tests.measure_moments import BATCH, LENGTH, Measurement, Model, add_arguments, texts
 from tests.reference.short_moments import in_eight_bits
 
 CODES = ("float32", "bfloat16", "int8", "dynamic", "companding", "linear")
@@ -68,14 +66,14 @@ def dynamic(signed: bool) -> Levels:
     for decade in range(7):
         bounds = torch.linspace(0.1, 1, 2**decade * (1 if signed else 2) + 1, dtype=torch.float64)
         parts += ((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
-    table = torch.tensor(sorted(parts))
+    table = functools.cache(lambda device: torch.tensor(sorted(parts), device=device))
 
     def to_code(part: Tensor) -> Tensor:
-        here = table.to(part.device)
+        here = table(part.device)
         below = torch.bucketize(part, here, right=True).sub_(1).clamp_(0, len(here) - 2)
         return below + (part - here[below]) / (here[below + 1] - here[below])
 
-    return Levels(to_code, lambda code: table.to(code.device)[code.long()])
+    return Levels(to_code, lambda code: table(code.device)[code.long()])
 
 
 _COMPANDED = Levels(lambda part: 127 * (2 * part / (1 + part)), lambda code: code / (254 - code))
@@ -171,14 +169,15 @@ def run(job: tuple[str, str, float, int, int, str]) -> dict[str, Any]:
     learned, held_out = texts(device)
     generator = torch.Generator().manual_seed(seed)
     places = torch.arange(LENGTH + 1, device=device)
-    errors, losses = {}, []
+    errors: dict[str, dict[str, float]] = {}
+    losses = []
     for number in range(1, steps + 1):
         starts = torch.randint(len(learned) - LENGTH - 1, (BATCH, 1), generator=generator)
         model(learned[starts.to(device) + places].long()).backward()
         lr = LR * min(number / WARM_UP, 0.1 + 0.9 * (1 - (number - 1) / steps))
         found = optimizer.step(lr, number in (10, 100) or number % (steps // 4) == 0)
         if found:
-            errors[number] = found
+            errors[str(number)] = found
         if number % (steps // 4) == 0:
             with torch.no_grad():
                 losses.append(float(model(held_out)))
@@ -193,35 +192,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codes", nargs="+", default=CODES, choices=CODES)
     parser.add_argument("--betas", nargs="+", type=float, default=BETAS, help="beta2")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=1)
+    add_arguments(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     check_int8()
     kinds = [(code, rounding) for code in given.codes for rounding in ROUNDINGS[: 1 + (code != "float32")]]
     cases = [(*kind, beta2) for beta2 in given.betas for kind in kinds]
-    jobs = [(*case, seed, given.steps, given.device) for seed in range(given.seeds) for case in cases]
-    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        rows = pool.map(run, jobs, chunksize=1)
+    jobs = {
+        (f"{code} {rounding}", beta2, seed): (code, rounding, beta2, seed, given.steps, given.device)
+        for seed in range(given.seeds)
+        for code, rounding, beta2 in cases
+    }
+    hardware = torch.cuda.get_device_name() if given.device.startswith("cuda") else "CPU"
+    what = "relative errors of updates by step, and held-out losses (nats per byte) after each quarter"
+    rows = Measurement(given, "tests.measure_codes", hardware, what, ("code", "beta2", "seed")).measure(run, jobs)
     for code, rounding, beta2 in cases:
         own = [row for row in rows if (row["code"], row["beta2"]) == (f"{code} {rounding}", beta2)]
         sys.stdout.write(f"{beta2} {code} {rounding}: loss {spread([row['held_out_loss'][-1] for row in own])}\n")
         for number in own[0]["errors"]:
             once, carried = ([row["errors"][number][kind] for row in own] for kind in ("once", "carried"))
-            sys.stdout.write(f"    step {number:5}: error once {spread(once)}, carried {spread(carried)}\n")
-    if given.output is not None:
-        values = {
-            "command": f"python -m tests.measure_codes {' '.join(sys.argv[1:])}",
-            "date": datetime.now(UTC).date().isoformat(),
-            "hardware": torch.cuda.get_device_name() if given.device.startswith("cuda") else "CPU",
-            "torch": torch.__version__,
-            "what": "relative errors of updates by step, and held-out losses (nats per byte) after each quarter",
-            "steps": given.steps,
-            "rows": rows,
-        }
-        given.output.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+            sys.stdout.write(f"    step {number:>5}: error once {spread(once)}, carried {spread(carried)}\n")
 
 
 if __name__ == "__main__":
