@@ -21,6 +21,7 @@ from lightstep.distributed import local_tensor
 from lightstep.error_text import error_text
 from lightstep.optimizer import forks
 from lightstep.optimizer.broken_step import BrokenStep
+from lightstep.optimizer.changed_weights import ChangedWeights, Changes
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.eager import eager_backward, no_grad_no_inference
 from lightstep.optimizer.group_values import GroupValues
@@ -804,6 +805,29 @@ class Engine:
             self.on_parameters_changed()
         self.broken.mark_masters_rebuilt()
 
+    def weight_changes(self, dtypes: Mapping[Tensor, torch.dtype], least: float) -> Changes | None:
+        """What has changed in weights since the last call, which had the same ``dtypes``. No update may be under way.
+
+        ``None``: nobody knows, as there are no masters that others' writes would be found by, or no memory for bits.
+
+        Args:
+            dtypes: those of 2 bytes in which weights are compared, by parameter. Parameters are left out of which
+                nobody knows.
+            least: so many elements of local shards have to be known.
+        """
+        managed = ((self.managed.get(parameter), dtype) for parameter, dtype in dtypes.items())
+        known = {item.param: dtype for item, dtype in managed if item is not None and _has_known_writers(item)}
+        enough = sum(local_tensor(parameter).numel() for parameter in known) >= least
+        units, changed = self.backend.units(), self.updater.changed if enough else None
+        if enough and (changed is None or not changed.covers(units, known)):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                changed = ChangedWeights(units, known)
+        self.updater.changed = self.managed.changed = changed
+        if changed is None:
+            return None
+        changed.mark(self.managed.find_written(item for item in self.managed if item.param in known))
+        return changed.take()
+
     def release_device_memory(self) -> None:
         self.updater.stage.free()
         self.updater.shared.free()
@@ -860,6 +884,11 @@ class Engine:
             self.backend.synchronize()  # other streams may still use memory that is freed now
         except Exception as error:
             logger.warning("the last update of a deleted optimizer failed: %s", error_text(error))
+
+
+def _has_known_writers(item: Managed) -> bool:
+    """Whether all writes to the weight are updates here, or are found: its master must follow others."""
+    return not item.own_master and not item.is_remote and item.home is None
 
 
 def _warn_no_gradients(managed: ManagedParameters) -> None:

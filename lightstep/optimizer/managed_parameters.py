@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.distributed import like, local_tensor
+from lightstep.optimizer.changed_weights import ChangedWeights
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place
@@ -48,6 +49,9 @@ class ManagedParameters:
         moments: the dtype in which moments are kept.
         weights: those that rest on the host.
         rounding_seed: of the noise for stochastic rounding.
+
+    Attributes:
+        changed: is told what others have written, if somebody asked for what changes.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class ManagedParameters:
         self._initial_masters = initial_masters
         self._loaded_masters: dict[Tensor, Tensor] = {}  # loaded before the set-up, without other state
         self._watch = ModelWatch()
+        self.changed: ChangedWeights | None = None
         self._has_lost_masters = False
         self._items: dict[Tensor, Managed] = {}
         self._covered: list[Any] = []  # at the last set-up: each group, followed by its trained parameters
@@ -135,7 +140,7 @@ class ManagedParameters:
         self._backend.register(in_order_of_use)  # all of them, or it raises
         items.sort(key=lambda item: places[item.param].number if item.param in places else len(places))
         self._items = {item.param: item for item in items}
-        self.record(new)
+        self._record_written(new)
         for item in new:
             self._init_master(item)
         return True
@@ -204,6 +209,15 @@ class ManagedParameters:
         addresses = [tensor.data_ptr() for tensor in resting]
         self._watch.record(zip(listed, versions_of(listed), addresses, strict=True))
 
+    def _record_written(self, items: Collection[Managed]) -> None:
+        """:meth:`record` after somebody else has written the parameters."""
+        self.record(items)
+        self._mark(items)
+
+    def _mark(self, items: Iterable[Managed]) -> None:
+        if self.changed is not None:
+            self.changed.mark(items)
+
     def covers(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether all parameters that the groups train are managed, and each is in the group that it was in."""
         now = _groups_and_trained(groups)
@@ -230,7 +244,7 @@ class ManagedParameters:
         written = self.find_written(items)
         if any(item in used for item in written) or not self.are_unmoved(written):
             return False
-        self.record(written)
+        self._record_written(written)
         for item in self._backend.changed(written) if written else ():
             self._backend.refresh(item)
         return True
@@ -255,9 +269,11 @@ class ManagedParameters:
             else:
                 item.home.group.adopt_replaced()
         checked = dict(touched)
-        self.record(checked)
+        self._record_written(checked)
         suspects = [item for item, local in locals_now if _is_compared(item, local) or item in checked]
-        for item in self._backend.changed(suspects) if suspects else ():
+        written = self._backend.changed(suspects) if suspects else []
+        self._mark(written)
+        for item in written:
             self._backend.refresh(item)
         return converted
 
@@ -310,7 +326,7 @@ class ManagedParameters:
                 item.home.group.adopt_replaced()
                 item.home.group.forget()
             self._backend.refresh(item)
-        self.record(self)
+        self._record_written(list(self))
         return converted
 
     # -- state as it is seen from outside
@@ -429,6 +445,7 @@ class ManagedParameters:
             self._backend.set_initial_master(item, initial.detach().float().clone())
         # The next step compares master and weight: the model may be loaded before or after its optimizer.
         self._watch.forget(item)
+        self._mark([item])
 
     def _log_lost_masters(self) -> None:
         if not self._has_lost_masters:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightstep.optimizer.broken_step import BrokenStep
+from lightstep.optimizer.changed_weights import ChangedWeights
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.host_gradients import HostGradients
@@ -102,6 +103,9 @@ class UnitUpdater:
         broken: records what failed.
         record: called with the parameters of each unit after their update.
         host_gradients: brings gradients that are on the host.
+
+    Attributes:
+        changed: finds what updates change, if somebody asked for that.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class UnitUpdater:
         self._backend = backend
         self.broken = broken
         self._record = record
+        self.changed: ChangedWeights | None = None
         self.stage = GradientStage()
         self.shared = SharedUpdates(classes, backend)
         self._one_pass = OnePass(classes, self.stage)
@@ -185,7 +190,7 @@ class UnitUpdater:
                 have the same overflow.
         """
         gradients = updates[0].gradients if len(updates) == 1 else _joined(updates)
-        with self.broken.guard(f"the update of {unit.label}"), self._bringing(unit, gradients):
+        with self.broken.guard(f"the update of {unit.label}"), self._bringing(unit, gradients), self._comparing(unit):
             deferred = [update for update in updates if update.versions]
             for update in deferred:
                 update.refuse_written(unit.owners)
@@ -209,6 +214,9 @@ class UnitUpdater:
             return contextlib.nullcontext()
         own = {owner.param: gradients[owner] for owner in unit.owners if owner in gradients}
         return self._host_gradients.holding(own, update=True)
+
+    def _comparing(self, unit: Unit) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.changed is None else self.changed.updating(unit)
 
     def _apply_shared(self, unit: Unit, active: Gradients, updates: Sequence[Update]) -> list[Segment]:
         """Update a unit together with other ranks; the communication of later units is started first."""

@@ -17,6 +17,8 @@ from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.huggingface import find_senders
 from lightstep.checkpoint.tensors import shard_of
 from lightstep.distributed import Ranks, gather_tensor, layout_of, local_tensor
+from lightstep.optimizer.changed_weights import Changes
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import layer_of
 from lightstep.rollout.transport import (
     Bucket,
@@ -28,6 +30,7 @@ from lightstep.rollout.transport import (
 )
 from lightstep.sharding.dtypes import planned_by_tensor
 from lightstep.sharding.model_names import NamedTensor, named_tensors
+from lightstep.sharding.prepared_model import PreparedModel
 
 __all__ = [
     "GatheredWeights",
@@ -108,6 +111,21 @@ class PublishedModel:
         self.plan = plan
         self.named: Mapping[WeightInfo, NamedTensor] = dict(zip(plan.infos, tensors, strict=True))
         self.device = next((local_tensor(named.tensor).device for named in tensors), torch.device("cpu"))
+
+    def changes(self, rank: int) -> tuple[Changes | None, dict[str, Tensor]]:
+        """What has changed since the last call, and the parameters of which that is known, by name.
+
+        ``None`` if it is known of less than 7/8 of this trainer's elements.
+        """
+        optimizers = list(PreparedModel.of(self.model).optimizers)
+        shards = {part.info: part.shard for parts in self.plan.parts for part in parts[rank]}
+        sent = {self.named[info].tensor: shard for info, shard in shards.items() if shard.dtype.itemsize == 2}
+        if len(optimizers) != 1 or not isinstance(optimizers[0], MixedPrecisionOptimizer):
+            return None, {}
+        least = sum(torch.Size(shard.shape).numel() for shard in shards.values()) * 7 / 8
+        dtypes = {parameter: shard.dtype for parameter, shard in sent.items()}
+        changes = optimizers[0].engine.weight_changes(dtypes, least)
+        return changes, {} if changes is None else {sent[parameter].name: parameter for parameter in changes.known}
 
 
 def _description(named: NamedTensor) -> Hashable:

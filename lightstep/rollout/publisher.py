@@ -82,6 +82,8 @@ class StagedWeights(WeightSource):
     Args:
         published: the model.
         pool: where the copies are. What it held before is overwritten.
+        replaced: a set that is replaced by this one, and is not sent.
+        for_deltas: the set may be sent as a delta, or be the base of some.
         ranks: the trainers, in a group that nothing else uses now.
         gathering: the trainers, in the group of the thread that sends.
 
@@ -96,7 +98,15 @@ class StagedWeights(WeightSource):
         base: an earlier set, to which :meth:`delta` gives deltas.
     """
 
-    def __init__(self, published: PublishedModel, pool: HostCopyPool, ranks: Ranks, gathering: Ranks) -> None:
+    def __init__(
+        self,
+        published: PublishedModel,
+        pool: HostCopyPool,
+        ranks: Ranks,
+        gathering: Ranks,
+        for_deltas: bool = False,
+        replaced: StagedWeights | None = None,
+    ) -> None:
         super().__init__(published, torch.device("cpu"))
         self.pool, self.origin, self._ranks = pool, published.device, gathering
         self._parts = published.plan.parts
@@ -114,6 +124,9 @@ class StagedWeights(WeightSource):
         sizes = [Bucket.nbytes_of(shards) for shards in own]
         ranks.agree(lambda: _reserve(pool, sum(sizes)))
         ranks.agree(lambda: self._copy(published, own, sizes))
+        self._changes, self._known = published.changes(ranks.rank) if for_deltas and any(sizes) else (None, {})
+        if self._changes is not None and replaced is not None and replaced._changes is not None:
+            self._changes = self._changes.joined_to(replaced._changes)
 
     @torch.no_grad()
     def _copy(self, published: PublishedModel, own: Sequence[Sequence[WeightInfo]], sizes: Sequence[int]) -> int:
@@ -246,8 +259,25 @@ class StagedWeights(WeightSource):
     # -- deltas
 
     def can_follow(self, base: StagedWeights) -> bool:
-        """Whether this trainer has the same parts of the same tensors as in ``base``."""
-        return self._parts == base._parts
+        """Whether this trainer has the same parts of the same tensors as in ``base``, and can find what changed."""
+        return self._parts == base._parts and (base.keeps_weights or self._has_changes_since(base))
+
+    def give_up_memory(self) -> list[HostCopyPool]:
+        """The memory of the copies, unless it was given up before. They are not read any more."""
+        if not self._own:
+            return []
+        self._own = []
+        if self._changes is not None:
+            self._changes = self._changes.without_bits()
+        return [self.pool]
+
+    def _has_changes_since(self, base: StagedWeights) -> bool:
+        return self._changes is not None and base._changes is not None and self._changes.follow(base._changes)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the copies are needed when this set is the base: the next one may have to be compared with it."""
+        return self._changes is None
 
     def _compare(self, number: int) -> int | None:
         """A GPU compares, if it has room."""
@@ -256,12 +286,30 @@ class StagedWeights(WeightSource):
         nbytes = Bucket.nbytes_of(infos)
         if not has_words(infos) or nbytes >= _LARGEST:
             return None
-        own, before, most = self._own[number].buffer, self.base._own[number].buffer, nbytes // BucketDelta.nbytes_of(1)
+        most = nbytes // BucketDelta.nbytes_of(1)
+        if self._has_changes_since(self.base):
+            return self._find_changes(number, most)
+        own, before = self._own[number].buffer, self.base._own[number].buffer
         try:
             self._changed = changed_words(own, before, self.origin, most)
         except torch.OutOfMemoryError:
             self._changed = changed_words(own, before, own.device, most)
         return None if self._changed is None else len(self._changed[0])
+
+    def _find_changes(self, number: int, most: int) -> int | None:
+        """:meth:`_compare`, by the bits that updates have set."""
+        assert self._changes is not None
+        own, device = self._own[number], self.origin
+        changed = torch.zeros(len(own.buffer) // 2, dtype=torch.bool, device=device)
+        for shard, start in own.starts():
+            words = changed[start // 2 :][: shard.nbytes // 2]
+            parameter = self._known.get(shard.name)
+            words.copy_(torch.tensor(True) if parameter is None else self._changes.of(parameter, len(words), device))
+        if int(changed.sum()) > most:
+            return None
+        positions = changed.nonzero().view(-1)
+        self._changed = positions.int(), own.buffer.view(torch.int16).to(device)[positions]
+        return len(positions)
 
     def delta(self, number: int, changed: Sequence[int], is_sender: bool) -> BucketDelta | None:
         assert self._changed is not None
@@ -424,7 +472,7 @@ class Publisher:
     ) -> None:
         waiting.staged.bring()  # its thread uses the memory no more
         try:
-            waiting.staged = self._staged(published, waiting.staged.pool)
+            waiting.staged = self._staged(published, waiting.staged.pool, transport, waiting.staged)
         except BaseException:
             waiting.dropped = True
             raise
@@ -436,7 +484,7 @@ class Publisher:
             pool = self._free.pop() if self._free else staging_memory(self._loop_ranks.size > 1)
         previous = self._sets[-1] if self._sets else None
         try:
-            new = _Set(version, self._staged(published, pool), transport)
+            new = _Set(version, self._staged(published, pool, transport), transport)
         except BaseException:
             with self._changed:
                 self._free.append(pool)
@@ -444,8 +492,15 @@ class Publisher:
         start_thread(new.pending, lambda: self._send(new, previous), ExitStack(), "lightstep-publisher")
         self._sets.append(new)
 
-    def _staged(self, published: PublishedModel, pool: HostCopyPool) -> StagedWeights:
-        return StagedWeights(published, pool, self._loop_ranks, self._thread_ranks)
+    def _staged(
+        self,
+        published: PublishedModel,
+        pool: HostCopyPool,
+        transport: WeightTransport | None,
+        replaced: StagedWeights | None = None,
+    ) -> StagedWeights:
+        for_deltas = bool(self._loop_ranks.gather_integer(transport is not None and transport.deltas)[0])
+        return StagedWeights(published, pool, self._loop_ranks, self._thread_ranks, for_deltas, replaced)
 
     # -- in the thread
 
@@ -492,8 +547,13 @@ class Publisher:
     def _keep(self, base: StagedWeights | None, sent: StagedWeights) -> None:
         """Keep what was sent as the base of deltas, or nothing. After a failure nobody knows what receivers hold."""
         with self._changed:
-            unused = [each for each in (self._base, sent) if each is not None and each is not base]
-            self._free += [each.pool for each in unused]
+            if self._base is not None:
+                memory = self._base.give_up_memory()
+                self._free += (
+                    memory if base is None or base.keeps_weights else []
+                )  # one copy less is needed from now on
+            if base is None or not base.keeps_weights:
+                self._free += sent.give_up_memory()
             self._base = base
 
     def _own_stream(self, device: torch.device) -> torch.cuda.StreamContext:

@@ -271,6 +271,8 @@ def check_deltas(rank: int, world_size: int, sharding: dict[str, Any], state: di
             assert (report.nbytes < report.whole_nbytes) == (version not in (1, 5)), version
             if version == 4:
                 fake.restart(shapes)
+    keeps_bits = training.optimizer.engine.updater.changed is not None
+    assert keeps_bits == (state != RESIDENT and sharding == FSDP2)  # 16 bits, and no other replica writes them
     strategy.close()
     if fake is not None:
         servers.close()
@@ -279,8 +281,8 @@ def check_deltas(rank: int, world_size: int, sharding: dict[str, Any], state: di
 
 @pytest.mark.parametrize(
     ("world_size", "sharding", "state"),
-    [(3, FSDP2, RESIDENT), (4, HSDP, DEFERRED), (2, DDP, OVERLAP)],
-    ids=["fsdp2", "hsdp-deferred", "ddp-overlap"],
+    [(3, FSDP2, RESIDENT), (3, FSDP2, OVERLAP), (4, HSDP, DEFERRED), (2, DDP, OVERLAP)],
+    ids=["fsdp2", "fsdp2-overlap", "hsdp-deferred", "ddp-overlap"],
 )
 def test_trainers_send_what_changed_in_their_shards(
     pool: Pool, world_size: int, sharding: dict[str, Any], state: dict[str, Any]

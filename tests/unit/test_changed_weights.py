@@ -1,0 +1,399 @@
+"""Deltas by the bits that updates set: receivers have what a whole set would have given them, without a kept set."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightstep import Strategy, WeightInfo, WeightTransferError, WeightTransport
+from lightstep.optimizer.changed_weights import ChangedWeights
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
+from lightstep.rollout.transport import Bucket, BucketDelta, HeldWeights
+from lightstep.sharding.model_names import unwrap_model
+from tests.covering import every_pair
+from tests.patience import PATIENCE
+from tests.reference.tiny_model import TinyModel, loss_of
+from tests.unit.test_publishing import ON_HOST, STATES
+from tests.unit.test_stream import random_delays
+
+
+class Receiver(WeightTransport):
+    """Keeps the last set, and takes deltas to it.
+
+    Attributes:
+        as_deltas: tensors that were sent in deltas in the last set.
+        words: how many words these deltas had.
+    """
+
+    deltas = True
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.fails, self.go = False, threading.Event()
+        self.go.set()
+        self.as_deltas: list[str] = []
+        self.words = self._number = 0
+        self._held, self._set, self._base = HeldWeights(), "", ""
+        self._buckets: Sequence[Sequence[WeightInfo]] = []
+
+    def identify(self, set_id: str, base: str | None) -> None:
+        self._set, self._base = set_id, base or ""
+
+    def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
+        assert self.go.wait(PATIENCE)
+        self.accepts_deltas = bool(self._base) and self._held.set_id == self._base
+        self._held.begin(self._set, self._base if self.accepts_deltas else "")
+        self._buckets, self._number, self.as_deltas, self.words = buckets, 0, [], 0
+
+    def send(self, bucket: Bucket) -> None:
+        self._take(bucket)
+        self._held.keep(bucket, self._number == len(self._buckets))
+
+    def send_delta(self, delta: BucketDelta) -> None:
+        infos = self._buckets[self._number]
+        self.as_deltas += [info.name for info in infos]
+        self.words += delta.changed
+        self._take(self._held.apply(infos, delta.buffer, self._number + 1 == len(self._buckets)))
+
+    def _take(self, bucket: Bucket) -> None:
+        if self.fails:
+            self.fails = False
+            raise TimeoutError("the server is gone")
+        self._number += 1
+        self.weights |= {info.name: tensor.clone() for info, tensor in bucket}
+
+    def finish(self) -> None:
+        self._held.end()
+
+    def abort(self, reason: str) -> None:
+        self._held.forget()
+
+
+def _with_muon(strategy: Strategy, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    matrices, rest = unwrap_model(model).split()
+    groups = [{"params": matrices, "optimizer_class": torch.optim.Muon}, {"params": rest}]
+    return strategy.create_optimizer(model, param_groups=groups, lr=lr)
+
+
+CREATE: dict[str, Callable[[Strategy, nn.Module, float], torch.optim.Optimizer]] = {
+    "adamw": lambda strategy, model, lr: strategy.create_optimizer(model, lr=lr),
+    "sgd": lambda strategy, model, lr: strategy.create_optimizer(model, optimizer_class=torch.optim.SGD, lr=lr),
+    "muon": _with_muon,
+}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[n].cpu(), t.cpu()) for n, t in expected.items())
+
+
+class Run:
+    """A model in training with bf16 weights, and a receiver."""
+
+    def __init__(self, state: dict[str, Any], optimizer: str = "adamw", lr: float = 1e-4, **more: Any) -> None:
+        settings: dict[str, Any] = {"optimizer_state": state, "roles.rollout.bucket_mib": 0.0005, **more}
+        if state.get("update") == "in_backward":
+            settings["clipping"] = {"max_norm": None}
+        self.strategy = Strategy.load("resident", overrides=settings)
+        torch.manual_seed(0)
+        self.model: Any = self.strategy.prepare_model(TinyModel())
+        self.optimizer: Any = CREATE[optimizer](self.strategy, self.model, lr)
+        self.receiver = Receiver()
+        self.steps = 0
+
+    def backward(self, scale: float = 1.0) -> None:
+        self.optimizer.backward(loss_of(self.model, self.steps) * scale)
+        self.steps += 1
+
+    def step(self, scale: float = 1.0) -> None:
+        self.backward(scale)
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
+
+    def publish(self, wait: bool = True, **options: Any) -> Any:
+        self.strategy.publish_weights(self.model, to=self.receiver, wait=wait, **options)
+        return self.strategy.wait_for_publication() if wait else None
+
+    def is_served(self, expected: dict[str, Tensor] | None = None) -> bool:
+        return same(self.receiver.weights, expected or self.weights())
+
+    @property
+    def changed(self) -> ChangedWeights | None:
+        assert isinstance(self.optimizer, MixedPrecisionOptimizer)
+        return self.optimizer.engine.updater.changed
+
+
+@pytest.fixture(name="compared")
+def _compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The words of buffers that were compared with those of a kept set."""
+    from lightstep.rollout import publisher
+
+    compare = publisher.changed_words
+    found: list[int] = []
+
+    def counting(own: Tensor, *arguments: Any) -> Any:
+        found.append(own.numel())
+        return compare(own, *arguments)
+
+    monkeypatch.setattr(publisher, "changed_words", counting)
+    return found
+
+
+@every_pair(state=STATES, optimizer=CREATE, delays=[False, True])
+def test_updates_set_the_bits_of_what_they_change(
+    state: str, optimizer: str, delays: bool, compared: list[int]
+) -> None:
+    run = Run(STATES[state], optimizer, lr=1e-2 if optimizer == "sgd" else 1e-4)
+    run.step()
+    if delays and state != "resident":
+        random_delays(run.optimizer.engine.backend.lanes, 0)
+    run.publish()
+    before, deltas = run.weights(), 0
+    for _ in range(5):
+        run.step()
+        run.publish()
+        now = run.weights()
+        assert run.is_served()
+        differing = sum(int((now[name] != before[name]).sum()) for name in run.receiver.as_deltas)
+        assert run.receiver.words == differing
+        deltas += len(run.receiver.as_deltas)
+        before = now
+    assert deltas > 10 and not compared
+    run.strategy.close()
+
+
+def edit(run: Run, folder: Path) -> None:
+    parameter = random.choice(list(run.model.parameters()))
+    with torch.no_grad():
+        parameter.view(-1)[:2] += 1
+
+
+def edit_data(run: Run, folder: Path) -> None:
+    random.choice(list(run.model.parameters())).data.mul_(2)
+    run.optimizer.refresh_master_weights()
+
+
+def edit_data_of_the_cpu(run: Run, folder: Path) -> None:
+    """Weights on the CPU are compared with their masters."""
+    random.choice([p for p in run.model.parameters() if p.requires_grad]).data.mul_(2)
+
+
+def load_weights(run: Run, folder: Path) -> None:
+    run.model.load_state_dict({name: t + 1 for name, t in run.model.state_dict().items()})
+
+
+def load_checkpoint(run: Run, folder: Path) -> None:
+    run.strategy.load_checkpoint(folder, run.model, run.optimizer)
+
+
+def load_masters(run: Run, folder: Path) -> None:
+    chosen = next(iter(run.model.parameters()))
+    master = run.optimizer.state[chosen]["master"]
+    run.optimizer.state[chosen]["master"] = master + 1
+
+
+def exchange(run: Run, folder: Path) -> None:
+    chosen = next(iter(run.model.parameters()))
+    chosen.data = chosen.data.clone() * 2
+
+
+def drop(run: Run, folder: Path) -> None:
+    """A step without an update."""
+    run.backward(float("inf"))
+    run.optimizer.step()
+
+
+def clip(run: Run, folder: Path) -> None:
+    """Speculation is taken back, and done again."""
+    run.step(1e4)
+
+
+def evaluate(run: Run, folder: Path) -> None:
+    """Between backward and step: what was updated ahead of the step is taken back."""
+    run.backward()
+    with torch.no_grad():
+        loss_of(run.model, 0)
+    run.optimizer.step()
+
+
+def publish_amid_a_step(run: Run, folder: Path) -> None:
+    run.backward()
+    run.publish()
+    run.optimizer.step()
+
+
+def fail(run: Run, folder: Path) -> None:
+    run.receiver.fails = True
+    run.step()
+    with pytest.raises(WeightTransferError):
+        run.publish()
+
+
+def freeze(run: Run, folder: Path) -> None:
+    run.model.hidden.weight.requires_grad_(not run.model.hidden.weight.requires_grad)
+
+
+def copy_and_drop(run: Run, folder: Path) -> None:
+    run.strategy.release_device_memory()
+
+
+EVENTS: list[Callable[[Run, Path], None]] = [
+    edit, edit_data, edit_data_of_the_cpu, load_weights, load_checkpoint, load_masters, exchange, drop, clip, evaluate,
+    publish_amid_a_step, fail, freeze, copy_and_drop,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("state", ["resident", "overlap"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_nothing_is_missed(event: Callable[[Run, Path], None], state: str, tmp_path: Path) -> None:
+    """Receivers have the present weights, before and after the step that finds what others have written."""
+    run = Run(STATES[state])
+    run.step()
+    run.strategy.save_checkpoint(tmp_path, run.model, run.optimizer)
+    run.publish()
+    random.seed(0)
+    for is_published_first in (True, False, True):
+        run.step()
+        run.publish()
+        event(run, tmp_path)
+        if is_published_first:
+            run.publish()
+            assert run.is_served()
+        run.step()
+        run.publish()
+        assert run.is_served()
+    run.strategy.close()
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_any_history_is_followed(state: str, tmp_path: Path) -> None:
+    """Steps, events and sets that replace others, in random order, with slow lanes."""
+    run, chance = Run(STATES[state]), random.Random(1)
+    run.step()
+    if state != "resident":
+        random_delays(run.optimizer.engine.backend.lanes, 1)
+    run.strategy.save_checkpoint(tmp_path, run.model, run.optimizer)
+    refused = (drop, load_masters, publish_amid_a_step) if state == "in_backward" else ()
+    events = [event for event in EVENTS if event not in refused]
+    for _ in range(40):
+        for group in run.optimizer.param_groups:
+            group["lr"] = chance.choice([1e-6, 1e-4, 1e-2])
+        run.step()
+        if chance.random() < 0.3:
+            run.strategy.wait_for_publication()
+            chance.choice(events)(run, tmp_path)
+        expected = run.weights()
+        run.publish(wait=False, replace=chance.random() < 0.5)
+        if chance.random() < 0.5:
+            run.step()
+        if chance.random() < 0.5:
+            run.strategy.wait_for_publication()
+            assert run.is_served(expected)
+    run.strategy.close()
+
+
+def test_a_set_that_replaces_another_has_the_changes_of_both() -> None:
+    run = Run(STATES["resident"])
+    for _ in range(3):
+        run.step()
+        run.publish()
+    run.receiver.go.clear()
+    run.step()
+    run.publish(wait=False)  # is begun, and waits
+    for _ in range(3):
+        run.step()
+        run.publish(wait=False, replace=True)
+    expected = run.weights()
+    run.receiver.go.set()
+    run.strategy.wait_for_publication()
+    assert run.is_served(expected) and run.receiver.as_deltas
+    run.strategy.close()
+
+
+# -- when bits are kept
+
+
+def test_bits_take_the_place_of_the_last_set() -> None:
+    run = Run(STATES["resident"])
+    run.publish()  # before the set-up nobody knows who writes
+    assert run.changed is None
+    for _ in range(3):
+        run.step()
+        run.publish()
+    publisher = run.strategy.rollout._publisher
+    assert publisher is not None and run.receiver.as_deltas
+    assert len(publisher._free) == 1
+    run.strategy.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision.master_weights": "stochastic"},
+        {"precision.parameters": "float32", "roles.rollout.parameters": "bfloat16"},
+        {"weights": ON_HOST, "optimizer_state": STATES["stream"]},
+    ],
+)
+def test_without_masters_that_writes_are_found_by_sets_are_compared(
+    settings: dict[str, Any], compared: list[int]
+) -> None:
+    run = Run(settings.pop("optimizer_state", STATES["resident"]), **settings)
+    for _ in range(3):
+        run.step()
+        for parameter in run.model.parameters():
+            parameter.data.view(-1)[:1] += 1
+        expected = {name: tensor.bfloat16() for name, tensor in run.weights().items()}
+        run.publish()
+        assert run.is_served(expected)
+    assert run.changed is None and compared and run.receiver.as_deltas
+    run.strategy.close()
+
+
+def test_without_room_for_bits_sets_are_compared(monkeypatch: pytest.MonkeyPatch, compared: list[int]) -> None:
+    def no_room(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(ChangedWeights, "__init__", no_room)
+    run = Run(STATES["resident"])
+    for _ in range(3):
+        run.step()
+        run.publish()
+        assert run.is_served()
+    assert compared and run.receiver.as_deltas
+    run.strategy.close()
+
+
+def test_two_receivers_in_turn_get_whole_sets() -> None:
+    run, other = Run(STATES["resident"]), Receiver()
+    run.step()
+    for _ in range(3):
+        run.step()
+        run.publish()
+        assert run.is_served() and not run.receiver.as_deltas
+        run.receiver, other = other, run.receiver
+    run.strategy.close()
+
+
+def test_another_strategy_that_publishes_breaks_the_chain() -> None:
+    """The bits that it took are missing in the next ones."""
+    run, other = Run(STATES["resident"]), Receiver()
+    strategy = Strategy.load("resident")
+    for _ in range(3):
+        run.step()
+        run.publish()
+    assert run.receiver.as_deltas
+    run.step()
+    strategy.publish_weights(run.model, to=other)
+    run.step()
+    run.publish()
+    assert run.is_served() and not run.receiver.as_deltas
+    strategy.close()
+    run.strategy.close()
