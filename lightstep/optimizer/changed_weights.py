@@ -72,16 +72,18 @@ class Changes:
         """What others can follow."""
         return Changes((), {}, set(), None, self._end)
 
-    def of(self, parameter: Tensor, elements: int, device: torch.device) -> Tensor:
-        """Whether each element of a local shard may have changed (flat, bool)."""
-        found = self._found.get(parameter, ())
+    def places_in(self, parameter: Tensor, elements: int, device: torch.device) -> Tensor:
+        """The elements of a local shard that may have changed, in its flat order: int64, ascending."""
+        found = self._found.get(parameter, [])
         if parameter in self._written or sum(place.stop - place.start for _, place in found) != elements:
-            return torch.ones(elements, dtype=torch.bool, device=device)
-        changed = torch.empty(elements, dtype=torch.bool, device=device)
-        for bits, (_, start, stop, first) in found:
+            return torch.arange(elements, device=device)
+        listed = []
+        for bits, (_, start, stop, first) in sorted(found, key=lambda each: each[1].start):
             own = bits[first // 8 : (first + aligned(stop - start)) // 8].to(device)
-            changed[start:stop] = _unpacked(own)[: stop - start]
-        return changed
+            eights = own.nonzero().view(-1)
+            number, bit = _unpacked(own[eights]).nonzero().unbind(1)
+            listed.append(eights[number] * 8 + bit + start)
+        return torch.cat(listed)
 
 
 class ChangedWeights:
@@ -182,6 +184,5 @@ def _weights(place: _Place) -> Tensor:
 
 
 def _unpacked(bits: Tensor) -> Tensor:
-    """The bits of uint8, the lowest first, as bool."""
-    each = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (bits.unsqueeze(1).bitwise_right_shift(each) & 1).bool().view(-1)
+    """The bits of n bytes, the lowest first: [n, 8], 0 or 1."""
+    return bits.unsqueeze(1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1

@@ -300,14 +300,17 @@ class StagedWeights(WeightSource):
         """:meth:`_compare`, by the bits that updates have set."""
         assert self._changes is not None
         own, device = self._own[number], self.origin
-        changed = torch.zeros(len(own.buffer) // 2, dtype=torch.bool, device=device)
+        listed = [torch.empty(0, dtype=torch.int64, device=device)]
         for shard, start in own.starts():
-            words = changed[start // 2 :][: shard.nbytes // 2]
-            parameter = self._known.get(shard.name)
-            words.copy_(torch.tensor(True) if parameter is None else self._changes.of(parameter, len(words), device))
-        if int(changed.sum()) > most:
+            words = shard.nbytes // 2
+            if shard.name in self._known:
+                found = self._changes.places_in(self._known[shard.name], words, device)
+            else:
+                found = torch.arange(words, device=device)
+            listed.append(found + start // 2)
+        if sum(map(len, listed)) > most:
             return None
-        positions = changed.nonzero().view(-1)
+        positions = torch.cat(listed)
         self._changed = positions.int(), own.buffer.view(torch.int16).to(device)[positions]
         return len(positions)
 

@@ -67,7 +67,7 @@ class Receiver(WeightTransport):
             self.fails = False
             raise TimeoutError("the server is gone")
         self._number += 1
-        self.weights |= {info.name: tensor.clone() for info, tensor in bucket}
+        self.weights |= {info.name: tensor.cpu().clone() for info, tensor in bucket}
 
     def finish(self) -> None:
         self._held.end()
