@@ -161,7 +161,12 @@ class Engine:
             engine = own()
             return engine is not None and engine.queue.is_first(engine.managed.get(parameter))
 
+        def is_accumulating() -> bool:
+            engine = own()
+            return engine is not None and engine.accumulating is True
+
         gradients.on_arrival, gradients.is_awaited, gradients.is_first = measure, is_awaited, is_first
+        gradients.is_accumulating = is_accumulating
         return gradients
 
     def _measure_arrived(self, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:

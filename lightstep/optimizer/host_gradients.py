@@ -1,8 +1,8 @@
 """Gradients that leave the device in backward, as the modules whose weights rest on the host complete them.
 
 The sum of a step's micro-batches is on the host: one gradient in its own dtype, several in fp32 (or as ``p.grad`` would
-be added up). A gradient that arrives later is added to it on the device, in the order of the micro-batches. ``p.grad``
-is ``None`` after a backward.
+be added up), in the same memory. A gradient that arrives later is added to it on the device, in the order of the
+micro-batches. ``p.grad`` is ``None`` after a backward.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class HostGradients:
         on_arrival: called with the parameters and their gradients so far, which are on the device until it returns.
         is_awaited: called with a parameter and its gradient on the device: whether an update in backward is still to be
             submitted that reads it. It waits for other layers, if a unit has parameters of several.
+        is_accumulating: whether another micro-batch follows in this step, as far as anybody has said.
         is_first: called with a parameter: whether ``step()`` will update it before all others. Its gradient is still
             on the device then, if no forward comes before.
     """
@@ -52,6 +53,7 @@ class HostGradients:
         self._parameters: frozenset[Tensor] = frozenset()
         self.on_arrival: Callable[[Sequence[tuple[Tensor, Tensor]]], object] = lambda arrived: None
         self.is_awaited: Callable[[Tensor, Tensor], bool] = lambda parameter, gradient: False
+        self.is_accumulating: Callable[[], bool] = lambda: False
         self.is_first: Callable[[Tensor], bool] = lambda parameter: False
         self._staying: list[Tensor] = []  # parameters whose gradients are on the device as well
         self._measured = weights.lanes.event()
@@ -83,11 +85,15 @@ class HostGradients:
     def _store(self, group: WeightGroup, arrived: Sequence[tuple[int, Tensor]]) -> None:
         tensors = {number: self._newest(parameter) for number, parameter in arrived}
         self._measure([(parameter, tensors[number]) for number, parameter in arrived])
+        is_sum = any(_is_widened(parameter, tensors[number]) for number, parameter in arrived)
+        if is_sum or (self._float32 and self.is_accumulating()):
+            self._sums(group)
         by_field: dict[Field, dict[int, Tensor]] = {}
         for number, parameter in arrived:
-            field = self._home(parameter).gradient_field(tensors[number].dtype)
+            home, dtype = self._home(parameter), tensors[number].dtype
+            field = home.gradient_field(dtype)
             by_field.setdefault(field, {})[number] = tensors[number]
-            self._keep(parameter, field, number)
+            self._keep(parameter, field, home.gradient(dtype))
             if self.is_first(parameter):
                 self._stored[parameter] = tensors[number]
                 self._staying.append(parameter)
@@ -119,19 +125,31 @@ class HostGradients:
 
     def _add(self, group: WeightGroup, arrived: Sequence[tuple[int, Tensor]]) -> None:
         """Add these gradients to those that are on the host."""
-        dtype = torch.float32 if self._float32 else None
-        sums = group.gradients(dtype)
+        sums = self._sums(group) if self._float32 else group.gradients()
         held = dict.fromkeys([sums, *(self._fields[parameter][0] for _, parameter in arrived)])
         with self._holding(held):
             added = []
             for number, parameter in arrived:
-                total, earlier = sums.on_device[number], self._stored[parameter]
-                if total is not earlier:
+                total, earlier = (sums.on_device if self._float32 else sums.as_likes)[number], self._stored[parameter]
+                if total is not earlier and earlier is sums.as_likes[number]:
+                    sums.widen(number)
+                elif total is not earlier:
                     total.copy_(earlier)
                 added.append((parameter, total.add_(self._newest(parameter))))
-                self._keep(parameter, sums, number)
+                self._keep(parameter, sums, total)
             self._measure(added)
             self._weights.write_back(sums, [sums.bytes_of(n, 0, p.numel()) for n, p in arrived])
+
+    def _sums(self, group: WeightGroup) -> Field:
+        """The field of sums in fp32; what is in the one of gradients in the parameters' dtypes moves there."""
+        sums = group.gradients(torch.float32)
+        for parameter, moved in zip(group.parameters, sums.as_likes, strict=True):
+            field, stored = self._fields.get(parameter, (sums, moved))
+            if field not in group.fields:
+                self._fields[parameter] = sums, moved
+                if self._stored.get(parameter) is stored:
+                    self._stored[parameter] = moved
+        return sums
 
     def _measure(self, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:
         caller = self._weights.lanes.caller()
@@ -143,9 +161,9 @@ class HostGradients:
         """The current stream waits for what :attr:`on_arrival` has queued: FSDP2 reduces gradients on another one."""
         self._weights.lanes.caller().wait(self._measured)
 
-    def _keep(self, parameter: Tensor, field: Field, number: int) -> None:
-        self._stored[parameter] = field.on_device[number]
-        self._fields[parameter] = field, field.on_device[number]
+    def _keep(self, parameter: Tensor, field: Field, stored: Tensor) -> None:
+        self._stored[parameter] = stored
+        self._fields[parameter] = field, stored
         self._home(parameter).arrivals += 1
         parameter.grad = None
 
@@ -245,3 +263,7 @@ class HostGradients:
                 self._weights.hold(field, update=update)
                 stack.callback(self._weights.release, field, update)
             yield
+
+
+def _is_widened(parameter: Tensor, gradient: Tensor) -> bool:
+    return gradient.dtype is torch.float32 and parameter.dtype is not torch.float32

@@ -166,7 +166,8 @@ class _MemoryPlan:
         buffers = self._unit_buffers() + self._buckets()
         all_gradients = self.gradient_width * total / self.shards
         inputs = activations.on_host if activations else 0
-        rest = all_weights + all_gradients + self._all_sums() if self.on_host else 0
+        summed = max(all_gradients, self._all_sums())  # in one place on the host
+        rest = all_weights + summed if self.on_host else 0
         held = (all_state if state.backend != "resident" else 0) + rest + inputs
         speculated = self._speculative_bytes(resident, streamed)
         previous = self.width * speculated / self.state_width if speculated else 0
@@ -187,7 +188,6 @@ class _MemoryPlan:
         peak = max([during_step, reduced, *during_backward])
         # On the host: weights, gradients, and their sums. Each way: to a forward and a backward, and a gradient unless
         # it is updated in backward; or from an update and a gradient.
-        summed = max(all_gradients, self._all_sums())
         early = travelling if self.on_host else 0
         to_device = 2 * all_weights + (1 - share * travel) * summed if self.on_host else 0
         to_host = all_weights + summed if self.on_host else 0

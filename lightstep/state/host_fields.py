@@ -18,6 +18,9 @@ __all__ = ["Field", "KeptWeights", "Ranges"]
 _ALIGNMENT = 512
 """Bytes: tensors in a field begin as aligned as memory of their own on a device."""
 
+_LARGE = 1 << 20
+"""Elements that are not converted by way of other memory."""
+
 Ranges = Iterable[tuple[int, int]]
 
 
@@ -29,9 +32,11 @@ class Field:
         dtype: of all of them; ``None``: their own.
         is_used_once: in a step. Its device memory is the first to be freed.
         room: elements of memory for each, if that is more than it has.
+        also_as_likes: each tensor's memory may hold one in the dtype of its ``like`` instead, at its beginning.
 
     Attributes:
         on_host, on_device: a tensor for each parameter. Those on the device are empty unless the field is held.
+        as_likes: those on the device, in the dtypes of ``likes``: the same tensors, or others in the same memory.
         room_on_host, room_on_device: the memory of each, 1-dim. On the host each has a storage of its own: savers
             (accelerate, safetensors) take tensors of one storage for tied ones, and write one of them.
         nbytes: size in either place.
@@ -47,6 +52,7 @@ class Field:
         what: str,
         is_used_once: bool = False,
         room: Sequence[int] | None = None,
+        also_as_likes: bool = False,
     ) -> None:
         self.is_used_once = is_used_once
         places, end = [], 0
@@ -71,6 +77,16 @@ class Field:
         self.room_on_device = self._memories(flat)
         self.on_host = [_shaped(memory, like) for memory, like in zip(self.room_on_host, likes, strict=True)]
         self.on_device = [_shaped(memory, like) for memory, like in zip(self.room_on_device, likes, strict=True)]
+        self._rooms = list(zip(self.room_on_host, self._memories(self._bytes), strict=True))
+        self._narrow_rooms, self.as_likes = self._rooms, self.on_device
+        if also_as_likes:
+            pairs = list(zip(self._rooms, likes, strict=True))
+            self._narrow_rooms = [(_as(host, like), _as(device, like)) for (host, device), like in pairs]
+            self.as_likes = [
+                own if own.dtype == like.dtype else _shaped(_as(room, like), like)
+                for own, room, like in zip(self.on_device, self.room_on_device, likes, strict=True)
+            ]
+        self._narrow: set[int] = set()  # the tensors that are on the host in the dtype of their `like`
         self.what, self.lanes = what, lanes
         self._storage.resize_(0)
         self.arrived, self.used, self.updated, self.returned = (lanes.event() for _ in range(4))
@@ -89,12 +105,44 @@ class Field:
         pairs = zip(self._places, self._dtypes, strict=True)
         return [flat[start:stop].view(dtype) for (start, stop), dtype in pairs]
 
+    def take_over(self, other: Field) -> None:
+        """Copy another field's tensors, in the dtypes of ``likes``, on the host, which waits until they are there."""
+        other.settle()
+        for (own, _), tensor in zip(self._narrow_rooms, other.on_host, strict=True):
+            _shaped(own, tensor).copy_(tensor)
+        self._note_dtypes(dict(enumerate(other.on_host)))
+
+    def _note_dtypes(self, tensors: dict[int, Tensor]) -> None:
+        for number, tensor in tensors.items():
+            (self._narrow.discard if tensor.dtype == self._dtypes[number] else self._narrow.add)(number)
+
+    def widen(self, number: int) -> None:
+        """Convert a tensor on the device from the dtype of its ``like`` to the field's own, in its place.
+
+        In halves, the last one first: what is written to has been read.
+        """
+        wide = self.room_on_device[number]
+        stop = self.as_likes[number].numel()
+        narrow = wide.view(self.as_likes[number].dtype)
+        while stop > _LARGE:
+            start = (stop + 1) // 2
+            wide[start:stop].copy_(narrow[start:stop])
+            stop = start
+        wide[:stop].copy_(narrow[:stop].to(wide.dtype))
+
     def bring(self) -> None:
         """Queue the copy to the device."""
         lane, size = self.lanes.host_to_device, self.nbytes
         lane.wait(self.returned)
         lane.allocate(lambda: self._storage.resize_(size), f"memory for {self.what}")
-        lane.copy(self._bytes, self.host, f"bringing {self.what}")
+        if self._narrow:
+            pairs = enumerate(zip(self._rooms, self._narrow_rooms, strict=True))
+            sources, targets = zip(
+                *(narrow if n in self._narrow else whole for n, (whole, narrow) in pairs), strict=True
+            )
+            lane.copies(targets, sources, f"bringing {self.what}")
+        else:
+            lane.copy(self._bytes, self.host, f"bringing {self.what}")
         lane.record(self.arrived)
         self.is_present, self._coming = True, next(self._copies)
 
@@ -111,7 +159,9 @@ class Field:
         lane = self.lanes.device_to_host
         self.lanes.caller().record(self.updated)
         lane.wait(self.updated)
-        for start, stop in [(0, self.nbytes)] if ranges is None else ranges:
+        whole = [(0, self.nbytes)] if ranges is None else list(ranges)
+        self._narrow -= {n for n in self._narrow if any(a <= self._places[n][0] < z for a, z in whole)}
+        for start, stop in whole:
             lane.copy(self.host[start:stop], self._bytes[start:stop], f"taking back {self.what}")
         lane.record(self.returned)
         self._returning = next(self._copies)
@@ -125,9 +175,8 @@ class Field:
         self.lanes.caller().record(self.used)
         lane.wait(self.used)
         lane.wait(self.arrived)  # what was there before may still be read
-        sources = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors.values()]
-        targets = [self.room_on_host[number][: tensor.numel()] for number, tensor in tensors.items()]
-        lane.copies(targets, sources, f"taking {self.what} to the host")
+        lane.copies(*_flat(self.room_on_host, tensors), f"taking {self.what} to the host")
+        self._note_dtypes(tensors)
         lane.record(self.returned)
         self._returning = next(self._copies)
 
@@ -170,6 +219,18 @@ class Field:
         if returning != self._has_returned:
             self.returned.synchronize()
             self._has_returned = returning
+
+
+def _flat(memories: Sequence[Tensor], tensors: dict[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Where these tensors go, by number, and the tensors, all 1-dim."""
+    sources = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors.values()]
+    targets = [memories[number].view(tensor.dtype)[: tensor.numel()] for number, tensor in tensors.items()]
+    return targets, sources
+
+
+def _as(memory: Tensor, like: Tensor) -> Tensor:
+    """Its beginning, for as many elements of the dtype of ``like``."""
+    return memory.view(like.dtype)[: like.numel()]
 
 
 def _shaped(memory: Tensor, like: Tensor) -> Tensor:

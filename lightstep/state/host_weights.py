@@ -92,11 +92,25 @@ class WeightGroup:
         self.parameters[number].data = tensor
 
     def gradients(self, dtype: torch.dtype | None = None) -> Field:
-        """The field of gradients in this dtype (``None``: the parameters' own); made at the first call."""
+        """The field of gradients in this dtype (``None``: the parameters' own); made at the first call.
+
+        That of sums in fp32 has the memory for gradients in the parameters' own dtypes, too: a parameter has one or the
+        other. It takes over what has arrived in a field of its own.
+        """
+        own = self._others.get(None)
+        if dtype is None and (sums := self._others.get(torch.float32)) is not None:
+            return sums
+        if own is not None and all(rest.dtype == dtype for rest in self.weights.on_host):
+            return own
         if dtype not in self._others:
-            what = f"the gradients of {self.name}"
+            what, is_sum = f"the gradients of {self.name}", dtype is torch.float32
             require(sum(rest.numel() * (dtype or rest.dtype).itemsize for rest in self.weights.on_host), what, _ADVICE)
-            self._others[dtype] = Field(self.weights.on_host, dtype, self.owner.lanes, what, is_used_once=True)
+            rests = self.weights.on_host
+            made = Field(rests, dtype, self.owner.lanes, what, is_used_once=True, also_as_likes=is_sum)
+            if is_sum and own is not None:
+                made.take_over(own)
+                self.owner.drop(self._others.pop(None))
+            self._others[dtype] = made
         return self._others[dtype]
 
     @property
@@ -292,7 +306,8 @@ class WeightHome:
 
     def gradient(self, dtype: torch.dtype) -> Tensor:
         """The tensor of that field on the device, which is empty until somebody holds the field."""
-        return self.gradient_field(dtype).on_device[self.number]
+        field = self.gradient_field(dtype)
+        return (field.as_likes if dtype == self.on_host.dtype else field.on_device)[self.number]
 
 
 class HostWeights:
@@ -473,6 +488,12 @@ class HostWeights:
             for group in self.groups:
                 if (fresh or not group.weights.is_fresh) and group not in but:
                     group.forget()
+
+    def drop(self, field: Field) -> None:
+        """The field is not used again, but by who holds it."""
+        with self.lock:
+            if field in self._present and not field.holds:
+                self._free(field)
 
     def free(self) -> None:
         """Free the device memory of all fields that nobody holds."""
