@@ -265,9 +265,17 @@ class Weights(_Frozen):
     device_mib: Annotated[float, Field(gt=0)] = 2048
     """Placement host: device memory for weights and gradients that are brought ahead or may be needed again, in MiB;
     what modules and updates work on counts, too."""
+    gradients_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = 0.0
+    """Placement host: device memory beside that, in GiB, in which gradients and sums of micro-batches stay until their
+    update instead of leaving for the host. ``auto``: what the peak of the first three steps leaves free."""
 
     @model_validator(mode="after")
-    def _device_mib_has_an_effect(self) -> Weights:
+    def _device_memory_has_an_effect(self) -> Weights:
+        if self.placement == "device" and self.gradients_gib != 0:
+            raise ValueError(
+                f"gradients_gib {self.gradients_gib} is device memory for gradients that rest on the host, and "
+                "placement is device, where all of them are; leave it out, or set placement: host"
+            )
         if self.placement == "device" and self.device_mib != type(self).model_fields["device_mib"].default:
             raise ValueError(
                 f"device_mib {self.device_mib:g} is device memory for weights that rest on the host, and placement is "
@@ -367,6 +375,11 @@ class StrategyConfig(_Frozen):
     def _weights_on_the_host(self) -> StrategyConfig:
         if self.weights.placement == "device":
             return self
+        if self.weights.gradients_gib == "auto" and self.optimizer_state.resident_gib == "auto":
+            raise ValueError(
+                "weights.gradients_gib auto and optimizer_state.resident_gib auto: each would take all device memory "
+                "that is free; set one of them to a number of GiB"
+            )
         if isinstance(self.sharding, FSDP2Sharding) and self.sharding.mesh.replicate == 1:
             return self
         if self.sharding.kind != "single":

@@ -62,6 +62,7 @@ GROUPS: dict[str, tuple[Settings, dict[str, Settings]]] = {
             "weights on the host": {**at("at_step"), **OFFLOAD},
             "weights on the host, next_forward": {**at("next_forward"), **OFFLOAD},
             "weights on the host, overlap": {**at("overlap"), **OFFLOAD},
+            "weights on the host, gradients stay": {**at("next_forward"), **OFFLOAD, "weights.gradients_gib": 100},
         },
     ),
     "moments in 8 bits": ({"optimizer_state.moments": "int8"}, {"stream, overlap": at("overlap")}),

@@ -454,6 +454,7 @@ class Engine:
             self._scaling.reset_norms()
         if not self.queue.pending:  # the caller may write to weights now
             weights.forget_idle(fresh=True)
+        weights.fit_staying()
 
     def _start(self, updates: list[Update]) -> None:
         self.edits.outdate()

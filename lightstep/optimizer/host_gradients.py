@@ -94,11 +94,13 @@ class HostGradients:
             field = home.gradient_field(dtype)
             by_field.setdefault(field, {})[number] = tensors[number]
             self._keep(parameter, field, home.gradient(dtype))
-            if self.is_first(parameter):
-                self._stored[parameter] = tensors[number]
-                self._staying.append(parameter)
         for field, own in by_field.items():
             self._weights.store(field, own)
+        for number, parameter in arrived:
+            if self.is_first(parameter):
+                self._staying.append(parameter)
+                if self._fields[parameter][0] not in self._weights.staying:
+                    self._stored[parameter] = tensors[number]
         self._under_way.append((group, list(by_field), {parameter: tensors[number] for number, parameter in arrived}))
         while len(self._under_way) > _UNDER_WAY and not any(starmap(self.is_awaited, self._under_way[0][2].items())):
             self._release_oldest()

@@ -41,6 +41,9 @@ class Memory:
         host: page-locked, with ``spare`` and what blocks keep there between forward and backward.
         spare: second copies on the host, of the state that ``overlap`` updates in backward, as far as there is room.
         wanted_spare: the same if there is room for all of them.
+        staying: on the device, of gradients that rest on the host otherwise (``gradients_gib``); they are in
+            ``gradients``, too.
+        wanted_staying: the same if there is room for all of them.
         link: bytes in the busier direction in a step: ``link_once``, and those of each further micro-batch.
         link_once: of the updates, and of one micro-batch.
         link_in_forward: those that no update waits for: previous weights that rest on the host leave in forward.
@@ -59,6 +62,8 @@ class Memory:
     host: int
     spare: int
     wanted_spare: int
+    staying: int
+    wanted_staying: int
     link: int
     link_once: int
     link_in_forward: int
@@ -179,7 +184,9 @@ class _MemoryPlan:
         travelling = share * previous if travel else 0
         speculative = 0 if travel else share * previous
         moved = all_state if state.backend == "bulk" else 0
-        base = weights + resident + ring + buffers + speculative + (moved if state.update != "at_step" else 0)
+        staying = self._staying(summed) if self.on_host else 0
+        travelling_sums = summed - staying
+        base = weights + staying + resident + ring + buffers + speculative + (moved if state.update != "at_step" else 0)
         sums = 0 if self.config.sharding.kind == "fsdp2" else self._sums()
         during_step = base + gradients + sums + (moved if state.update == "at_step" else 0)
         moments = activations.moments if activations else ()
@@ -189,16 +196,16 @@ class _MemoryPlan:
         # On the host: weights, gradients, and their sums. Each way: to a forward and a backward, and a gradient unless
         # it is updated in backward; or from an update and a gradient.
         early = travelling if self.on_host else 0
-        to_device = 2 * all_weights + (1 - share * travel) * summed if self.on_host else 0
-        to_host = all_weights + summed if self.on_host else 0
+        to_device = 2 * all_weights + (1 - share * travel) * travelling_sums if self.on_host else 0
+        to_host = all_weights + travelling_sums if self.on_host else 0
         once = int(streamed + max(to_device, to_host + travelling)) + inputs
         # The second micro-batch brings the gradient of the first, and each later one the sum.
         forward = int(all_weights) if self.on_host else 0
-        backward = inputs + (int(all_weights + summed) if self.on_host else 0)
-        first = int(summed - all_gradients) if self.on_host else 0
+        backward = inputs + (int(all_weights + travelling_sums) if self.on_host else 0)
+        first = int((summed - all_gradients) * travelling_sums / summed) if self.on_host else 0
         return Memory(
             weights=int(weights),
-            gradients=int(gradients + self._sums()),
+            gradients=int(gradients + staying + self._sums()),
             state=int(resident),
             ring=int(ring),
             previous_weights=int(speculative),
@@ -209,6 +216,8 @@ class _MemoryPlan:
             host=int(held + spare),
             spare=int(spare),
             wanted_spare=int(wanted),
+            staying=int(staying),
+            wanted_staying=int(summed) if self.on_host else 0,
             link=once + (self.micro_batches - 1) * (forward + backward) - first,
             link_once=once,
             link_in_forward=int(min(early, max(to_host + early - to_device, 0))),
@@ -228,6 +237,11 @@ class _MemoryPlan:
         limit = self.config.optimizer_state.spare_host_gib
         free = math.inf if self.host_memory is None else max(self.host_memory - held, 0)
         return (1 - LEFT_FREE) * free if limit == "auto" else min(free, float(limit) * 2**30)
+
+    def _staying(self, summed: float) -> float:
+        """Bytes of gradients and their sums that stay on the device. ``auto`` plans none."""
+        gib = self.config.weights.gradients_gib
+        return 0 if gib == "auto" else min(summed, float(gib) * 2**30)
 
     def _split_state(self, all_state: float) -> tuple[float, float]:
         """Bytes of state that stays on the device, and of state that is streamed."""

@@ -330,8 +330,8 @@ class Relief(NamedTuple):
 def reliefs(name: str, config: StrategyConfig, plan: Plan, planner: Planner) -> list[Relief]:
     """The changes that shorten the step, per micro-batch; none if the link does not limit it.
 
-    More accumulation comes first: it costs nothing but a larger batch. State on the device takes memory. Moments in
-    fewer bytes are rounded.
+    More accumulation comes first: it costs nothing but a larger batch. State and gradients on the device take memory.
+    Moments in fewer bytes are rounded.
 
     Args:
         plan: of this strategy, by this planner.
@@ -345,6 +345,7 @@ def reliefs(name: str, config: StrategyConfig, plan: Plan, planner: Planner) -> 
     tried = [
         *_accumulating(name, config, plan.workload.micro_batches, planner),
         *_staying(config, plan, changed),
+        *_staying_gradients(name, config, plan, planner),
         *_rounding(config, changed),
     ]
     return [one for one in tried if one.plan.fits and _per_micro_batch(one.plan) < 0.99 * _per_micro_batch(plan)]
@@ -371,6 +372,18 @@ def _staying(config: StrategyConfig, plan: Plan, changed: Callable[..., Plan]) -
         if tried.fits:
             yield Relief(f"resident_gib: {now + more / 2:g}", tried)
             return
+
+
+def _staying_gradients(name: str, config: StrategyConfig, plan: Plan, planner: Planner) -> Iterator[Relief]:
+    """As much of gradients and their sums on the device as there is room for, in halves of a GiB."""
+    now, memory = config.weights.gradients_gib, plan.memory
+    if memory.wanted_staying == 0 or now == "auto" or plan.limit is None:
+        return
+    more = min(2 * (plan.limit - memory.peak) // _GIB, -(2 * (memory.staying - memory.wanted_staying) // _GIB))
+    if more > 0:
+        gib = float(now) + more / 2
+        weights = config.weights.model_copy(update={"gradients_gib": gib})
+        yield Relief(f"gradients_gib: {gib:g}", planner.plan(name, config.model_copy(update={"weights": weights})))
 
 
 def _rounding(config: StrategyConfig, changed: Callable[..., Plan]) -> Iterator[Relief]:

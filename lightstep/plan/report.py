@@ -169,8 +169,10 @@ def _host_notes(plan: Plan, unit: float, name: str) -> list[str]:
         lines += _wrapped(f"{plan.strategy}: {said}", "")
     if plan.sums_on_host is not None:
         where = f"added up on the host in {plan.sums_on_host}, {BYTES[plan.sums_on_host]} bytes per parameter"
-        said = "each after the first brings the sum, adds to it on the device, and takes it back."
-        lines += _wrapped(f"{plan.strategy}: micro-batches are {where}; {said}", "")
+        said = "each after the first brings the sum, adds to it on the device, and takes it back"
+        if held.staying:
+            said += f", but for {held.staying / unit:.1f} of {held.wanted_staying / unit:.1f} {name}, which stay there"
+        lines += _wrapped(f"{plan.strategy}: micro-batches are {where}; {said}.", "")
     return lines
 
 

@@ -36,7 +36,7 @@ from lightstep.state.lanes import WaitTimes
 __all__ = ["ShardVisits", "visits_of_sharded"]
 
 
-def visits_of_sharded(model: nn.Module, device: torch.device, device_bytes: int) -> ShardVisits:
+def visits_of_sharded(model: nn.Module, weights: HostWeights) -> ShardVisits:
     """Move the shards of a model that ``fully_shard`` has sharded to the host.
 
     Raises:
@@ -50,7 +50,7 @@ def visits_of_sharded(model: nn.Module, device: torch.device, device_bytes: int)
     _refuse_sharding(model, [group for module in modules for group in parameter_groups(module)])
     sizes = [(local_tensor(parameter).nbytes, parameter.requires_grad) for parameter in model.parameters()]
     require_room(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
-    visits = ShardVisits(HostWeights(device, device_bytes))
+    visits = ShardVisits(weights)
     visits.add(model, modules)
     visits.watch(model)
     return visits

@@ -33,14 +33,14 @@ from lightstep.sharding.parameter_reads import await_host
 from lightstep.sharding.preparation import experts_of, transformer_blocks
 from lightstep.state.host_weights import HostWeights, WeightGroup, require_room
 
-__all__ = ["AHEAD", "VisitOrder", "WeightVisits", "host_weights_of", "refuse_other_tensors"]
+__all__ = ["AHEAD", "VisitOrder", "WeightVisits", "move_to_host", "refuse_other_tensors"]
 
 AHEAD = 2
 """Modules whose weights are brought before they are needed."""
 
 
-def host_weights_of(model: nn.Module, device: torch.device, device_bytes: int) -> HostWeights:
-    """Move the model's parameters to the host, in groups of those that one module reads, and its buffers to ``device``.
+def move_to_host(model: nn.Module, weights: HostWeights) -> None:
+    """Move the model's parameters to the host, in groups of those that one module reads, and its buffers to the device.
 
     Raises:
         HostMemoryError: the host has too little memory.
@@ -52,7 +52,6 @@ def host_weights_of(model: nn.Module, device: torch.device, device_bytes: int) -
     moved = sum(p.nbytes for p in listed if p.device.type != "cpu")  # others give their memory back, one by one
     largest = max((p.nbytes for p in listed), default=0)
     require_room(max(moved, largest), sum(p.nbytes for p in listed if p.requires_grad))
-    weights = HostWeights(device, device_bytes)
     seen: set[nn.Parameter] = set()
     for name, _, parameters in _visiting_modules(model):
         own = [parameter for parameter in dict.fromkeys(parameters) if parameter not in seen]
@@ -60,8 +59,7 @@ def host_weights_of(model: nn.Module, device: torch.device, device_bytes: int) -
         if own:
             WeightGroup(weights, own, name or type(model).__name__)
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
-    return weights
+        buffer.data = buffer.data.to(weights.device)
 
 
 def refuse_other_tensors(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -154,12 +154,37 @@ class Field:
         lane.run(lambda: self._storage.resize_(0))
         self.is_present = self.is_fresh = self.is_expected = False
 
+    def put(self, tensors: dict[int, Tensor]) -> None:
+        """Copy these tensors, by number, into the device memory, as the caller's work. The host does not get them."""
+        caller = self.lanes.caller()
+        for event in (self.arrived, self.used, self.updated, self.returned):
+            caller.wait(event)
+        caller.copies(*_flat([device for _, device in self._rooms], tensors), f"keeping {self.what}")
+        self.note_written()
+
+    def note_written(self) -> None:
+        """The device has other values than the host, as the caller's work so far has left them."""
+        self.lanes.caller().record(self.arrived)
+        self._coming = next(self._copies)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether there is memory for it on the device."""
+        return self._storage.nbytes() == self.nbytes
+
     def take_back(self, ranges: Ranges | None = None) -> None:
         """Queue the copy to the host of these bytes (``None``: all), as the caller's work so far has left them."""
+        self.lanes.device_to_host.wait(self.lanes.caller().record(self.updated))
+        self._copy_back([(0, self.nbytes)] if ranges is None else list(ranges))
+
+    def copy_back(self) -> None:
+        """Queue the copy to the host of all, as whoever has put it there or held it has left it."""
+        for event in (self.arrived, self.used, self.updated):
+            self.lanes.device_to_host.wait(event)
+        self._copy_back([(0, self.nbytes)])
+
+    def _copy_back(self, whole: Sequence[tuple[int, int]]) -> None:
         lane = self.lanes.device_to_host
-        self.lanes.caller().record(self.updated)
-        lane.wait(self.updated)
-        whole = [(0, self.nbytes)] if ranges is None else list(ranges)
         self._narrow -= {n for n in self._narrow if any(a <= self._places[n][0] < z for a, z in whole)}
         for start, stop in whole:
             lane.copy(self.host[start:stop], self._bytes[start:stop], f"taking back {self.what}")

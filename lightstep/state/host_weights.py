@@ -36,6 +36,7 @@ from lightstep.error_text import error_text
 from lightstep.state.host_fields import Field, KeptWeights, Ranges
 from lightstep.state.host_memory import require
 from lightstep.state.lanes import Lanes, WaitTimes
+from lightstep.state.staying_fields import StayingFields
 
 __all__ = ["HostWeights", "WeightGroup", "WeightHome", "groups_of", "require_room"]
 
@@ -108,8 +109,8 @@ class WeightGroup:
             rests = self.weights.on_host
             made = Field(rests, dtype, self.owner.lanes, what, is_used_once=True, also_as_likes=is_sum)
             if is_sum and own is not None:
-                made.take_over(own)
                 self.owner.drop(self._others.pop(None))
+                made.take_over(own)
             self._others[dtype] = made
         return self._others[dtype]
 
@@ -176,7 +177,7 @@ class WeightGroup:
         if not self._is_at_rest:
             self._place(self.weights.on_host)
         for field in self.fields:
-            field.abandon()
+            self.owner.abandon_field(field)
         for kept in self.kept:
             kept.note_written(range(len(self.parameters)))
 
@@ -316,6 +317,7 @@ class HostWeights:
     Args:
         device: where weights are worked on.
         device_bytes: how much device memory fields may take up; those that are held may take more.
+        gradients_gib: how much gradients may take up beside that, and need not leave; ``"auto"``: what is free.
 
     Attributes:
         groups: those that have been made so far.
@@ -324,9 +326,10 @@ class HostWeights:
         on_read: called with a group whose parameters are read; returns whether they are on the device, for a module.
         waits: those of the streams that read weights and make gradients, for the copies from and to the host.
         stalls: those of the stream that computes for these, if they are others.
+        staying: gradients that are on the device alone.
     """
 
-    def __init__(self, device: torch.device, device_bytes: int) -> None:
+    def __init__(self, device: torch.device, device_bytes: int, gradients_gib: float | str = 0) -> None:
         self.device, self._device_bytes = device, device_bytes
         self.on_read: Callable[[WeightGroup], bool] = lambda group: group.is_entered
         self.is_foreign: Callable[[], bool] = lambda: False
@@ -334,6 +337,7 @@ class HostWeights:
         self.stalls: WaitTimes | None = None
         self.lock = threading.RLock()
         self._present: OrderedDict[Field, None] = OrderedDict()  # the one that will be needed last comes first
+        self.staying = StayingFields(device, gradients_gib)
         self.groups: list[WeightGroup] = []
         self._homes: dict[nn.Parameter, WeightHome] = {}
 
@@ -411,18 +415,38 @@ class HostWeights:
             if not field.holds:  # it has been abandoned
                 return
             field.holds -= 1
-            self._present.move_to_end(field, last=not field.is_used_once)
+            if field in self._present:
+                self._present.move_to_end(field, last=not field.is_used_once)
 
     def store(self, field: Field, tensors: dict[int, Tensor]) -> None:
-        """Take tensors on the device, by number, straight to the host, in place of what the field has there."""
+        """Take gradients on the device, by number, straight to the host, in place of what the field has there; or into
+        the field's memory on the device, if it stays."""
         with self.lock:
+            if self._stays(field):
+                field.put(tensors)
+                return
             if field.is_present:
                 self._free(field)
         field.fill(tensors)
 
+    def _stays(self, field: Field) -> bool:
+        if field not in self.staying and self.staying.has_room(field):
+            try:
+                if not field.is_present:
+                    field.bring()
+            except torch.OutOfMemoryError:
+                self.staying.limit()
+                return False
+            self._present.pop(field, None)
+            self.staying.add(field)
+        return field in self.staying
+
     def write_back(self, field: Field, ranges: Ranges | None = None) -> None:
-        """Take bytes that the caller has written to a held field back to the host."""
-        field.take_back(ranges)
+        """Take bytes that the caller has written to a held field back to the host, unless it stays."""
+        if field in self.staying:
+            field.note_written()
+        else:
+            field.take_back(ranges)
         field.is_fresh = True
 
     def _bring(self, field: Field, group: WeightGroup | None) -> None:
@@ -438,16 +462,18 @@ class HostWeights:
                 group.note_versions()
 
     def _bring_into_memory(self, field: Field) -> None:
-        """Bring the field; if the device has no room, free all others that nobody holds first.
+        """Bring the field; if the device has no room, free all others that nobody holds first, those that stay last.
 
         Raises:
             torch.OutOfMemoryError: that was not enough. Nothing has changed.
         """
-        try:
-            field.bring()
-            return
-        except torch.OutOfMemoryError:
-            self.free()
+        for others in (self._present, self.staying):
+            try:
+                field.bring()
+                return
+            except torch.OutOfMemoryError:
+                self._free_idle(others)
+        self.staying.limit()
         try:
             field.bring()
         except torch.OutOfMemoryError as error:
@@ -474,8 +500,15 @@ class HostWeights:
         return kept + nbytes <= self._device_bytes
 
     def _free(self, field: Field) -> None:
+        if field in self.staying:
+            field.copy_back()
+            self.staying.discard(field)
         field.free()
-        del self._present[field]
+        self._present.pop(field, None)
+
+    def _free_idle(self, fields: Iterable[Field]) -> None:
+        for field in [field for field in fields if not field.holds]:
+            self._free(field)
 
     def forget_idle(self, fresh: bool = False, but: Collection[WeightGroup] = ()) -> None:
         """What nobody holds is brought again at its next use: the user may have written to the weights meanwhile.
@@ -490,16 +523,34 @@ class HostWeights:
                     group.forget()
 
     def drop(self, field: Field) -> None:
-        """The field is not used again, but by who holds it."""
+        """The field is used no more, but by who holds it. The host gets what it has."""
         with self.lock:
-            if field in self._present and not field.holds:
+            if not field.holds and field.is_present:
+                self._free(field)
+            elif field in self.staying:
+                field.copy_back()
+                self.staying.discard(field)
+                self._present[field] = None
+
+    def abandon_field(self, field: Field) -> None:
+        """The lanes have failed. What stays on the device has not been in them."""
+        if field in self.staying and field.has_memory:
+            field.holds = 0
+            return
+        self.staying.discard(field)
+        field.abandon()
+
+    def fit_staying(self) -> None:
+        """A step has begun: what has no room on the device any more leaves."""
+        with self.lock:
+            for field in self.staying.surplus():
                 self._free(field)
 
     def free(self) -> None:
         """Free the device memory of all fields that nobody holds."""
         with self.lock:
-            for field in [field for field in self._present if not field.holds]:
-                self._free(field)
+            self._free_idle([*self._present, *self.staying])
+            self.staying.remeasure()
 
     @contextmanager
     def holding(self, groups: Iterable[WeightGroup]) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Measures how much device memory is spare, for ``resident_gib: auto``."""
+"""Measures how much device memory is spare, for ``auto`` of ``resident_gib`` (state) and ``gradients_gib``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 class AutoBudget:
-    """The budget for resident records, in bytes: what the peak of everything else leaves free.
+    """The budget for resident records, or for gradients that stay, in bytes: what the peak of all else leaves free.
 
     Everything else is the allocator's reserved memory less the resident records. Its peak is tracked from the first
     step on. The budget is computed once, and again when half of the margin is used up. In other steps it stays the

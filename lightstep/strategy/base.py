@@ -53,7 +53,7 @@ from lightstep.sharding.preparation import (
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
 from lightstep.sharding.shard_visits import visits_of_sharded
-from lightstep.sharding.weight_visits import WeightVisits, host_weights_of
+from lightstep.sharding.weight_visits import WeightVisits, move_to_host
 from lightstep.state.host_activations import HostActivations
 from lightstep.state.host_weights import HostWeights
 from lightstep.state.store import Store
@@ -277,13 +277,18 @@ class Strategy(ABC):
                 "(prepare_model was called for a part), and one optimizer needs them together: leave prepare_model "
                 "out, cast the parts with strategy.cast_parameters(part), and shard them with fully_shard if at all"
             )
-        size = int(self.config.weights.device_mib * 2**20)
+        weights = self._new_host_weights()
         if sharded_modules(model):
-            record.weight_visits = visits_of_sharded(model, self.device, size)
+            record.weight_visits = visits_of_sharded(model, weights)
         else:
-            record.weight_visits = WeightVisits(model, host_weights_of(model, self.device, size))
+            move_to_host(model, weights)
+            record.weight_visits = WeightVisits(model, weights)
         for module in called:  # each of them may outlive the module that holds them together
             PreparedModel.of(module).weight_visits = record.weight_visits
+
+    def _new_host_weights(self) -> HostWeights:
+        settings = self.config.weights
+        return HostWeights(self.device, int(settings.device_mib * 2**20), settings.gradients_gib)
 
     @contextlib.contextmanager
     def _exchanging_parameters(self, model: nn.Module) -> Iterator[None]:

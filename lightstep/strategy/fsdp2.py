@@ -36,7 +36,7 @@ from lightstep.sharding.reduced_gradients import sharded_gradients
 from lightstep.sharding.shard_visits import ShardVisits
 from lightstep.sharding.units import fp32_parts, sharding_units
 from lightstep.sharding.weight_visits import refuse_other_tensors
-from lightstep.state.host_weights import HostWeights, require_room
+from lightstep.state.host_weights import require_room
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 
 
@@ -108,7 +108,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
             return int(own * self.parameter_dtype.itemsize)
 
         require_room(size(model.parameters()), size(p for p in model.parameters() if p.requires_grad))
-        return ShardVisits(HostWeights(self.device, int(self.config.weights.device_mib * 2**20)))
+        return ShardVisits(self._new_host_weights())
 
     def _fp32_parts(
         self, model: nn.Module, units: list[nn.Module], plan: DtypePlan

@@ -36,10 +36,14 @@ class Run(Training):
 
     Args:
         mib: device memory for weights; ``None``: they are on the device.
+        gib: more of it, for gradients that stay.
     """
 
-    def __init__(self, rank: int, world_size: int, values: dict[str, Any], mib: float | None, **more: Any) -> None:
-        on_host = {} if mib is None else {"weights": {"placement": "host", "device_mib": mib}}
+    def __init__(
+        self, rank: int, world_size: int, values: dict[str, Any], mib: float | None, gib: float = 0, **more: Any
+    ) -> None:
+        weights = {"placement": "host", "device_mib": mib, "gradients_gib": gib}
+        on_host = {} if mib is None else {"weights": weights}
         super().__init__(rank, world_size, {**values, **on_host}, **more)
         self.accumulates = mib is not None
 
@@ -85,12 +89,13 @@ def check_same_bits(
     mib: float,
     make: type[TinyTransformer] = TinyTransformer,
     prefetch: bool = False,
+    gib: float = 0,
 ) -> None:
     time = values["optimizer_state"]["update"]
     plain = {"backend": "resident", "update": time if time == "in_backward" else "at_step"}
     expected = Run(rank, world_size, {**values, "optimizer_state": plain}, None, make=make)
     wanted = [[expected.step() for _ in range(3)], expected.evaluate(), expected.step(), expected.snapshot()]
-    tested = Run(rank, world_size, values, mib, make=make)
+    tested = Run(rank, world_size, values, mib, gib, make=make)
     if prefetch:
         prefetch_forward(tested.inner)
     losses = [tested.step()]
@@ -113,10 +118,13 @@ def check_same_bits(
     limit=LIMITS,
     precision=PRECISIONS,
     mib=[0.001, 64.0],
+    gib=[0, 2e-6, 1],
 )
-def test_the_same_bits(pool: Pool, layout: str, home: str, time: str, limit: str, precision: str, mib: float) -> None:
+def test_the_same_bits(
+    pool: Pool, layout: str, home: str, time: str, limit: str, precision: str, mib: float, gib: float
+) -> None:
     world_size, sharding = LAYOUTS[layout]
-    pool.run(check_same_bits, world_size, values=settings(sharding, home, time, limit, precision), mib=mib)
+    pool.run(check_same_bits, world_size, values=settings(sharding, home, time, limit, precision), mib=mib, gib=gib)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightstep import Strategy
+from lightstep.config import ConfigError
 from lightstep.sharding.prepared_model import PreparedModel
-from lightstep.state import host_fields
+from lightstep.state import host_fields, staying_fields
 from lightstep.state.host_weights import HostWeights
+from lightstep.state.spare_memory import GIB
 from tests.covering import every_pair
 from tests.distributed.models import Block, TinyTransformer, loss_of
 from tests.unit.test_next_forward import assert_same
@@ -104,15 +106,147 @@ def expected(parameters: str, reduce: str) -> dict[str, Tensor]:
     reduce=["float32", "parameters"],
     told=[True, False],
     mib=[0.001, 64.0],
+    gib=[0, 4e-6, 1],
 )
 def test_sums_have_the_bits_of_a_device(
-    time: str, parameters: str, reduce: str, told: bool, mib: float, monkeypatch: pytest.MonkeyPatch
+    time: str, parameters: str, reduce: str, told: bool, mib: float, gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where all are on the host, some are, and none is."""
     monkeypatch.setattr(host_fields, "_LARGE", 3)
     precision = {"parameters": parameters, "reduce": reduce}
-    tested = Run({"placement": "host", "device_mib": mib}, time, precision, told)
+    tested = Run({"placement": "host", "device_mib": mib, "gradients_gib": gib}, time, precision, told)
     random_delays(tested.weights.lanes, 7, 1e-3)
     assert_same(tested.train(COUNTS), expected(parameters, reduce))
+    staying = list(tested.weights.staying)
+    assert all(field.is_present and not field.holds for field in staying)
+    made = [field for group in tested.weights.groups for field in group.fields[1:]]
+    if gib == 4e-6:
+        assert 0 < tested.weights.staying.nbytes <= gib * GIB and set(staying) < set(made)
+    else:
+        assert set(staying) == (set(made) if gib else set())
+
+
+TIMES = ["at_step", "next_forward", "overlap"]
+PRECISION = {"parameters": "bfloat16", "reduce": "float32"}
+
+
+def staying_run(time: str, gib: float | str = 1.0, told: bool = True) -> Run:
+    return Run({"placement": "host", "device_mib": 0.001, "gradients_gib": gib}, time, PRECISION, told)
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_what_stays_is_copied_neither_way(time: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = staying_run(time)
+    tested.train(COUNTS[:2])
+    copied = list[host_fields.Field]()
+    for name in ("bring", "fill", "take_back", "copy_back"):
+        method = getattr(host_fields.Field, name)
+
+        def watched(field: host_fields.Field, *more: Any, method: Any = method) -> None:
+            copied.append(field)
+            method(field, *more)
+
+        monkeypatch.setattr(host_fields.Field, name, watched)
+    tested.train(COUNTS)
+    assert tested.optimizer.memory_report()["device_bytes"] >= tested.weights.staying.nbytes > 0
+    assert copied and all(field in {group.weights for group in tested.weights.groups} for field in copied)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("time", TIMES)
+def test_what_stays_leaves_when_its_memory_is_lent(time: str, told: bool) -> None:
+    """Also between two micro-batches, and before a sum in fp32 takes over."""
+    tested, plain = staying_run(time, told=told), Run({}, time, PRECISION, told)
+    random_delays(tested.weights.lanes, 3, 1e-3)
+    found = []
+    for run in (tested, plain):
+        for step, count in enumerate(COUNTS):
+            for micro in range(count):
+                with run.strategy.accumulate(run.model, last=micro == count - 1) if told else nullcontext():
+                    run.optimizer.backward(run.loss(step, micro) / count)
+                if (step + micro) % 3 == 2 or (step, micro) == (1, 0):
+                    run.optimizer.release_device_memory()
+                    assert run is plain or not list(run.weights.staying)
+            run.optimizer.step()
+        found.append(run.train([]))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_a_device_without_room_keeps_fewer(
+    time: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """First for gradients, then for weights, which come before gradients that stay."""
+    tested = staying_run(time)
+    bring, staying, phases = host_fields.Field.bring, tested.weights.staying, ["gradients", "weights"]
+
+    def checked(field: host_fields.Field) -> None:
+        phase = phases[0] if phases else ""
+        if (phase == "gradients" and field.is_used_once and len(list(staying)) == 2) or (
+            phase == "weights" and not field.is_used_once and list(staying)
+        ):
+            raised.append((phase, staying.nbytes))
+            phases[0] = phase if phase == "weights" else "over"
+            raise torch.OutOfMemoryError("no room")
+        bring(field)
+
+    raised = list[tuple[str, int]]()
+    monkeypatch.setattr(host_fields.Field, "bring", checked)
+    wanted = Run({}, "at_step", PRECISION)
+    for is_over in (False, True):
+        expected = wanted.train(COUNTS)
+        assert_same(tested.train(COUNTS), expected)
+        assert staying.nbytes == 0 if is_over else 0 < staying.nbytes <= raised[0][1]
+        phases.pop(0)
+    assert [phase for phase, _ in raised] == ["gradients", "weights", "weights"]
+    assert sum("weights.gradients_gib: cpu has no room for more than" in text for text in caplog.messages) == 2
+
+
+class Memory:
+    """A device of 100 kB, of which everything else takes a part."""
+
+    margin = 10_000
+
+    def __init__(self) -> None:
+        self.other, self.held = 20_000, lambda: 0
+
+    def reserved(self) -> tuple[int, int]:
+        return (self.other + self.held(),) * 2
+
+    def available(self) -> int:
+        return 100_000
+
+
+def test_auto_keeps_what_the_first_steps_leave_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory()
+    monkeypatch.setattr(staying_fields, "device_memory", lambda device: memory)
+    tested, wanted = staying_run("next_forward", "auto"), Run({}, "at_step", PRECISION)
+    staying = tested.weights.staying
+    memory.held = lambda: staying.nbytes
+    sizes = []
+    for other in (20_000, 20_000, 20_000, 20_000, 80_000, 86_000, 86_000):
+        memory.other = other
+        expected = wanted.train([2])
+        assert_same(tested.train([2]), expected)
+        sizes.append(staying.nbytes)
+    everything = sum(field.nbytes for group in tested.weights.groups for field in group.fields[1:])
+    assert sizes[:5] == [0, 0, 0, everything, everything], "until half of the margin is used"
+    assert min(sizes[5:]) > 0 and max(sizes[5:]) <= 100_000 - 86_000 - memory.margin, sizes
+
+
+@pytest.mark.parametrize(
+    ("weights", "state", "said"),
+    [
+        ({"gradients_gib": 1}, {}, "placement is device, where all of them are"),
+        ({"placement": "host", "gradients_gib": -1}, {}, "gradients_gib"),
+        ({"placement": "host", "gradients_gib": "auto"}, {"resident_gib": "auto"}, "set one of them to a number"),
+    ],
+)
+def test_what_has_no_effect_is_refused(weights: dict[str, Any], state: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Strategy.load(
+            {"sharding": {"kind": "single"}, "optimizer_state": {"backend": "stream", **state}, "weights": weights}
+        )
 
 
 @pytest.mark.parametrize("told", [True, False])

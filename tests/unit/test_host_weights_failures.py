@@ -25,14 +25,18 @@ FAILURES = ["no room", "a copy", "interrupt"]
 pytestmark = pytest.mark.usefixtures("small_units")
 
 
+@pytest.mark.parametrize("gib", [0, 1])
 @pytest.mark.parametrize("kind", FAILURES)
 @pytest.mark.parametrize("time", TIMES)
-def test_a_run_goes_on_after_a_failure(time: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_after_a_failure(
+    time: str, kind: str, gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the ``count``-th copy to the device, wherever that is: in forward, in backward or in an update.
 
     Each kind meets every count.
     """
-    run = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.02})
+    weights = {"placement": "host", "device_mib": 0.02, "gradients_gib": gib}
+    run = make("stream", time, "clipped", "bfloat16", weights)
     run.train(2)
     run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)
     wanted, left = run.train(3), 0

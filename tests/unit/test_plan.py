@@ -332,6 +332,38 @@ def test_weights_on_the_host_travel_in_each_micro_batch(name: str, ranks: int) -
     assert times[3] - times[2] == pytest.approx((most - often) / rate, rel=0.01), "4096 tokens hide none of it"
 
 
+@pytest.mark.parametrize("reduce", ["float32", "parameters"])
+def test_sums_that_stay_on_the_device_take_memory_and_no_time(reduce: str) -> None:
+    """And where the link limits a step, the plan says how many have room."""
+    own = {"optimizer_state.update": "next_forward", "precision.reduce": reduce}
+    planner = Planner(load_shape("Llama-3.1-8B"), Workload(4096, micro_batches=4), find_profile("H200"))
+
+    def plan(gib: float) -> planning.Plan:
+        config = Strategy.load("offload", own | {"weights.gradients_gib": gib}).config
+        return planner.plan(f"offload with {gib}", config)
+
+    none, some, everything = plan(0), plan(8), plan(1000)
+    assert none.memory.staying == 0 and some.memory.staying == 8 * 2**30
+    sums = none.memory.wanted_staying
+    assert everything.memory.staying == sums == pytest.approx((4 if reduce == "float32" else 2) * none.parameters)
+    for made in (some, everything):
+        staying = made.memory.staying
+        assert made.memory.peak - none.memory.peak == pytest.approx(staying)
+        assert made.memory.gradients - none.memory.gradients == pytest.approx(staying)
+        assert made.memory.host == none.memory.host, "it can leave at any time"
+        # Three micro-batches bring what is there, the first of them in the dtype of the weights; so does the update.
+        first = (1 / 2 if reduce == "float32" else 1) * staying
+        assert none.memory.link - made.memory.link == pytest.approx(first + 2 * staying + staying, rel=1e-3)
+        assert made.time is not None and none.time is not None and made.time.iteration < none.time.iteration
+    workload, profile = planner._workload, find_profile("H200")
+    said = " ".join(report("8 B", [none, some], workload, profile).split())
+    assert f"but for 8.6 of {sums / 1e9:.1f} GB, which stay there." in said and said.count("which stay there") == 1
+    config = Strategy.load("offload", own).config
+    named = {change: made for change, made in reliefs("offload", config, none, planner) if "gradients" in change}
+    (change,) = named
+    assert named[change].memory.staying == sums and float(change.removeprefix("gradients_gib: ")) * 2**30 >= sums
+
+
 @pytest.mark.parametrize("update", ["overlap", "next_forward"])
 @pytest.mark.parametrize("reduce", ["float32", "parameters"])
 def test_further_micro_batches_hide_their_own_copies(update: str, reduce: str) -> None:
