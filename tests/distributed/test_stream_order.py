@@ -19,6 +19,8 @@ from tests.distributed.sharding_runs import DDP, FSDP2, HSDP
 from tests.stream_order import ordered_streams, wait_on_host
 
 HOST = {"placement": "host", "device_mib": 0.001}
+STAYING = {**HOST, "gradients_gib": 1}
+"""Gradients do not leave the device, unless they must."""
 UNITS = {**FSDP2, "wrap": ["Block", "embed", "head"]}
 
 
@@ -31,11 +33,13 @@ def check_order(
     weights: dict[str, Any] | None = None,
     without: str = "",
     evaluates: bool = False,
+    evicts: bool = False,
 ) -> Any:
     """No conflict, or some on some rank if a wait is left out. Returns this rank's.
 
     Args:
         evaluates: between backward and step: updates that have begun are rolled back.
+        evicts: gradients that stay, between micro-batches and after ``step()``.
     """
     waits = {
         "gathering": (MixedPrecisionOptimizer, "wait_on_stream", lambda self, parameters: None),
@@ -55,10 +59,14 @@ def check_order(
             for micro in range(2):
                 with strategy.accumulate(model, last=micro == 1):
                     optimizer.backward(loss_of(model, step, micro, rank, strategy.device) / 2)
+                if evicts:
+                    optimizer.engine._host_weights.free()
             if evaluates and step > 1:
                 with torch.no_grad():
                     loss_of(model, 9, 0, rank, strategy.device)
             optimizer.step()
+            if evicts:
+                optimizer.engine._host_weights.free()
         optimizer.synchronize()
         strategy.close()
     assert accesses.count > 1000
@@ -92,7 +100,8 @@ def test_a_missing_wait_is_found(pool: Pool, layout: str, without: str) -> None:
 
 
 @pytest.mark.parametrize("update", ["at_step", "next_forward", "overlap", "in_backward"])
-@pytest.mark.parametrize("home", ["resident", "bulk", "host"])
+@pytest.mark.parametrize("home", ["resident", "bulk", "host", "staying", "evicted"])
 def test_every_home_of_state_and_weights_is_ordered(pool: Pool, home: str, update: str) -> None:
-    places: dict[str, Any] = {"weights": HOST} if home == "host" else {"backend": home}
-    pool.run(check_order, 2, cpu=True, sharding=UNITS, update=update, **places)
+    weights = HOST if home == "host" else STAYING
+    places: dict[str, Any] = {"backend": home} if home in ("resident", "bulk") else {"weights": weights}
+    pool.run(check_order, 2, cpu=True, sharding=UNITS, update=update, **places, evicts=home == "evicted")

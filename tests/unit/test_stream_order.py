@@ -11,7 +11,7 @@ import torch
 
 import lightstep
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.test_stream_order import HOST, check_order
+from tests.distributed.test_stream_order import HOST, STAYING, check_order
 from tests.stream_order import Accesses, Event, Stream, ordered_streams, wait_on_host
 
 SINGLE = {"kind": "single"}
@@ -20,6 +20,8 @@ HOMES: dict[str, dict[str, Any]] = {
     "bulk": {"backend": "bulk"},
     "stream": {},
     "weights on the host": {"weights": HOST},
+    "gradients stay": {"weights": STAYING},
+    "gradients stay for a while": {"weights": STAYING, "evicts": True},
     "all but moments on the host": {"backend": "bulk", "weights": HOST},
 }
 UPDATES = ["at_step", "next_forward", "overlap", "in_backward"]
