@@ -288,6 +288,8 @@ class Engine:
         self.watch_gradients()  # parameters may have been cast, frozen or unfrozen
         if self._host_weights is not None:
             self._host_weights.rest()
+            if self.accumulating is True and self.gradients.float32:
+                self._host_weights.gradient_dtype = torch.float32
             self.set_up()  # norms are measured in backward
         self.gradients.begin_backward()
         accumulates = self.accumulating is True and self._overflow_everywhere is True

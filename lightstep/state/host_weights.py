@@ -116,8 +116,9 @@ class WeightGroup:
 
     @property
     def missing_gradients(self) -> int:
-        """Bytes of gradients, in the parameters' own dtypes, that have no memory on the host yet."""
-        return 0 if self._others else sum(rest.nbytes for rest in self.weights.on_host)
+        """Bytes of gradients that have no memory on the host yet."""
+        dtype, rests = self.owner.gradient_dtype, self.weights.on_host
+        return 0 if self._others else sum(rest.numel() * (dtype or rest.dtype).itemsize for rest in rests)
 
     @property
     def fields(self) -> list[Field]:
@@ -327,6 +328,8 @@ class HostWeights:
         waits: those of the streams that read weights and make gradients, for the copies from and to the host.
         stalls: those of the stream that computes for these, if they are others.
         staying: gradients that are on the device alone.
+        gradient_dtype: that of the gradients that the host has to have room for, as far as it is known; ``None``: the
+            parameters'.
     """
 
     def __init__(self, device: torch.device, device_bytes: int, gradients_gib: float | str = 0) -> None:
@@ -338,6 +341,7 @@ class HostWeights:
         self.lock = threading.RLock()
         self._present: OrderedDict[Field, None] = OrderedDict()  # the one that will be needed last comes first
         self.staying = StayingFields(device, gradients_gib)
+        self.gradient_dtype: torch.dtype | None = None
         self.groups: list[WeightGroup] = []
         self._homes: dict[nn.Parameter, WeightHome] = {}
 

@@ -103,12 +103,16 @@ class FSDP2Strategy(ProcessGroupStrategy):
         refuse_other_tensors((name, local_tensor(parameter)) for name, parameter in model.named_parameters())
         shards = self._mesh_sizes()[1]
 
-        def size(parameters: Iterable[Tensor]) -> int:
+        def size(parameters: Iterable[Tensor], dtype: torch.dtype) -> int:
             own = sum(local_tensor(p).numel() if is_sharded(p) else p.numel() / shards for p in parameters)
-            return int(own * self.parameter_dtype.itemsize)
+            return int(own * dtype.itemsize)
 
-        require_room(size(model.parameters()), size(p for p in model.parameters() if p.requires_grad))
-        return ShardVisits(self._new_host_weights())
+        weights, dtype = self._new_host_weights(), self.parameter_dtype
+        if self.config.precision.reduce == "float32":
+            weights.gradient_dtype = torch.float32
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        require_room(size(model.parameters(), dtype), size(trained, weights.gradient_dtype or dtype))
+        return ShardVisits(weights)
 
     def _fp32_parts(
         self, model: nn.Module, units: list[nn.Module], plan: DtypePlan

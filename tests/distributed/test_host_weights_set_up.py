@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightstep import Strategy
-from lightstep.distributed import is_sharded, local_tensor
+from lightstep.distributed import is_sharded, local_tensor, ranks_on_this_host
 from lightstep.sharding.prepared_model import PreparedModel
-from lightstep.state.host_memory import HostSlab
+from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError, HostSlab
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
 from tests.distributed.ranks import Pool, device_of
 
@@ -238,6 +239,24 @@ def check_loaded(rank: int, world_size: int, folder: Path, name: str) -> None:
         runs.append((first, train(strategy, model, rank, device), values_of(model)))
     check_runs(runs)
     check_peak(model, watch, 1)
+
+
+def check_refused(rank: int, world_size: int, reduce: str, widths: int) -> None:
+    strategy = Strategy.load(
+        {"sharding": {"kind": "fsdp2"}, "precision": {"reduce": reduce}, "weights": {"placement": "host"}}
+    )
+    elements = sum(parameter.numel() for parameter in tiny_llama().parameters())
+    own = elements / world_size * ranks_on_this_host()
+    for free, refused in ((widths - 0.2, True), (widths + 0.2, False)):  # bytes per element
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(CHECK_VARIABLE, repr(free * own / 2**30))
+            with pytest.raises(HostMemoryError, match="weights and gradients needs") if refused else nullcontext():
+                strategy.prepare_model(on_meta(tiny_llama))
+
+
+@pytest.mark.parametrize(("reduce", "widths"), [("float32", 2 + 4), ("parameters", 2 + 2)])
+def test_gradients_are_counted_as_they_are_reduced(pool: Pool, reduce: str, widths: int) -> None:
+    pool.run(check_refused, 2, reduce=reduce, widths=widths)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])

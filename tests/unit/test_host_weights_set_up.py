@@ -107,22 +107,29 @@ def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
         Strategy.load(HOST).prepare_model(on_meta(), weights=tmp_path)
 
 
-def test_too_little_memory_for_state_and_gradients_is_refused_before_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would have room, and the host has none for both."""
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_too_little_memory_for_state_and_gradients_is_refused_before_backward(
+    accumulates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would have room, and the host has none for both. A sum in fp32 needs twice as much as a gradient."""
     strategy = Strategy.load(HOST)
     model = strategy.prepare_model(make_llama())
     optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
     words = torch.arange(8)[None]
     loss = model(input_ids=words, labels=words).loss
     weights = sum(parameter.nbytes for parameter in model.parameters())  # in bf16: state has five times as much
-    monkeypatch.setenv(CHECK_VARIABLE, repr(5.5 * weights / 2**30))
-    with pytest.raises(HostMemoryError, match=r"^optimizer state and gradients on the host needs .* Lower it"):
+    monkeypatch.setenv(CHECK_VARIABLE, repr((5.5 + accumulates) * weights / 2**30))
+    with (
+        strategy.accumulate(model, last=not accumulates),
+        pytest.raises(HostMemoryError, match=r"^optimizer state and gradients on the host needs .* Lower it"),
+    ):
         optimizer.backward(loss)
     visits = PreparedModel.of(model).weight_visits
     assert visits is not None
     assert all(group.fields == [group.weights] for group in visits.weights.groups)
-    monkeypatch.setenv(CHECK_VARIABLE, repr(6.5 * weights / 2**30))
-    optimizer.backward(loss)
+    monkeypatch.setenv(CHECK_VARIABLE, repr((6.5 + accumulates) * weights / 2**30))
+    with strategy.accumulate(model, last=not accumulates):
+        optimizer.backward(loss)
     optimizer.step()
     optimizer.close()
 
