@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import http.client
 import json
 import re
+import socket
+import struct
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -26,6 +31,10 @@ _PASSED, _TRIES = 5, 20
 
 _QUICK = 10.0
 """Seconds for a question to a server that may be gone."""
+
+
+_DISCARD = struct.pack("ii", 1, 0)
+"""For ``SO_LINGER``: what the other end has not got is not sent again when the socket is closed."""
 
 
 class NoAnswer(WeightTransferError):
@@ -165,7 +174,7 @@ class Server(ABC):
 
     def _call(self, request: urllib.request.Request, timeout_s: float | None) -> Any:
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s or self._timeout) as answer:
+            with _opener().open(request, timeout=timeout_s or self._timeout) as answer:
                 text = answer.read().decode()
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:500]
@@ -187,6 +196,48 @@ class Server(ABC):
         except WeightTransferError:
             return False
         return True
+
+
+# -- calls that are given up -------------------------------------------------------------------------------------------
+
+
+class _Connection(http.client.HTTPConnection):
+    """Leaves nothing in the network of a request whose answer nobody waits for any more.
+
+    TCP would send it when the network takes it again. A server would resume in the middle of the next set.
+    """
+
+    def getresponse(self) -> http.client.HTTPResponse:
+        opened = self.sock
+        try:
+            return super().getresponse()
+        except BaseException:
+            with contextlib.suppress(OSError):  # it is closed
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DISCARD)
+            raise
+
+
+class _SecureConnection(_Connection, http.client.HTTPSConnection):
+    pass
+
+
+class _Handler(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, req)
+
+
+class _SecureHandler(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_SecureConnection, req)
+
+
+@functools.cache
+def _opener() -> urllib.request.OpenerDirector:
+    """As ``urlopen`` has one: it knows the environment's proxies."""
+    return urllib.request.build_opener(_Handler, _SecureHandler)
+
+
+# -- protocols ---------------------------------------------------------------------------------------------------------
 
 
 class Vllm(Server):

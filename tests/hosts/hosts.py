@@ -103,6 +103,25 @@ class Hosts:
         self.on(1, "ip", "link", "set", LINK, state)
 
     @contextlib.contextmanager
+    def link_down(self) -> Iterator[None]:
+        """The link is down in this block."""
+        self.set_link("down")
+        try:
+            yield
+        finally:
+            self.set_link("up")
+
+    @contextlib.contextmanager
+    def lost_packets(self, port: int) -> Iterator[None]:
+        """What a connection with this port on the first host sends is lost."""
+        rule = ["ipproto", "tcp", "sport", str(port), "blackhole"]
+        self.on(0, "ip", "rule", "add", *rule)
+        try:
+            yield
+        finally:
+            self.on(0, "ip", "rule", "del", *rule)
+
+    @contextlib.contextmanager
     def slow_link(self, *discipline: str) -> Iterator[None]:
         """The link delays, or drops, what either host sends, as a queueing discipline of ``tc`` says."""
         for host in range(len(NAMES)):

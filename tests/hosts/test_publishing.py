@@ -129,9 +129,9 @@ def check_cut(rank: int, world_size: int) -> tuple[str, float, list[dict[str, st
 
 
 @contextlib.contextmanager
-def receiver(hosts: Hosts, folder: Path) -> Iterator[None]:
+def receiver(hosts: Hosts, folder: Path, kind: str = "vllm", model: str = "tiny") -> Iterator[None]:
     """On the second host."""
-    command = [sys.executable, "-m", "tests.hosts.receiver", ADDRESSES[1], str(PORT), str(folder)]
+    command = [sys.executable, "-m", "tests.hosts.receiver", kind, model, ADDRESSES[1], str(PORT), str(folder)]
     process = hosts.start(1, folder / "receiver.log", command)
     try:
         end = time.monotonic() + PATIENCE

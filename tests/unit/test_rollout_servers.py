@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightstep import ConfigError, SglangFolder, SglangServer, Strategy, VllmServer, WeightTransferError
 from lightstep.rollout import reinforcement_learning
-from lightstep.rollout.server_protocols import engine_names, refuse_other_names
+from lightstep.rollout.server_protocols import Sglang, engine_names, refuse_other_names
+from lightstep.rollout.servers import _in_thread
 from lightstep.rollout.transport import WeightInfo
 from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, FakeVllmNccl, NcclOnCpu, Process, Refusal
 
@@ -410,6 +412,28 @@ def test_nobody_answers() -> None:
 
 
 # -- files
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_call_that_is_given_up_leaves_nothing_to_send(is_answered: bool) -> None:
+    """Its connection is reset: else TCP sends the call again until the server has it, maybe in the middle of a set."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = Sglang(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.5, api_key=None)
+        calls = [_in_thread(server.resume)]
+        peer, _ = listening.accept()
+        with peer:
+            asked = b""
+            while not asked.endswith(b"\r\n\r\n{}"):
+                asked += peer.recv(4096)
+            if is_answered:
+                peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+                assert calls[0].result() is None
+                assert peer.recv(1) == b""
+            else:
+                with pytest.raises(WeightTransferError, match="did not answer: timed out"):
+                    calls[0].result()
+                with pytest.raises(ConnectionResetError):
+                    peer.recv(1)
 
 
 def test_sets_in_a_folder(tmp_path: Path) -> None:
