@@ -33,8 +33,8 @@ _QUICK = 10.0
 """Seconds for a question to a server that may be gone."""
 
 
-_DISCARD = struct.pack("ii", 1, 0)
-"""For ``SO_LINGER``: what the other end has not got is not sent again when the socket is closed."""
+_DISCARD, _KEEP = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
+"""For ``SO_LINGER``: whether what the other end has not got is discarded when the socket is closed."""
 
 
 class NoAnswer(WeightTransferError):
@@ -202,19 +202,22 @@ class Server(ABC):
 
 
 class _Connection(http.client.HTTPConnection):
-    """Leaves nothing in the network of a request whose answer nobody waits for any more.
+    """Leaves nothing in the network of a request whose answer nobody waits for any more, as after a time limit.
 
-    TCP would send it when the network takes it again. A server would resume in the middle of the next set.
+    TCP would send it when the network takes it again. A server would resume in the middle of the next set. Until
+    the answer is there, closing the connection resets it, also when this process is killed.
     """
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DISCARD)
 
     def getresponse(self) -> http.client.HTTPResponse:
         opened = self.sock
-        try:
-            return super().getresponse()
-        except BaseException:
-            with contextlib.suppress(OSError):  # it is closed
-                opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DISCARD)
-            raise
+        answer = super().getresponse()
+        with contextlib.suppress(OSError):  # it is closed, if the answer is empty
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _KEEP)
+        return answer
 
 
 class _SecureConnection(_Connection, http.client.HTTPSConnection):

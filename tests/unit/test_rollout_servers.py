@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -414,26 +416,41 @@ def test_nobody_answers() -> None:
 # -- files
 
 
-@pytest.mark.parametrize("is_answered", [False, True])
-def test_a_call_that_is_given_up_leaves_nothing_to_send(is_answered: bool) -> None:
+CALL = """
+import sys
+from lightstep.rollout.server_protocols import Sglang
+Sglang(sys.argv[1], timeout_s=60, api_key=None).resume()
+"""
+
+
+@pytest.mark.parametrize("end", ["answered", "given up", "killed"])
+def test_a_call_that_nobody_waits_for_leaves_nothing_to_send(end: str) -> None:
     """Its connection is reset: else TCP sends the call again until the server has it, maybe in the middle of a set."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = Sglang(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.5, api_key=None)
-        calls = [_in_thread(server.resume)]
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        process: subprocess.Popen[bytes] | None = None
+        if end == "killed":
+            process = subprocess.Popen([sys.executable, "-c", CALL, url])
+        else:
+            call = _in_thread(Sglang(url, timeout_s=0.5 if end == "given up" else 60, api_key=None).resume)
         peer, _ = listening.accept()
         with peer:
             asked = b""
             while not asked.endswith(b"\r\n\r\n{}"):
                 asked += peer.recv(4096)
-            if is_answered:
+            if end == "answered":
                 peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
-                assert calls[0].result() is None
+                assert call.result() is None
                 assert peer.recv(1) == b""
+                return
+            if process is not None:
+                process.kill()
+                process.wait()
             else:
                 with pytest.raises(WeightTransferError, match="did not answer: timed out"):
-                    calls[0].result()
-                with pytest.raises(ConnectionResetError):
-                    peer.recv(1)
+                    call.result()
+            with pytest.raises(ConnectionResetError):
+                peer.recv(1)
 
 
 def test_sets_in_a_folder(tmp_path: Path) -> None:
