@@ -143,7 +143,7 @@ class FakeServer:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
-                with contextlib.suppress(BrokenPipeError):
+                with contextlib.suppress(ConnectionError):
                     self.wfile.write(text)
 
             def log_message(self, *_: Any) -> None:
