@@ -406,7 +406,8 @@ class LightstepAccelerator(SavesFolders, Accelerator):
             return super().save_state(output_dir, safe_serialization, **kwargs)
         path, limit = self._next_state(output_dir)
         write = partial(self._write_state, trained=trained, safe_serialization=safe_serialization, kwargs=kwargs)
-        if not asynchronous and _is_written_in_place(path):
+        # before the first rank changes anything
+        if not asynchronous and any(Ranks().agree(lambda: int(_is_written_in_place(path)))):
             write(path)
             Ranks().together(lambda: write_file_list(path, _files_beside(path)), only_first=True)
             return path
