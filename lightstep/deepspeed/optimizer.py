@@ -590,8 +590,8 @@ class EngineState:
 
     def memory(self) -> dict[str, float]:
         """As ``BaseOptimizer.memory_report``."""
-        kinds = ("device_bytes", "host_bytes", "ring_bytes", "gradient_stage_bytes", "exchange_bytes", "saving_bytes")
-        report = dict.fromkeys(kinds, 0.0)
+        kinds = ("device", "host", "ring", "gradient_stage", "exchange", "saving", "delta")
+        report = {f"{kind}_bytes": 0.0 for kind in kinds}
         for tensor in self._state_tensors():
             on_host = tensor.device.type == "cpu" and torch.device(self._engine.device).type != "cpu"
             report["host_bytes" if on_host else "device_bytes"] += tensor.numel() * tensor.element_size()

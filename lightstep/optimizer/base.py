@@ -108,7 +108,8 @@ class BaseOptimizer(torch.optim.Optimizer):
 
         The keys are ``device_bytes``, ``host_bytes``, ``ring_bytes``, ``gradient_stage_bytes``, ``exchange_bytes``
         (matrices sent between ranks), ``saving_bytes`` (copies on the host for asynchronous saves, kept for the next
-        one; spare records are in ``host_bytes``), ``parameters`` (elements of the local shards),
+        one; spare records are in ``host_bytes``), ``delta_bytes`` (on the device, to find what changes in published
+        weights), ``parameters`` (elements of the local shards),
         ``device_bytes_per_parameter`` and ``host_bytes_per_parameter``. The last two are per local element: replicas
         that share the state hold less of it each.
         """

@@ -116,6 +116,12 @@ class ChangedWeights:
         self._written: set[Tensor] = set()
         self._taken: object | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        memory = (*self._bits.values(), *self._before.values(), *self._differs.values())
+        return sum(tensor.nbytes for tensor in memory)
+
     def covers(self, units: Sequence[Unit], sent: Mapping[Tensor, torch.dtype]) -> bool:
         """Whether it was made for these."""
         return self.sent == sent and list(self._places) == list(units)

@@ -284,6 +284,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": stage}
         report["exchange_bytes"] = self.engine.updater.shared.nbytes()
         report["saving_bytes"] = self.engine.managed.saving_bytes()
+        changed = self.engine.managed.changed
+        report["delta_bytes"] = 0 if changed is None else changed.nbytes
         report["parameters"] = parameters
         for place in ("device", "host"):
             report[f"{place}_bytes_per_parameter"] = report[f"{place}_bytes"] / max(parameters, 1)

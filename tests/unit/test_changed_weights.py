@@ -331,6 +331,8 @@ def test_bits_take_the_place_of_the_last_set() -> None:
     publisher = run.strategy.rollout._publisher
     assert publisher is not None and run.receiver.as_deltas
     assert len(publisher._free) == 1
+    weights = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    assert weights / 8 < run.optimizer.memory_report()["delta_bytes"] < 8 * weights
     run.strategy.close()
 
 
