@@ -828,6 +828,7 @@ class Engine:
         enough = sum(local_tensor(parameter).numel() for parameter in known) >= least
         units, changed = self.backend.units(), self.updater.changed if enough else None
         if enough and (changed is None or not changed.covers(units, known)):
+            changed = self.updater.changed = self.managed.changed = None
             with contextlib.suppress(torch.OutOfMemoryError):
                 changed = ChangedWeights(units, known)
         self.updater.changed = self.managed.changed = changed

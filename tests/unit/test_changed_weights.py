@@ -373,6 +373,23 @@ def test_without_room_for_bits_sets_are_compared(monkeypatch: pytest.MonkeyPatch
     run.strategy.close()
 
 
+def test_without_room_for_other_bits_the_old_ones_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    run = Run(STATES["resident"])
+    for _ in range(2):
+        run.step()
+        run.publish()
+    assert run.changed is not None
+    monkeypatch.setattr(ChangedWeights, "covers", lambda *arguments: False)
+    monkeypatch.setattr(ChangedWeights, "__init__", no_room)
+    run.step()
+    run.publish()
+    assert run.is_served() and run.changed is None
+    run.strategy.close()
+
+
 def test_two_receivers_in_turn_get_whole_sets() -> None:
     run, other = Run(STATES["resident"]), Receiver()
     run.step()
