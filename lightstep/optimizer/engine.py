@@ -748,11 +748,17 @@ class Engine:
             self.managed.load_state(item, entries)
 
     def drop_broken_step(self) -> None:
-        """All state is about to be loaded: drop what is under way of a step that has failed.
+        """All state is about to be loaded: drop what is under way of a step that has failed, or is about to fail.
 
         The step is marked as broken before its job has failed in the lane, and ``step()`` may have refused meanwhile:
-        nobody has waited for that job yet.
+        nobody has waited for that job yet. An update that fails now is as good as one that has failed before.
         """
+        try:
+            self.wait_for_update()
+        except Exception as error:
+            if not self.broken:
+                raise
+            logger.warning("a load of state drops an update that has failed: %s", error_text(error))
         if self.broken:
             self.guard.work("a load of state", self.queue.reset)
 

@@ -129,6 +129,39 @@ def test_a_load_takes_the_failure_of_a_step_that_is_known_as_broken(
     run.optimizer.close()
 
 
+@pytest.mark.parametrize("through_strategy", [True, False], ids=["checkpoint", "state dict"])
+def test_a_load_takes_the_failure_of_an_update_that_is_under_way(
+    through_strategy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails while the load waits for it, and nobody has known before."""
+    run = make("stream", "next_forward", "not clipped", "bfloat16", {"placement": "host"})
+    run.train(2)
+    run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)
+    weights, state = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    wanted, begun, fail = run.train(2), threading.Event(), threading.Event()
+
+    def failing(*_: Any) -> Any:
+        begun.set()
+        fail.wait(PATIENCE)
+        raise torch.OutOfMemoryError("out of memory")
+
+    run.optimizer.synchronize()
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "acquire", failing)
+        run.optimizer.backward(run.loss())
+        run.optimizer.step()
+        assert begun.wait(PATIENCE) and not run.optimizer.engine.broken
+        threading.Timer(0.1, fail.set).start()
+        if through_strategy:
+            run.strategy.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
+        else:
+            run.optimizer.load_state_dict(state)
+            run.model.load_state_dict(weights)
+    run.steps = 2
+    assert run.train(2) == wanted
+    run.optimizer.close()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_a_failure_while_gradients_are_added_leaves_no_module_in_backward(
     error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
