@@ -1,7 +1,8 @@
-"""A model of 250 elements that holds what optimizers get wrong, for long random programs.
+"""A model of 350 elements that holds what optimizers get wrong, for long random programs.
 
 A 0-dim, a 0-element and odd-sized parameters; a weight tied to the embedding; one that is read past its module; a layer
-that never gets a gradient, one that is frozen at first, and blocks that are left out now and then.
+that never gets a gradient, one that is frozen at first, and blocks that are left out now and then. One
+block has rows that are long enough for 8-bit moments.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ LAYERS = ["", "embed", "blocks.0", "blocks.1", "blocks.2", "mix", "dead", "all"]
 
 
 class FuzzBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: int) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 5)
-        self.down = nn.Linear(5, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, inner)
+        self.down = nn.Linear(inner, WIDTH, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.down(torch.tanh(self.up(hidden)))
@@ -33,7 +34,7 @@ class FuzzModel(nn.Module):
         self.gain = nn.Parameter(torch.tensor(1.25))
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(FuzzBlock() for _ in range(3))
+        self.blocks = nn.ModuleList(FuzzBlock(inner) for inner in (5, 16, 5))
         self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
         self.dead = nn.Linear(3, 3)
         self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)

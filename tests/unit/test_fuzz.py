@@ -38,9 +38,25 @@ from tests.patience import PATIENCE
 from tests.reference.fuzz_model import LAYERS, FuzzModel, layers_of, loss_of
 from tests.reference.pair import FP16_SCALE, TWO_GROUPS, check_state, same, through_bytes
 from tests.reference.plain_loop import ReferenceAverage, ReferenceLoop
+from tests.reference.rounded_weights import (
+    RoundedWeights,
+    RoundedWithNearestMoments,
+    RoundedWithStochasticInt8Moments,
+    RoundedWithStochasticMoments,
+)
 from tests.reference.several_classes import SeveralClasses
-from tests.reference.short_moments import KEPT, NearestMoments, StochasticMoments
+from tests.reference.short_moments import (
+    KEPT,
+    NEVER_NEGATIVE,
+    Int8Moments,
+    NearestMoments,
+    StochasticInt8Moments,
+    StochasticMoments,
+    block_of,
+    in_eight_bits,
+)
 from tests.reference.tiny_model import representable
+from tests.unit.test_changed_weights import Receiver
 from tests.unit.test_stream import random_delays
 
 _STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.0012}  # cuts every matrix
@@ -53,14 +69,26 @@ GLOBAL: dict[str, dict[str, Any]] = {
     "stream, overlap": {**_STREAM, "update": "overlap"},
     "stream, overlap, weights on the device": {**_STREAM, "update": "overlap", "previous_weights": "device"},
     "stream in part, overlap": {**_STREAM, "update": "overlap", "resident_gib": 2e-6, "spare_host_gib": 4e-5},
+    "on the host": _STREAM,
+    "on the host, next_forward": {**_STREAM, "update": "next_forward"},
+    "on the host, overlap": {**_STREAM, "update": "overlap"},
 }
 """``optimizer_state`` of strategies that clip by the global norm, or not at all."""
 BY_UNIT: dict[str, dict[str, Any]] = {
     **GLOBAL,
     "resident, in_backward": {"backend": "resident", "update": "in_backward"},
     "stream, in_backward": {**_STREAM, "update": "in_backward"},
+    "on the host, in_backward": {**_STREAM, "update": "in_backward"},
 }
 """And with ``clipping.scope: unit``, without a dynamic loss scale."""
+
+
+def weights_of(kind: str) -> dict[str, Any]:
+    """The strategy's ``weights``."""
+    if "on the host" not in kind:
+        return {}
+    return {"placement": "host", "device_mib": 0.0005, "gradients_gib": 3e-7}
+
 
 MOMENTS = {
     "AdamW": ["exp_avg", "exp_avg_sq"],
@@ -71,8 +99,26 @@ MOMENTS = {
 }
 """By optimizer class, what may be edited."""
 
-LOOPS = {"float32": ReferenceLoop, "nearest": NearestMoments, "stochastic": StochasticMoments}
+LOOPS = {
+    "float32": ReferenceLoop,
+    "nearest": NearestMoments,
+    "stochastic": StochasticMoments,
+    "int8": StochasticInt8Moments,
+}
 """How moments are kept."""
+ROUNDED_LOOPS = {
+    "float32": RoundedWeights,
+    "nearest": RoundedWithNearestMoments,
+    "stochastic": RoundedWithStochasticMoments,
+    "int8": RoundedWithStochasticInt8Moments,
+}
+"""The same without masters."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "nearest": {"moments": "bfloat16", "moments_rounding": "nearest"},
+    "stochastic": {"moments": "bfloat16", "moments_rounding": "stochastic"},
+    "int8": {"moments": "int8"},
+}
 
 HOOKED = ["embed.weight", "gain", "mix.weight", "blocks.1.down.weight"]
 AT_ANY_TIME = {"step", "fail_in_step"}  # also between a backward that has updated weights and its step
@@ -126,6 +172,7 @@ class Programs:
     Args:
         kind: a key of :data:`BY_UNIT`. by_unit: clip by layer. one_group: ``param_groups`` is left out.
         rounded: start from weights that bf16 holds exactly. moments: a key of :data:`LOOPS`.
+        rounds: bf16 weights have no masters and are rounded stochastically. seed: ``precision.rounding_seed``.
     """
 
     def __init__(
@@ -138,7 +185,11 @@ class Programs:
         one_group: bool,
         rounded: bool,
         moments: str,
+        rounds: bool,
+        seed: int,
     ) -> None:
+        self.rounds = rounds and dtype == "bfloat16" and "SGD" not in base
+        self.seed, self.receiver, self.published = seed, Receiver(), None
         one_group = one_group and "and" not in base
         self.average: lightstep.WeightAverage | None = None
         self.by_unit, self.dtype, self.base, self.max_norm = by_unit, dtype, base, max_norm
@@ -152,19 +203,26 @@ class Programs:
         given = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self.make(kind, model, moments)
         self.twin = copy.deepcopy(self.model)
-        self.make_loop(given)
+        self.make_loop(None if self.rounds else given)
 
     # -- both sides
 
     def make(self, kind: str, model: nn.Module, moments: str) -> None:
         self.moments = "nearest" if self.base == "SGD-momentum" and moments == "stochastic" else moments
-        kept = {} if moments == "float32" else {"moments": "bfloat16", "moments_rounding": self.moments}
         self.kind, self.in_backward, self.begun, self.micro_batches = kind, "in_backward" in kind, False, 0
+        self.wait_for_publication()
         self.strategy = lightstep.Strategy.load(
             {
-                "precision": {"parameters": self.dtype, "loss_scale": self.scale},
+                "precision": {
+                    "parameters": self.dtype,
+                    "loss_scale": self.scale,
+                    "rounding_seed": self.seed,
+                    "master_weights": "stochastic" if self.rounds else True,
+                },
                 "clipping": {"max_norm": self.max_norm, "scope": "unit" if self.by_unit else "global"},
-                "optimizer_state": {**BY_UNIT[kind], **kept},
+                "optimizer_state": {**BY_UNIT[kind], **SETTINGS[self.moments]},
+                "roles": {"rollout": {"bucket_mib": 0.0005}},
+                "weights": weights_of(kind),
             }
         )
         self.model = self.strategy.prepare_model(model)
@@ -181,7 +239,7 @@ class Programs:
     def make_loop(self, masters: dict[str, Tensor] | None = None) -> None:
         self.twins = dict(self.twin.named_parameters())
         base, values = self.base_class()
-        self.loop = LOOPS[self.moments](
+        self.loop = (ROUNDED_LOOPS if self.rounds else LOOPS)[self.moments](
             [{"params": list(self.twins.values())}] if self.one_group else self.groups(self.twins),
             SeveralClasses if "and" in self.base else base,
             loss_scale=self.scale,
@@ -190,6 +248,7 @@ class Programs:
             units=list(layers_of(self.twins).values()),
             model=self.twins.values(),
             masters={self.twins[name]: master for name, master in (masters or {}).items()},
+            rounding_seed=self.seed,
             **values,
         )
 
@@ -413,11 +472,12 @@ class Programs:
         for name, twin in self.twins.items():
             if twin in self.loop.masters:
                 entries = dict(state[self.named[name]]) if self.named[name] in state else {}
-                master = self.master(twin) if self.dtype != "float32" else None
+                master = self.master(twin) if self.dtype != "float32" and not self.rounds else None
                 check_state(name, entries, self.loop.state(twin), master)
 
     def check(self) -> None:
         self.optimizer.synchronize()
+        self.wait_for_publication()
         self.check_weights("the end", self.named)
         self.check_state(self.optimizer.state)
         self.check_averages()
@@ -451,6 +511,21 @@ class Programs:
         self.average = None
         gc.collect()
 
+    def publish(self, waits: bool) -> None:
+        """The receiver takes deltas wherever it can."""
+        self.wait_for_publication()
+        self.strategy.publish_weights(self.model, to=self.receiver, wait=waits)
+        self.published = {name: twin.detach().clone() for name, twin in self.twins.items()}
+        if waits:
+            self.wait_for_publication()
+
+    def wait_for_publication(self) -> None:
+        if self.published is not None:
+            self.strategy.wait_for_publication()
+            for name, value in self.published.items():
+                same(f"received {name}", self.receiver.weights[name], value)
+            self.published = None
+
     # -- optimizers that come and go
 
     def save(self, how: str) -> None:
@@ -474,6 +549,7 @@ class Programs:
         if kind not in (BY_UNIT if self.by_unit else GLOBAL):
             kind = None if late == self.late else self.kind
         if kind is not None:
+            new_model = new_model or weights_of(kind) != weights_of(self.kind)
             if late < self.late:
                 self.freeze("late", True)
             self.late = late
@@ -517,8 +593,9 @@ class Programs:
                 if any(master is p for group in optimizer.param_groups for p in group["params"]):
                     optimizer.state[master].update(wide)
             if isinstance(self.loop, NearestMoments) and entries:
-                kept = {k: v.bfloat16() for k, v in wide.items() if k in KEPT and isinstance(v, Tensor)}
-                self.loop.kept[master] = kept
+                kept = {k: v for k, v in wide.items() if k in KEPT and isinstance(v, Tensor)}
+                shorter = _in_eight_bits if isinstance(self.loop, Int8Moments) else lambda _, value: value.bfloat16()
+                self.loop.kept[master] = {k: shorter(k, v) for k, v in kept.items()}
 
     def move(self, kind: str, how: str, new_model: bool, moments: str) -> None:
         """Go on under another backend and update time."""
@@ -563,6 +640,14 @@ def _first_is_inf(gradient: Tensor) -> Tensor:
     return gradient.flatten().index_fill(0, torch.tensor([0]), torch.inf).view_as(gradient)
 
 
+def _in_eight_bits(key: str, value: Tensor) -> Tensor:
+    block = block_of(value.shape)
+    if not block:
+        return value.clone()
+    found = in_eight_bits(value.numpy().reshape(-1, block), key in NEVER_NEGATIVE, key, None)
+    return torch.from_numpy(found).view(value.shape)
+
+
 def _fail(_: Tensor) -> None:
     raise ZeroDivisionError("in backward")
 
@@ -592,13 +677,14 @@ OPERATIONS: dict[str, list[st.SearchStrategy[Any]]] = {
     "edit_state": [st.integers(0, len(NAMES) - 1), flags, st.integers(0, 1)],
     "read": [st.sampled_from([*READS, "evaluate", "optimizer.state", "optimizer.state_dict"])],
     "averages": [flags],
+    "publish": [flags],
     "save": [ways_to_save],
     "load": [st.none() | one_of_kinds, flags, flags, ways_to_keep],
     "move": [one_of_kinds, ways_to_save, flags, ways_to_keep],
     "delete": [],
     "become_a_copy": [],
 }
-OFTEN = ["train"] * 5 + ["backward", "step", "read"] * 3
+OFTEN = ["train"] * 5 + ["backward", "step", "read", "publish"] * 3
 
 
 def programs(kind: str, by_unit: bool) -> st.SearchStrategy[dict[str, Any]]:
@@ -614,6 +700,8 @@ def programs(kind: str, by_unit: bool) -> st.SearchStrategy[dict[str, Any]]:
             "max_norm": st.sampled_from([None, 0.02, 0.5]),
             "one_group": flags,
             "rounded": flags,
+            "rounds": flags,
+            "seed": st.sampled_from([0, 7]),
             "at_once": st.sampled_from([0, 2, 40]),
             "calls": st.lists(calls, min_size=10, max_size=30),
         }
