@@ -33,40 +33,25 @@ def scales(loss_scale: Any, overflows: list[bool]) -> list[float]:
     return seen
 
 
-def test_ten_good_steps() -> None:
-    expected = [256, 512, 512, 1024, 1024, 2048, 2048, 4096, 4096, 8192]
-    assert scales(DynamicLossScale(**DYNAMIC), [False] * 10) == expected
+GOOD, OVER = False, True
 
 
-def test_eight_overflows() -> None:
-    assert scales(DynamicLossScale(**{**DYNAMIC, "init_scale": 2.0**4}), [True] * 8) == [8, 4, 2, 1, 1, 1, 1, 1]
-
-
-def test_eight_overflows_with_hysteresis() -> None:
-    loss_scale = DynamicLossScale(**{**DYNAMIC, "init_scale": 2.0**4, "hysteresis": 2})
-    assert scales(loss_scale, [True] * 8) == [16, 8, 4, 2, 1, 1, 1, 1]
-
-
-def test_an_overflow_resets_the_growth_counter() -> None:
-    loss_scale = DynamicLossScale(**{**DYNAMIC, "growth_interval": 3})
-    assert scales(loss_scale, [False, False, True, False, False, False]) == [256, 256, 128, 128, 128, 256]
-
-
-def test_hysteresis_refills_on_growth_and_not_on_a_good_step() -> None:
-    loss_scale = DynamicLossScale(**{**DYNAMIC, "hysteresis": 2})
-    # The first overflow is forgiven, a single good step refills nothing, growth does.
-    steps = [True, False, True, False, False, True, True]
-    assert scales(loss_scale, steps) == [256, 256, 128, 128, 256, 256, 128]
-
-
-def test_the_maximum_holds_and_growth_at_it_still_counts() -> None:
-    loss_scale = DynamicLossScale(**{**DYNAMIC, "max_scale": 600.0})
-    assert scales(loss_scale, [False] * 6 + [True]) == [256, 512, 512, 600, 600, 600, 300]
-
-
-def test_the_maximum_refills_hysteresis_like_any_growth() -> None:
-    loss_scale = DynamicLossScale(**{**DYNAMIC, "max_scale": 256.0, "hysteresis": 2})
-    assert scales(loss_scale, [True, False, False, True, True]) == [256, 256, 256, 256, 128]
+@pytest.mark.parametrize(
+    ("changes", "steps", "expected"),
+    [
+        ({}, [GOOD] * 10, [256, 512, 512, 1024, 1024, 2048, 2048, 4096, 4096, 8192]),
+        ({"init_scale": 16.0}, [OVER] * 8, [8, 4, 2, 1, 1, 1, 1, 1]),
+        ({"init_scale": 16.0, "hysteresis": 2}, [OVER] * 8, [16, 8, 4, 2, 1, 1, 1, 1]),
+        ({"growth_interval": 3}, [GOOD, GOOD, OVER, GOOD, GOOD, GOOD], [256, 256, 128, 128, 128, 256]),
+        # The first overflow is forgiven, a single good step refills nothing, growth does.
+        ({"hysteresis": 2}, [OVER, GOOD, OVER, GOOD, GOOD, OVER, OVER], [256, 256, 128, 128, 256, 256, 128]),
+        ({"max_scale": 600.0}, [GOOD] * 6 + [OVER], [256, 512, 512, 600, 600, 600, 300]),
+        ({"max_scale": 256.0, "hysteresis": 2}, [OVER, GOOD, GOOD, OVER, OVER], [256, 256, 256, 256, 128]),
+    ],
+    ids=["growth", "backoff", "hysteresis", "a new interval", "refilled", "the maximum", "refilled at the maximum"],
+)
+def test_sequences(changes: dict[str, Any], steps: list[bool], expected: list[float]) -> None:
+    assert scales(DynamicLossScale(**DYNAMIC | changes), steps) == expected
 
 
 @pytest.mark.parametrize("flag", [bool, lambda x: torch.tensor(float(x)), lambda x: torch.tensor(x)])
@@ -91,14 +76,16 @@ configurations = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(configurations, st.lists(st.booleans(), max_size=12))
 def test_any_run_follows_the_plain_model(configuration: dict[str, Any], overflows: list[bool]) -> None:
     model = ReferenceScale({"kind": "dynamic", **configuration})
-    assert scales(DynamicLossScale(**configuration), overflows) == scales(model, overflows)
+    found = scales(DynamicLossScale(**configuration), overflows)
+    assert found == scales(model, overflows)
+    assert all(configuration["min_scale"] <= scale <= configuration["max_scale"] for scale in found)
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(configurations, st.lists(st.booleans(), max_size=8), st.lists(st.booleans(), max_size=4))
 def test_a_saved_scale_goes_on_as_if_nothing_happened(
     configuration: dict[str, Any], before: list[bool], after: list[bool]
@@ -111,19 +98,19 @@ def test_a_saved_scale_goes_on_as_if_nothing_happened(
     assert scales(copy, after) == scales(original, after)
 
 
-@settings(max_examples=75, deadline=None)
-@given(configurations, st.lists(st.booleans(), max_size=12))
-def test_the_scale_never_leaves_its_bounds(configuration: dict[str, Any], overflows: list[bool]) -> None:
-    low, high = configuration["min_scale"], configuration["max_scale"]
-    assert all(low <= scale <= high for scale in scales(DynamicLossScale(**configuration), overflows))
-
-
 def test_a_state_dict_is_a_snapshot() -> None:
     loss_scale = DynamicLossScale(**DYNAMIC)
     saved = loss_scale.state_dict()
     before = dict(saved)
     scales(loss_scale, [False] * 5)
     assert saved == before
+
+
+def test_good_steps_of_a_longer_interval_count_in_a_shorter_one() -> None:
+    original, shorter = (DynamicLossScale(**DYNAMIC | {"growth_interval": interval}) for interval in (4, 2))
+    scales(original, [GOOD] * 3)
+    shorter.load_state_dict(original.state_dict())
+    assert scales(shorter, [GOOD, GOOD, GOOD]) == [512, 512, 1024]
 
 
 def test_a_constant_scale_is_constant() -> None:
@@ -143,31 +130,19 @@ def test_a_run_without_scaling_leaves_a_dynamic_scale_where_it_starts() -> None:
     assert loss_scale.scale == 16.0
 
 
-BAD_DYNAMIC: list[dict[str, Any]] = [
-    {"min_scale": 8.0, "max_scale": 4.0},
-    {"min_scale": 512.0},
-    {"max_scale": 128.0},
-    {"init_scale": 0.0},
-    {"init_scale": -1.0},
-    {"init_scale": math.nan},
-    {"init_scale": math.inf},
-    {"growth_factor": 1.0},
-    {"growth_factor": 0.5},
-    {"growth_factor": math.nan},
-    {"backoff_factor": 1.0},
-    {"backoff_factor": 0.0},
-    {"backoff_factor": 2.0},
-    {"backoff_factor": math.nan},
-    {"growth_interval": 0},
-    {"growth_interval": -3},
-    {"hysteresis": 0},
-    {"min_scale": -1.0},
-    {"min_scale": math.nan},
-    {"max_scale": math.nan},
-]
+BAD: dict[str, tuple[float, ...]] = {
+    "init_scale": (0.0, -1.0, math.nan, math.inf),
+    "growth_factor": (1.0, 0.5, math.nan),
+    "backoff_factor": (1.0, 0.0, 2.0, math.nan),
+    "growth_interval": (0, -3),
+    "hysteresis": (0,),
+    "min_scale": (512.0, -1.0, math.nan),
+    "max_scale": (128.0, math.nan),
+}
+BAD_DYNAMIC = [{name: value} for name, values in BAD.items() for value in values]
 
 
-@pytest.mark.parametrize("bad", BAD_DYNAMIC, ids=str)
+@pytest.mark.parametrize("bad", [{"min_scale": 8.0, "max_scale": 4.0}, *BAD_DYNAMIC], ids=str)
 def test_bad_arguments_are_named(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))) as error:
         DynamicLossScale(**{**DYNAMIC, **bad})
