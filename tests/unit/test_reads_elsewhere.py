@@ -48,26 +48,21 @@ def step(model: nn.Module, optimizer: Any) -> None:
     optimizer.step()
 
 
-def test_a_parametrization_of_later_reads_what_is_up_to_date() -> None:
+@pytest.mark.parametrize("parametrized", [True, False])
+def test_a_module_of_later_reads_what_is_up_to_date(parametrized: bool) -> None:
+    """A parametrization of the model's layer, or a module beside the model."""
     model, optimizer = trained()
-    parametrize.register_parametrization(model[3], "weight", Halved())
+    if parametrized:
+        parametrize.register_parametrization(model[3], "weight", Halved())
+    reader = model[3] if parametrized else HeadLoss(model[3].weight)
     step(model, optimizer)
-    found = model[3].weight.detach().clone()
-    optimizer.synchronize()
-    assert torch.equal(found, model[3].weight)
-
-
-def test_a_module_beside_the_model_reads_what_is_up_to_date() -> None:
-    model, optimizer = trained()
-    beside = HeadLoss(model[3].weight)
-    step(model, optimizer)
-    found = beside.weight.detach().clone()
+    found = reader.weight.detach().clone()
     optimizer.synchronize()
     assert torch.equal(found, model[3].weight)
 
 
 def test_a_read_while_another_thread_collects_the_optimizer() -> None:
-    for _ in range(5):
+    for _ in range(3):
         model, optimizer = trained()
         step(model, optimizer)
         optimizer.me = optimizer

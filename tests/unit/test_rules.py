@@ -290,6 +290,8 @@ def test_kinds_of_parameters() -> None:
         "blocks.1.norm.weight": "norms",
         "out.weight": "head",
     }
+    layers = nn.ModuleDict({"up": nn.Linear(4, 4, bias=False), "down": nn.Linear(4, 3, bias=False)})
+    assert [kind for _, _, kind in described_parameters(layers)] == ["hidden_matrices", "head"]
     model.out.weight = model.tokens.weight
     assert "head" not in {kind for _, _, kind in described_parameters(model)}
 
@@ -529,10 +531,12 @@ def test_settings_that_the_class_refuses_are_refused_when_the_optimizer_is_made(
 @pytest.mark.parametrize("backend", ["resident", "stream"])
 def test_a_group_is_added_to_an_optimizer_made_by_rules(backend: str) -> None:
     _, model, optimizer = made(backend)
+    defaults = dict(optimizer.defaults)
     model.extra = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match=r"groups of this optimizer name their classes \(Muon \+ AdamW\)"):
         optimizer.add_param_group({"params": [model.extra.weight]})
     optimizer.add_param_group({"params": [model.extra.weight], "optimizer_class": torch.optim.SGD, "lr": 0.5})
+    assert optimizer.defaults == defaults
     expected = model.extra.weight.detach().float()
     for step in range(3):
         penalty = model.extra(torch.ones(1, 8, dtype=torch.bfloat16)).float().square().sum()

@@ -76,21 +76,6 @@ class NormsItself(torch.optim.SGD):
         super().step()
 
 
-class LambByGroup(Lamb):
-    """Element-wise, unless a group asks for more."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, adapt: bool = False) -> None:
-        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "adapt": adapt})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    ratio = parameter.norm() if group["adapt"] else 1.0
-                    parameter.sub_(parameter.grad * (group["lr"] * ratio))
-
-
 class Declared(SignedSum):
     """Squares, and it says so: their signs are free."""
 
@@ -173,17 +158,6 @@ def test_streamed_equals_resident(optimizer_class: type[torch.optim.Optimizer]) 
     for backend in ("stream", "resident"):
         _, model, optimizer = build(backend, optimizer_class)
         train(model, optimizer, *range(8))
-        found.append(snapshot(model, optimizer))
-    assert_same(*found)
-
-
-def test_a_group_may_ask_for_whole_tensors() -> None:
-    found = []
-    for backend in ("stream", "resident"):
-        strategy, model, _ = build(backend, LambByGroup)
-        groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "adapt": True}]
-        optimizer = strategy.create_optimizer(model, LambByGroup, param_groups=groups, lr=1e-2)
-        train(model, optimizer, *range(4))
         found.append(snapshot(model, optimizer))
     assert_same(*found)
 
