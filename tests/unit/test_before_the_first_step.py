@@ -54,8 +54,7 @@ class Run:
 kinds = pytest.mark.parametrize("kind", list(EVERY_TIME))
 
 
-@kinds
-@every_pair(into=["resident", "stream"], way=["checkpoint", "state_dict"], layers=[(), (0,)])
+@every_pair(kind=EVERY_TIME, into=["resident", "stream"], way=["checkpoint", "state_dict"], layers=[(), (0,)])
 def test_what_was_saved_continues_from_what_was_given(
     kind: str, into: str, way: str, layers: tuple[int, ...], tmp_path: Path
 ) -> None:

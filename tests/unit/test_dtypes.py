@@ -94,14 +94,14 @@ def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 @every_value(name=["stream", "fp16"], build=[glm, ernie, lfm, m2m, t5])
 def test_a_model_of_transformers_has_the_dtypes_of_from_pretrained(name: str, build: Any, tmp_path: Path) -> None:
-    """However it was given, in whatever role."""
+    """However it was given; in whatever role it was loaded."""
     model = made(build)
     model.save_pretrained(tmp_path)
     dtype = Strategy.load(name).parameter_dtype
     expected = type(model).from_pretrained(tmp_path, dtype=dtype)
     given = {"fp32": model, "loaded": copy.deepcopy(expected), "rounded": copy.deepcopy(model).to(dtype)}
     for how, one in given.items():
-        for role in ROLES:
+        for role in ROLES if how == "fp32" else ROLES[:1]:
             prepared = Strategy.load(name).prepare_model(copy.deepcopy(one), role=role)
             assert dtypes(prepared) == dtypes(expected), (how, role)
             if how != "rounded":

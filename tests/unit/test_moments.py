@@ -23,10 +23,9 @@ from lightstep.precision.moments import BFloat16
 from lightstep.precision.moments_int8 import Int8
 from lightstep.precision.noise import Noise, numbered
 from lightstep.precision.split import probe_masters
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.reference.pair import (
     DTYPES,
-    EVERY_TIME,
     IN_BACKWARD,
     TWO_GROUPS,
     Pair,
@@ -83,7 +82,13 @@ CLASSES = {
 }
 
 
-@every_pair(name=CLASSES, parameters=DTYPES, backend=sorted(EVERY_TIME.keys()), kind=KINDS, rounding_seed=SEEDS)
+@every_pair(
+    name=CLASSES,
+    parameters=DTYPES,
+    backend=["bulk", "resident", "stream-overlap-resident-in-part", "stream-in-backward-and-forward"],
+    kind=KINDS,
+    rounding_seed=SEEDS,
+)
 def test_the_bits_of_a_loop_that_keeps_its_moments_so(
     name: str, parameters: str, backend: str, kind: tuple[str, str], rounding_seed: int
 ) -> None:
@@ -120,7 +125,7 @@ def test_the_bits_of_a_loop_that_keeps_its_moments_so(
     }
 
 
-@every_pair(backend=IN_BACKWARD, parameters=["bfloat16", "float32"], kind=KINDS, rounding_seed=SEEDS)
+@every_value(backend=IN_BACKWARD, parameters=["bfloat16", "float32"], kind=KINDS, rounding_seed=SEEDS)
 def test_updates_in_backward(backend: str, parameters: str, kind: tuple[str, str], rounding_seed: int) -> None:
     options = {"parameters": parameters, "backend": backend, "rounding_seed": rounding_seed, "scope": "unit"}
     pair = ShortPair(*TWO_GROUPS["AdamW"], kind=kind, **options)
@@ -190,12 +195,11 @@ def test_large_tensors_whole_and_cut(state: dict[str, Any], moments: str) -> Non
         assert any(start for unit in optimizer._backend.units() for _, start, _ in unit.parts), "nothing was cut"
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
-@pytest.mark.parametrize("state", [{}, STREAM])
+@every_value(moments=["bfloat16", "int8"], state=[{}, STREAM])
 def test_rounding_by_default_and_as_given(state: dict[str, Any], moments: str) -> None:
     """8-bit moments stochastically, bf16 to nearest; a given value counts."""
     for rounding in (None, "nearest", "stochastic"):
-        by_hand({**state, "moments": moments, "moments_rounding": rounding}, lr=1e-2, betas=(0.9, 0.999))
+        by_hand({**state, "moments": moments, "moments_rounding": rounding}, 2, lr=1e-2, betas=(0.9, 0.999))
 
 
 def test_what_counts_no_steps_is_rounded_to_nearest_by_default(caplog: Any) -> None:
@@ -305,9 +309,7 @@ def at_thresholds(never_negative: bool, noise: Noise | None, exponent: int) -> t
     return (value if never_negative else value * torch.tensor([1.0, -1.0]).repeat(64)).view(-1), up, part
 
 
-@pytest.mark.parametrize("exponent", [0, -40, -115, 120])
-@pytest.mark.parametrize("noise", [None, Noise()])
-@pytest.mark.parametrize("never_negative", [False, True])
+@every_pair(exponent=[0, -40, -115, 120], noise=[None, Noise()], never_negative=[False, True])
 def test_a_code_is_the_largest_that_is_not_above_its_number(
     never_negative: bool, noise: Noise | None, exponent: int
 ) -> None:
@@ -636,25 +638,3 @@ def test_what_a_strategy_refuses(values: dict[str, Any], message: str) -> None:
 def test_seeds_that_are_refused(seed: Any) -> None:
     with pytest.raises(ValueError, match=rf"rounding_seed is {seed!r}; allowed: integers from 0 to 4294967295"):
         lightstep.MixedPrecisionOptimizer([nn.Parameter(torch.ones(5))], torch.optim.AdamW, rounding_seed=seed)
-
-
-def test_torchs_own_fused_kernel_with_such_moments() -> None:
-    """Where it takes bf16 states beside fp32 parameters its bits are these; the CPU's does not (2.13)."""
-    weight, gradient = torch.randn(999), torch.randn(999)
-    first, second = torch.randn(999).bfloat16(), torch.rand(999).bfloat16()
-    with pytest.raises(RuntimeError, match="Float but found BFloat16"):
-        torch._fused_adamw_(
-            [weight],
-            [gradient],
-            [first],
-            [second],
-            [],
-            [torch.tensor(1.0)],
-            lr=1e-2,
-            beta1=0.9,
-            beta2=0.95,
-            weight_decay=0.1,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-        )

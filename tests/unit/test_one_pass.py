@@ -18,11 +18,11 @@ from lightstep.precision import adam_batch, adam_kernel
 from lightstep.precision.moments import BFloat16, CodedInBFloat16
 from lightstep.state import segment, staging, store
 from tests import one_pass_on_cpu as twin
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.distributed.models import TinyTransformer
 from tests.one_pass_on_cpu import one_pass_fixture
 from tests.patience import PATIENCE
-from tests.reference.pair import EVERY_TIME, Pair, scale_for
+from tests.reference.pair import Pair, scale_for
 from tests.unit.test_moments import ShortPair
 from tests.unit.test_next_forward import Training, assert_same, small_cuts
 
@@ -44,7 +44,12 @@ def few_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam_kernel, "probe_masters", lambda device: every_kind[:4099].clone())
 
 
-@every_pair(name=ADAMS, parameters=["bfloat16", "float16", "float32"], large=[1 << 18, 48], backend=EVERY_TIME)
+@every_pair(
+    name=ADAMS,
+    parameters=["bfloat16", "float16", "float32"],
+    large=[1 << 18, 48],
+    backend=["bulk", "resident", "stream-overlap-resident-in-part", "stream-in-backward-and-forward"],
+)
 def test_it_equals_the_textbook_loop(
     name: str,
     parameters: str,
@@ -90,8 +95,7 @@ def test_lanes_with_random_delays(update: str, one_pass_on_cpu: Counter[str], mo
     assert one_pass_on_cpu["split"] > 0, one_pass_on_cpu
 
 
-@pytest.mark.parametrize("backend", ["resident", "bulk", "stream"])
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+@every_value(backend=["resident", "bulk", "stream"], moments=["float32", "bfloat16", "int8"])
 def test_parameters_that_are_put_together_as_on_a_gpu(
     backend: str, moments: str, one_pass_on_cpu: Counter[str], plans: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,8 +186,7 @@ def test_foreach_keeps_its_own_bits(one_pass_on_cpu: Counter[str]) -> None:
     assert not one_pass_on_cpu
 
 
-@pytest.mark.parametrize("backend", ["resident", "stream"])
-@pytest.mark.parametrize("wrong", ["exp_avg", "weight", "low", "fingerprints"])
+@every_value(backend=["resident", "stream"], wrong=["exp_avg", "weight", "low", "fingerprints"])
 def test_a_kernel_with_other_bits_steps_aside(
     wrong: str, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -319,10 +322,10 @@ class LateEntry(torch.optim.SGD):
                     state["count"] = state.get("count", 0) + 1
 
 
-@pytest.mark.parametrize("large", [1 << 18, 48])
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    "state", [{"backend": "resident"}, {"backend": "stream"}, {"backend": "stream", "moments": "int8"}]
+@every_pair(
+    large=[1 << 18, 48],
+    parameters=["bfloat16", "float32"],
+    state=[{"backend": "resident"}, {"backend": "stream"}, {"backend": "stream", "moments": "int8"}],
 )
 def test_a_neighbour_that_needs_more_room_changes_nothing(
     large: int,

@@ -103,7 +103,7 @@ def history() -> list[tuple[list[Tensor], list[Tensor]]]:
     """Weights and state after each step of an undisturbed run."""
     run, found = Run("resident"), []
     run.step()
-    for _ in range(50):
+    for _ in range(42):
         found.append((run.weights(), run.state()))
         run.step()
     return found
@@ -177,7 +177,8 @@ def test_what_another_thread_reads_is_of_one_step(name: str, history: History) -
             pairs.append((run.weights(), run.state()))
 
     with in_thread(read) as errors:
-        run.train(30)
+        while run.steps < 12 or (len(states) < 4 and run.steps < 40 and not errors):
+            run.step()
     assert not errors
     assert_ends_as(run, history)
     steps = [step_of(state, history) for state in states]
@@ -190,7 +191,7 @@ def test_other_readers_change_nothing(name: str, read: str, history: History) ->
     run = Run(name, delays=2)
     run.step()
     with in_thread(lambda: OTHERS[read](run)) as errors:
-        run.train(12)
+        run.train(8)
     assert not errors
     assert_ends_as(run, history)
 
@@ -223,7 +224,7 @@ def test_a_thread_saves_checkpoints(name: str, asynchronous: bool, tmp_path: Pat
 def test_a_thread_trains_another_optimizer(name: str, history: History) -> None:
     one, other = Run(name, delays=4), Run(name, delays=5)
     with in_thread(lambda: other.steps < 40 and other.step()) as errors:
-        one.train(15)
+        one.train(8)
     assert not errors
     assert_ends_as(one, history)
     assert_ends_as(other, history)
@@ -364,7 +365,7 @@ def test_handlers_at_any_moment_leave_the_run_as_it_is(name: str, history: Histo
     reader = Reader(run, tmp_path)
     with handling(reader):
         signal.setitimer(signal.ITIMER_REAL, 0.002, 0.0137)
-        run.train(25)
+        run.train(12)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.raise_signal(signal.SIGALRM)  # one comes between two steps, however long a step takes here
     assert reader.states and all(step_of(state, history) >= 0 for state in reader.states)
@@ -445,6 +446,19 @@ def in_fork(work: Callable[[], Any]) -> Any:
         process.join()
 
 
+def told(*works: Callable[[], Any]) -> list[str]:
+    """What each of them says in one forked child."""
+
+    def say(work: Callable[[], Any]) -> str:
+        try:
+            return repr(work())
+        except Exception as error:
+            return str(error)
+
+    found: list[str] = in_fork(lambda: [say(work) for work in works])
+    return found
+
+
 def slow(run: Run) -> None:
     """From here on updates are pending for some time."""
     run.optimizer.synchronize()
@@ -480,13 +494,11 @@ def test_a_fork_reads_settings_while_updates_are_pending_and_no_stale_weights(na
         lambda: weight.data_ptr(),
         lambda: [value.tolist() for value in run.model.state_dict().values()],
     ]
-    for read in reads:
-        run.step()
-        assert refused in in_fork(read)
+    assert [said for said in told(*reads) if refused not in said] == []
     assert_ends_as(run, history)
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", ["resident", "overlap", "in_backward"])
 def test_a_fork_neither_trains_nor_reads_state(name: str, history: History) -> None:
     run = Run(name)
     run.train(2)
@@ -503,10 +515,10 @@ def test_a_fork_neither_trains_nor_reads_state(name: str, history: History) -> N
         lambda: run.strategy.save_checkpoint("/nowhere", run.model, run.optimizer),
         lambda: copy.deepcopy(run.optimizer),
     ]
-    for work in works:
-        assert f"a fork of process {os.getpid()}" in in_fork(work)
-    expected = run.model(run.ones()).tolist()
-    assert in_fork(lambda: run.model(run.ones()).tolist()) == expected  # as in plain torch
+    expected = repr(run.model(run.ones()).tolist())
+    *said, found = told(*works, lambda: run.model(run.ones()).tolist())
+    assert [each for each in said if f"a fork of process {os.getpid()}" not in each] == []
+    assert found == expected  # as in plain torch
     run.step()
     assert_ends_as(run, history)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep.config import ConfigError
+from tests.covering import every_pair
 from tests.reference.pair import BACKENDS
 from tests.reference.plain_loop import ReferenceLoop
 
@@ -47,9 +48,7 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("root", [False, True], ids=["inside", "root"])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", ["script", "trace"])
+@every_pair(how=["script", "trace"], backend=BACKENDS, root=[False, True])
 def test_same_bits_as_the_plain_loop(how: str, backend: str, root: bool) -> None:
     values: dict[str, Any] = {"optimizer_state": BACKENDS[backend], "clipping": {"max_norm": 0.5}}
     strategy = lightstep.Strategy.load(values)

@@ -12,28 +12,28 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep.precision.split import probe_masters
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.reference.lion import Lion
 from tests.reference.pair import DTYPES, EVERY_TIME, IN_BACKWARD
 
-DEFAULTS = {"bfloat16": torch.bfloat16, "float64": torch.float64, "meta": torch.device("meta")}
-
 
 @contextlib.contextmanager
-def default(what: Any) -> Iterator[None]:
-    """Tensors are made in this dtype, or on this device, unless somebody says otherwise."""
-    if isinstance(what, torch.device):
-        with what:
-            yield
-        return
-    torch.set_default_dtype(what)
+def default(dtype: torch.dtype, device: str) -> Iterator[None]:
+    """Tensors are made in this dtype and on this device, unless somebody says otherwise."""
+    torch.set_default_dtype(dtype)
     try:
-        yield
+        with torch.device(device):
+            yield
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def run(what: Any, kind: str, parameters: str, optimizer_class: type[torch.optim.Optimizer]) -> list[Tensor]:
+PLAIN, OTHERS = (torch.float32, "cpu"), [(torch.float64, "meta"), (torch.bfloat16, "meta")]
+
+
+def run(
+    what: tuple[torch.dtype, str], kind: str, parameters: str, optimizer_class: type[torch.optim.Optimizer]
+) -> list[Tensor]:
     """Weights and state after training, releasing, saving and resuming under these defaults."""
     torch.manual_seed(0)
     scale = {"kind": "constant", "scale": 256.0} if parameters == "float16" else "none"
@@ -52,7 +52,7 @@ def run(what: Any, kind: str, parameters: str, optimizer_class: type[torch.optim
             optimizer.backward(model(batches[number]).float().square().mean())
             assert optimizer.step()
 
-    with default(what):
+    with default(*what):
         first = strategy.create_optimizer(model, optimizer_class, lr=1e-2)
         train(first, 0, 1)
         first.release_device_memory()
@@ -67,18 +67,19 @@ def run(what: Any, kind: str, parameters: str, optimizer_class: type[torch.optim
     return [*model.state_dict().values(), *(value for value in entries if isinstance(value, Tensor))]
 
 
-@every_pair(
-    what=DEFAULTS, kind=[*EVERY_TIME, *IN_BACKWARD], parameters=DTYPES, optimizer_class=[torch.optim.AdamW, Lion]
+@every_value(
+    what=OTHERS, kind=[*EVERY_TIME, *IN_BACKWARD], parameters=DTYPES, optimizer_class=[torch.optim.AdamW, Lion]
 )
-def test_defaults_of_torch_change_no_bit(what: str, kind: str, parameters: str, optimizer_class: Any) -> None:
-    expected, found = (run(one, kind, parameters, optimizer_class) for one in (torch.float32, DEFAULTS[what]))
+def test_defaults_of_torch_change_no_bit(what: Any, kind: str, parameters: str, optimizer_class: Any) -> None:
+    """A tensor that is made without a dtype or a device shows under either of these."""
+    expected, found = (run(one, kind, parameters, optimizer_class) for one in (PLAIN, what))
     assert [value.dtype for value in found] == [value.dtype for value in expected]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("what", DEFAULTS)
-def test_kernels_are_tried_out_with_the_same_numbers(what: str) -> None:
+@pytest.mark.parametrize("what", OTHERS)
+def test_kernels_are_tried_out_with_the_same_numbers(what: tuple[torch.dtype, str]) -> None:
     expected = probe_masters(torch.device("cpu")).view(torch.int32)
-    with default(DEFAULTS[what]):
+    with default(*what):
         found = probe_masters(torch.device("cpu")).view(torch.int32)
     assert torch.equal(found, expected)
