@@ -14,12 +14,13 @@ them, and what only a GPU does (kernels of Triton, copies in pieces).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -117,13 +118,25 @@ def wait_on_host() -> None:
     current_stream().synchronize()
 
 
+class _Use(NamedTuple):
+    """An access: work on a stream, and the lines of code that it comes from, the innermost first."""
+
+    stream: Stream
+    count: int
+    what: str
+    lines: list[tuple[str, int]]
+
+    def __str__(self) -> str:
+        return f"{self.what} ({' < '.join(f'{name}:{line}' for name, line in self.lines)})"
+
+
 class _Range:
     """Bytes that are accessed together: the last write, and the reads since then, by stream."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
-        self.write: tuple[Stream, int, str] | None = None
-        self.reads: dict[int, tuple[Stream, int, str]] = {}
+        self.write: _Use | None = None
+        self.reads: dict[int, _Use] = {}
 
 
 class Accesses:
@@ -151,7 +164,7 @@ class Accesses:
         if not tensor.numel():
             return
         stream = self._stream_of(tensor)
-        this = stream, stream.tick(), f"{what} ({_place()})"
+        this = _Use(stream, stream.tick(), what, _lines())
         if stream is self._host:
             stream.synchronize()
         self.count += 1
@@ -186,29 +199,31 @@ class Accesses:
             return self._host
         return stream
 
-    def _check(
-        self, this: tuple[Stream, int, str], does: str, earlier: tuple[Stream, int, str] | None, done: str
-    ) -> None:
+    def _check(self, this: _Use, does: str, earlier: _Use | None, done: str) -> None:
         if earlier is None or len(self.conflicts) >= _MOST:
             return
-        stream, count, what = earlier
-        if this[0].clock.get(stream.number, 0) < count:
+        if this.stream.clock.get(earlier.stream.number, 0) < earlier.count:
             self.conflicts.append(
-                f"{this[2]} on the stream {this[0].name} {does} what was {done} by {what} on the stream {stream.name}, "
-                "and nothing orders them"
+                f"{this} on the stream {this.stream.name} {does} what was {done} by {earlier} on the stream "
+                f"{earlier.stream.name}, and nothing orders them"
             )
 
 
-def _place() -> str:
+def _lines() -> list[tuple[str, int]]:
     """Lines of lightstep and of FSDP2 that are being run, the innermost first."""
-    found: list[str] = []
+    found: list[tuple[str, int]] = []
     frame: Any = sys._getframe(2)
     while frame is not None and len(found) < 8:
-        path = frame.f_code.co_filename
-        if "/lightstep/" in path or "_fully_shard" in path:
-            found.append(f"{os.path.basename(path)}:{frame.f_lineno}")
+        name = _name_of(frame.f_code.co_filename)
+        if name:
+            found.append((name, frame.f_lineno))
         frame = frame.f_back
-    return " < ".join(found)
+    return found
+
+
+@functools.cache
+def _name_of(path: str) -> str:
+    return os.path.basename(path) if "/lightstep/" in path or "_fully_shard" in path else ""
 
 
 _WRITTEN_FIRST = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_", "coalesced_")
@@ -234,21 +249,30 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        collective = func.namespace == "c10d" and func._opname.endswith(_WRITTEN_FIRST)
         storages = set()
-        for number, argument in enumerate(func._schema.arguments):
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            alias = argument.alias_info
-            writes = (alias is not None and alias.is_write) or (collective and number == 0)
+        for number, (argument, writes, reads) in enumerate(_arguments_of(func)):
+            value = args[number] if number < len(args) else kwargs.get(argument)
             for tensor in _tensors(value):
                 storages.add(tensor.untyped_storage().data_ptr())
-                if writes or alias is None:
+                if writes or reads:
                     self._accesses.access(tensor, writes, func._opname)
         if func._opname in _WAITS:
             wait_on_host()
         for tensor in _tensors(result):
             if tensor.untyped_storage().data_ptr() not in storages:
                 self._accesses.allocate(tensor, func._opname)
+
+
+@functools.cache
+def _arguments_of(func: Any) -> list[tuple[str, bool, bool]]:
+    """The name of each argument, and whether it is written or read: others are viewed."""
+    collective = func.namespace == "c10d" and func._opname.endswith(_WRITTEN_FIRST)
+    found = []
+    for number, argument in enumerate(func._schema.arguments):
+        alias = argument.alias_info
+        writes = (alias is not None and alias.is_write) or (collective and number == 0)
+        found.append((argument.name, writes, alias is None))
+    return found
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lightstep
+from lightstep.optimizer.overlap import SpeculativeUpdates
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.test_stream_order import HOST, STAYING, check_order
 from tests.stream_order import Accesses, Event, Stream, ordered_streams, wait_on_host
@@ -20,24 +21,26 @@ HOMES: dict[str, dict[str, Any]] = {
     "bulk": {"backend": "bulk"},
     "stream": {},
     "weights on the host": {"weights": HOST},
-    "gradients stay": {"weights": STAYING},
     "gradients stay for a while": {"weights": STAYING, "evicts": True},
     "all but moments on the host": {"backend": "bulk", "weights": HOST},
 }
 UPDATES = ["at_step", "next_forward", "overlap", "in_backward"]
 
 
-@pytest.mark.parametrize(("home", "update"), product(HOMES, UPDATES))
+@pytest.mark.parametrize(("home", "update"), [*product(HOMES, UPDATES)])
 def test_everything_is_ordered(home: str, update: str) -> None:
     check_order(0, 1, SINGLE, update, **HOMES[home])
 
 
-@pytest.mark.parametrize("between", ["reads state", "writes", "evaluates", "saves"])
+USES = ["reads state", "writes", "evaluates", "saves"]
+
+
 @pytest.mark.parametrize("update", ["next_forward", "overlap"])
 @pytest.mark.parametrize("weights", [{}, HOST], ids=["device", "host"])
 def test_users_between_backward_and_step_and_after_it(
-    between: str, update: str, weights: dict[str, Any], tmp_path: Path
+    update: str, weights: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(SpeculativeUpdates, "_update_pause", lambda self: setattr(self, "_pause", 0))
     state = {"backend": "stream", "ring_mib": 0.01, "update": update}
     with ordered_streams() as accesses:
         strategy = lightstep.Strategy.load(
@@ -48,26 +51,24 @@ def test_users_between_backward_and_step_and_after_it(
         optimizer: Any = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
         wait_on_host()
 
-        def use(before_step: bool) -> None:
-            if between == "reads state":
+        def use(how: str, before_step: bool) -> None:
+            if how == "reads state":
                 optimizer.state_dict()
-            elif between == "writes":
+            elif how == "writes":
                 if not before_step or update == "next_forward":  # the other has begun to update them
                     for parameter in model.parameters():
                         parameter.data.mul_(0.5)
-            elif between == "evaluates":
+            elif how == "evaluates":
                 with torch.no_grad():
                     loss_of(model, 9, 0, 0, torch.device("cpu"))
-            else:
+            elif how == "saves":
                 strategy.save_checkpoint(tmp_path / "saved", model, optimizer)
 
-        for step in range(4):
+        for step, how in enumerate(["", "", *USES]):
             optimizer.backward(loss_of(model, step, 0, 0, torch.device("cpu")))
-            if step > 1:
-                use(before_step=True)
+            use(how, before_step=True)
             optimizer.step()
-            if step > 1:
-                use(before_step=False)
+            use(how, before_step=False)
         strategy.close()
     assert not accesses.conflicts, "\n".join(accesses.conflicts)
 
