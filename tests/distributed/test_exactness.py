@@ -21,18 +21,16 @@ from tests.reference.tiny_model import representable
 OWN_BUCKETS = 1e-6
 """``bucket_mib`` under which DDP reduces every parameter by itself, as the reference does."""
 
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, Any]] = {  # other homes and update times are equal to these: `test_homes_and_times.py`
     "bf16-shards": {"precision": {"parameters": "bfloat16"}},
-    "bf16-shards-kept-gathered": {"sharding": {"reshard_after_forward": False}},
     "bf16-shards-bulk": {"optimizer_state": {"backend": "bulk"}},
-    "bf16-shards-streamed": {"optimizer_state": {"backend": "stream", "ring_mib": 0.01}},
     "fp16-shards-streamed": {
         "precision": {"parameters": "float16", "loss_scale": FP16_SCALE},
         "optimizer_state": {"backend": "stream", "prefetch_layers": 0, "ring_mib": 0.01},
     },
-    "fp32-shards-streamed": {
-        "precision": {"parameters": "float32"},
-        "optimizer_state": {"backend": "stream", "ring_mib": 0.01},
+    "fp16-shards-deferred": {
+        "precision": {"parameters": "float16", "loss_scale": FP16_SCALE},
+        "optimizer_state": {"backend": "stream", "ring_mib": 0.01, "update": "next_forward"},
     },
     "bf16-shards-reduced-in-bf16": {"precision": {"parameters": "bfloat16", "reduce": "parameters"}},
     "fp16-shards": {"precision": {"parameters": "float16", "loss_scale": FP16_SCALE}},
@@ -171,7 +169,15 @@ def test_hsdp(pool: Pool, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "world_size"),
-    [*((case, 2) for case in CASES if case != "bf16-shards-kept-gathered"), ("fp16-shards-streamed", 4)],
+    [
+        ("bf16-shards-bulk", 2),
+        ("fp16-shards-streamed", 4),
+        ("fp16-shards-deferred", 2),
+        ("fp32-shards", 2),
+        ("bf16-shards-reduced-in-bf16", 2),
+        ("bf16-shards-inf-norm", 2),
+        ("bf16-shards-checkpointed", 2),
+    ],
 )
 def test_ddp(pool: Pool, case: str, world_size: int) -> None:
     sharding = {"kind": "ddp", "bucket_mib": OWN_BUCKETS, "find_unused_parameters": True}

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightstep.optimizer.in_backward import FinalUpdates
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
-from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Skipping, Training, check_same_bits
+from tests.distributed.test_next_forward import LAYOUTS, Training
 
 STATES: dict[str, dict[str, Any]] = {
     "stream": {"backend": "stream", "update": "in_backward", "ring_mib": 0.01},
@@ -24,29 +24,6 @@ CLIPPING: dict[str, dict[str, Any]] = {
     "unit": {"max_norm": 0.05, "scope": "unit"},
     "unit-inf": {"max_norm": 0.01, "norm_type": "inf", "scope": "unit"},
 }
-SCALED = {"parameters": "float16", "loss_scale": {"kind": "constant", "scale": 1024.0}}
-
-
-@pytest.mark.parametrize(
-    ("layout", "clipping", "state"),
-    [*((layout, "unit", "stream") for layout in LAYOUTS), ("fsdp2", "none", "resident"), ("hsdp", "unit", "resident")],
-)
-def test_slow_lanes(pool: Pool, layout: str, clipping: str, state: str) -> None:
-    world_size, sharding = LAYOUTS[layout]
-    settings = {"sharding": sharding, "precision": PRECISIONS["bf16"], "compute": "parameters", "seeds": [2]}
-    pool.run(check_same_bits, world_size, **settings, state=STATES[state], clipping=CLIPPING[clipping])
-
-
-@pytest.mark.parametrize("precision", [PRECISIONS["bf16-reduced-in-bf16"], PRECISIONS["fp32"], SCALED])
-def test_other_precisions(pool: Pool, precision: dict[str, Any]) -> None:
-    settings = {"sharding": LAYOUTS["fsdp2"][1], "precision": precision, "compute": "parameters", "seeds": [2]}
-    pool.run(check_same_bits, 2, **settings, state=STATES["stream"], clipping=CLIPPING["unit-inf"])
-
-
-def test_shards_that_are_cast_and_blocks_that_are_left_out(pool: Pool) -> None:
-    common = {"sharding": LAYOUTS["fsdp2"][1], "state": STATES["stream"], "clipping": CLIPPING["none"], "seeds": [1]}
-    pool.run(check_same_bits, 2, **common, precision=PRECISIONS["fp32"], compute="bfloat16")
-    pool.run(check_same_bits, 2, **common, precision=PRECISIONS["bf16"], compute="parameters", make=Skipping)
 
 
 def check_memory(rank: int, world_size: int, state: dict[str, Any]) -> None:

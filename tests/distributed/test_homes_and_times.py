@@ -1,0 +1,43 @@
+"""Every update time under every way of sharding, in slow lanes: the bits of updates in ``step()``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.covering import every_pair
+from tests.distributed.models import TinyTransformer
+from tests.distributed.ranks import Pool
+from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Skipping, check_same_bits
+
+STREAM = {"backend": "stream", "ring_mib": 0.01}
+HOMES: dict[str, dict[str, Any]] = {
+    "stream": STREAM,
+    "stream, some resident": {**STREAM, "resident_gib": 3 / 2**20},
+    "bulk": {"backend": "bulk"},
+    "resident": {"backend": "resident"},
+}
+TIMES = ["next_forward", "overlap", "in_backward"]
+LIMITS = {"clipped": 0.05, "not clipped": 1e6}
+SCALED = {"parameters": "float16", "loss_scale": {"kind": "constant", "scale": 1024.0}}
+
+
+@every_pair(
+    layout=LAYOUTS, time=TIMES, home=HOMES, precision=PRECISIONS, limit=LIMITS, make=[TinyTransformer, Skipping]
+)
+def test_the_same_bits(
+    pool: Pool, layout: str, time: str, home: str, precision: str, limit: str, make: type[TinyTransformer]
+) -> None:
+    """Shards in fp32 are cast when they are gathered."""
+    world_size, sharding = LAYOUTS[layout]
+    in_backward = time == "in_backward"
+    pool.run(
+        check_same_bits,
+        world_size,
+        sharding=sharding,
+        precision=SCALED if in_backward and precision == "fp16" else PRECISIONS[precision],
+        compute="bfloat16" if precision == "fp32" and sharding["kind"] == "fsdp2" else "parameters",
+        seeds=[2],
+        make=make,
+        state={**HOMES[home], "update": time},
+        clipping={"max_norm": LIMITS[limit], "scope": "unit" if in_backward else "global"},
+    )
