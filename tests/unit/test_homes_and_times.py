@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightstep.optimizer import queue
 from lightstep.state.schema import Managed
 from tests import stores
 from tests.covering import every_pair, every_value
@@ -24,6 +25,8 @@ HOMES: dict[str, dict[str, Any]] = {
 }
 TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
 LIMITS = {"clipped": 0.3, "not clipped": 1e3}
+SUBMITTED = [(queue.SUBMIT_IN_STEP, queue.SUBMIT_AHEAD), (0, 0), (1, 1), (3, 2)]
+"""Units in a deferred ``step()``, and ahead of what is waited for."""
 
 
 pytestmark = pytest.mark.usefixtures("small_units")
@@ -40,10 +43,15 @@ def expected_of(time: str, limit: str, parameters: str, kind: type[Training] = T
     return make("resident", time if time == "in_backward" else "at_step", limit, parameters, kind)
 
 
-@every_pair(home=HOMES, time=TIMES, limit=LIMITS, parameters=["bfloat16", "float16", "float32"])
-def test_the_same_bits(home: str, time: str, limit: str, parameters: str) -> None:
+@every_pair(home=HOMES, time=TIMES, limit=LIMITS, parameters=["bfloat16", "float16", "float32"], submitted=SUBMITTED)
+def test_the_same_bits(
+    home: str, time: str, limit: str, parameters: str, submitted: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With random delays in every lane. ``test_exactness.py`` has the same table for classes, beside a plain loop."""
     expected = expected_of(time, limit, parameters)
     losses, wanted = expected.train(6), expected.snapshot()
+    monkeypatch.setattr(queue, "SUBMIT_IN_STEP", submitted[0])
+    monkeypatch.setattr(queue, "SUBMIT_AHEAD", submitted[1])
     tested = make(home, time, limit, parameters)
     found = tested.train(2)
     tested.delays(zlib.crc32(f"{home} {time} {limit} {parameters}".encode()))
@@ -74,17 +82,6 @@ def test_saves_loads_and_released_memory_in_between(home: str, time: str, tmp_pa
     again.steps = 2
     assert again.train(6) == losses[2:]
     assert_same(again.snapshot(), expected.snapshot())
-
-
-@every_value(home=HOMES, time=["at_step", "next_forward", "overlap"])
-def test_a_step_that_overflows_changes_nothing(home: str, time: str) -> None:
-    tested = make(home, time, "not clipped", "bfloat16")
-    tested.train(2)
-    before = tested.snapshot()
-    tested.delays(2)
-    tested.optimizer.backward(tested.loss() * torch.inf)
-    assert not tested.optimizer.step()
-    assert_same(tested.snapshot(), before)
 
 
 def test_bulk_keeps_nothing_on_the_device_between_steps() -> None:

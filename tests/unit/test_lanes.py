@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import random
 import threading
 import time
 import weakref
@@ -90,6 +88,20 @@ def test_a_wait_is_for_the_latest_record_before_it(lanes: Lanes) -> None:
     assert log == ["first", "second"]
 
 
+def test_a_wait_is_not_for_records_after_it(lanes: Lanes) -> None:
+    event, late, gate, done = lanes.event(), threading.Event(), threading.Event(), threading.Event()
+    lanes.compute.run(late.wait)  # comes to its wait when the event has been recorded again
+    lanes.host_to_device.record(event)
+    lanes.compute.wait(event)
+    lanes.compute.run(done.set)
+    lanes.host_to_device.run(gate.wait)
+    lanes.host_to_device.record(event)
+    late.set()
+    assert done.wait(30)
+    gate.set()
+    lanes.synchronize()
+
+
 def test_the_caller_is_a_lane_too(lanes: Lanes) -> None:
     log, event, back = [], lanes.event(), lanes.event()
     lanes.host_to_device.run(lambda: (time.sleep(0.02), log.append("copied")))
@@ -112,60 +124,6 @@ def test_delays_come_before_every_job_in_its_own_lane(lanes: Lanes) -> None:
     lanes.synchronize()
     names = [HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST]
     assert sorted(seen) == sorted([*((n, f"lightstep-{n}") for n in names), (COMPUTE, threading.current_thread().name)])
-
-
-def ring_of_numbers(lanes: Lanes, count: int, host: list[int]) -> None:
-    """``host`` through ``count`` slots and three lanes, times ten on the way."""
-    slots = [0] * count
-    ready, used, free = ([lanes.event() for _ in slots] for _ in range(3))
-
-    def fetch(k: int, s: int) -> None:
-        slots[s] = host[k]
-
-    def compute(s: int) -> None:
-        slots[s] *= 10
-
-    def write(k: int, s: int) -> None:
-        host[k] = slots[s]
-
-    for k in range(len(host)):
-        s = k % count
-        lanes.host_to_device.wait(free[s])
-        lanes.host_to_device.run(functools.partial(fetch, k, s))
-        lanes.host_to_device.record(ready[s])
-        lanes.compute.wait(ready[s])
-        lanes.compute.run(functools.partial(compute, s))
-        lanes.compute.record(used[s])
-        lanes.device_to_host.wait(used[s])
-        lanes.device_to_host.run(functools.partial(write, k, s))
-        lanes.device_to_host.record(free[s])
-
-
-def test_events_order_the_lanes_under_random_delays() -> None:
-    """A ring of plain numbers, 50 seeds: each value arrives, once, transformed."""
-    for seed in range(50):
-        generator = random.Random(seed)
-        lanes, host = Lanes(CPU), list(range(12))
-        lanes.delay = lambda _, generator=generator: time.sleep(generator.random() * 2e-4)
-        ring_of_numbers(lanes, 1 + seed % 4, host)
-        lanes.close()
-        assert host == [10 * k for k in range(12)], f"seed {seed}"
-
-
-@pytest.mark.parametrize("idle", ["host_to_device", "compute", "device_to_host"])
-def test_the_delays_find_a_missing_wait(idle: str) -> None:
-    """The same without the waits of one lane goes wrong in some seed."""
-
-    def arrives(seed: int) -> bool:
-        generator = random.Random(seed)
-        lanes, host = Lanes(CPU), list(range(12))
-        getattr(lanes, idle).wait = lambda _: None
-        lanes.delay = lambda _: time.sleep(generator.random() * 1e-3)
-        ring_of_numbers(lanes, 2, host)
-        lanes.close()
-        return host == [10 * k for k in range(12)]
-
-    assert not all(arrives(seed) for seed in range(20))
 
 
 def fail() -> None:
@@ -265,7 +223,6 @@ for each in (lanes, dropped):
     each.device_to_host.run(lambda: os.write(1, b"done\\n"))
 del each, dropped
 """
-    for _ in range(3):
-        ended = python("-c", program, cwd=Path.cwd())
-        assert ended.returncode == 0, ended.stderr
-        assert sorted(ended.stdout.splitlines()) == ["done", "done", "late job"]
+    ended = python("-c", program, cwd=Path.cwd())
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["done", "done", "late job"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightstep import Strategy
 from lightstep.optimizer.base import BaseOptimizer
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.reference.pair import EVERY_TIME, IN_BACKWARD
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_model import TinyModel, loss_of, representable
@@ -142,7 +142,7 @@ def test_two_optimizers_share_a_backward_if_their_scales_never_part() -> None:
 ZEROED = {**EVERY_TIME, **IN_BACKWARD}
 
 
-@every_pair(parameters=["float32", "bfloat16"], raw=[False, True], state=ZEROED)
+@every_value(parameters=["float32", "bfloat16"], raw=[False, True], state=ZEROED)
 def test_gradients_that_are_set_to_zero_are_gradients(state: str, raw: bool, parameters: str) -> None:
     """After its first use a layer that a step leaves out is decayed, and moved by its momentum."""
     torch.manual_seed(0)

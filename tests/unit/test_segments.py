@@ -70,25 +70,25 @@ class Textbook:
                 assert torch.equal(entries[number]["master"], master), f"{where}: master {number}"
 
 
-@every_pair(name=CLASSES, way=WAYS, backend=MAKERS)
-def test_every_class_gives_torchs_bits(name: str, way: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@every_pair(name=CLASSES, way=WAYS, backend=MAKERS, dtype=[torch.bfloat16, torch.float16, torch.float32])
+def test_every_class_gives_torchs_bits(
+    name: str, way: str, backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With parameters that have no gradient in some steps; gaps between parameters where no kernel is fused."""
     optimizer_class, hyperparameters = CLASSES[name]
     if name not in ("Lion", "AdamW-tensor-lr"):  # they have no choice
         hyperparameters = {**hyperparameters, **WAYS[way]}
     if way != "default":
         monkeypatch.setattr(segment_module, "CPU_VECTOR", 1)
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for dtype in dtypes:
-        made = MAKERS[backend]()
-        run = Run(made, optimizer_class, hyperparameters, dtype=dtype, shapes=SHAPES, layers=[0] * len(SHAPES))
-        textbook = Textbook(run, optimizer_class, hyperparameters)
-        for number in range(8):
-            without = LATE.get(number, set()) if optimizer_class is not torch.optim.SGD else set()  # torch's fails
-            run.step(number, without=without)
-            textbook.step(number, without)
-            textbook.assert_same(f"{dtype} step {number}")
-        made.close()
+    made = MAKERS[backend]()
+    run = Run(made, optimizer_class, hyperparameters, dtype=dtype, shapes=SHAPES, layers=[0] * len(SHAPES))
+    textbook = Textbook(run, optimizer_class, hyperparameters)
+    for number in range(8):
+        without = LATE.get(number, set()) if optimizer_class is not torch.optim.SGD else set()  # torch's fails
+        run.step(number, without=without)
+        textbook.step(number, without)
+        textbook.assert_same(f"step {number}")
+    made.close()
 
 
 def acquired(run: Run, without: Collection[int] = ()) -> list[int]:

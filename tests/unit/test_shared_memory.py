@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from lightstep.state.host_memory import HostMemoryError, HostSlab
 from lightstep.state.shared_memory import SharedMemory
+from tests.python import python
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has such memory")
 
@@ -41,7 +41,7 @@ def test_another_process_reads_and_writes_it() -> None:
     view.copy_(torch.arange(5))
     address = memory.address
     arguments = [address.path, address.name, str(address.nbytes)]
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=120)
+    done = python("-c", PROGRAM, *arguments, cwd=Path.cwd())
     assert done.stdout.strip() == "[0, 1, 2, 3, 4]", done.stderr
     assert view.tolist() == [9] * 5 and slab.place_of(view) == 3 and slab.place_of(torch.ones(1)) is None
 
