@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from lightstep import ConfigError
 from lightstep.distributed import local_tensor
 from tests.covering import every_value
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, HSDP, full, load
 
@@ -113,7 +114,8 @@ def test_kept_parameters_are_sharded_and_gathered_in_fp32(
     pool.run(check_kept, 4 if sharding is HSDP else 2, sharding=sharding, backend=backend, folder=str(tmp_path))
 
 
-def check_compute(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_kept_is_not_rounded_by_the_gathering(rank: int, world_size: int) -> None:
     """fp32 shards that are gathered in bf16, but for what the model keeps, frozen parameters included."""
     strategy = load({**FSDP2, "compute": "bfloat16"}, precision={"parameters": "float32"}, **NO_CLIPPING)
     seen: dict[str, torch.dtype] = {}
@@ -137,11 +139,8 @@ def check_compute(rank: int, world_size: int) -> None:
     assert any("router" in path for path in seen)
 
 
-def test_what_is_kept_is_not_rounded_by_the_gathering(pool: Pool) -> None:
-    pool.run(check_compute, 2)
-
-
-def check_reference(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reference_models_and_models_without_memory(rank: int, world_size: int) -> None:
     """Without gradients one group may have two dtypes; the same for a model on the meta device."""
     strategy = load(FSDP2)
     with torch.no_grad():
@@ -160,10 +159,6 @@ def check_reference(rank: int, world_size: int) -> None:
     }
 
 
-def test_reference_models_and_models_without_memory(pool: Pool) -> None:
-    pool.run(check_reference, 2)
-
-
 class Mixed(nn.Module):
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["sinks"]
 
@@ -175,7 +170,8 @@ class Mixed(nn.Module):
         return self.up(x.to(self.up.weight.dtype)).float() * self.sinks
 
 
-def check_mixed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_module_with_parameters_of_both_kinds_is_refused(rank: int, world_size: int) -> None:
     strategy = load(FSDP2)
     with pytest.raises(ConfigError, match=r"Mixed keeps its own sinks in float32.*sharding.kind ddp"):
         strategy.prepare_model(Mixed())
@@ -183,10 +179,6 @@ def check_mixed(rank: int, world_size: int) -> None:
     model.sinks.requires_grad_(False)
     strategy.prepare_model(model)(torch.ones(2, 4, device=strategy.device)).sum().backward()
     run(load(DDP, **NO_CLIPPING), Mixed, rank)
-
-
-def test_a_module_with_parameters_of_both_kinds_is_refused(pool: Pool) -> None:
-    pool.run(check_mixed, 2)
 
 
 class Packed(nn.Module):
@@ -206,7 +198,9 @@ class Packed(nn.Module):
         return self.head(x.to(self.head.weight.dtype)).float()
 
 
-def check_packed(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sharding", [DDP, FSDP2], ids=["ddp", "fsdp2"])
+@on_ranks(2)
+def test_packed_storage_is_sent_and_sharded_as_it_is(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     numbers = [torch.bfloat16, torch.float16] + [torch.float8_e4m3fn] * (
         sharding["kind"] == "fsdp2"
     )  # gloo's DDP has no float8
@@ -221,8 +215,3 @@ def check_packed(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
             assert torch.equal(found.view(torch.uint8), own), (storage, parameters)
             assert isinstance(model, FSDPModule) == (sharding["kind"] == "fsdp2")
     dist.barrier()
-
-
-@pytest.mark.parametrize("sharding", [DDP, FSDP2], ids=["ddp", "fsdp2"])
-def test_packed_storage_is_sent_and_sharded_as_it_is(pool: Pool, sharding: dict[str, Any]) -> None:
-    pool.run(check_packed, 2, sharding=sharding)

@@ -30,6 +30,7 @@ from tests.distributed.expert_reference import (
     shard_rest,
 )
 from tests.distributed.models import loss_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool, device_of
 from tests.unit.test_homes_and_times import HOMES, LIMITS
 from tests.unit.test_stream import random_delays, random_sleeps
@@ -187,7 +188,10 @@ def test_four_ranks(pool: Pool, home: str, time: str, limit: str, by_strategy: b
     pool.run(check_same_bits, 4, home=home, time=time, limit=limit, by_strategy=by_strategy or mib is not None, mib=mib)
 
 
-def check_earlier_micro_batches(rank: int, world_size: int, home: str, mib: float) -> None:
+@pytest.mark.parametrize("mib", [0.001, 64.0])
+@pytest.mark.parametrize("home", ["resident", "stream"])
+@on_ranks(2)
+def test_gradients_of_earlier_micro_batches_count(rank: int, world_size: int, home: str, mib: float) -> None:
     """The last micro-batch leaves out a block, whose gradients are those of the first."""
 
     def step(run: Run, in_backward: bool) -> None:
@@ -210,12 +214,6 @@ def check_earlier_micro_batches(rank: int, world_size: int, home: str, mib: floa
         found.append(run.snapshot())
         run.optimizer.close()
     assert [key for key, value in found[0].items() if not torch.equal(value, found[1][key])] == []
-
-
-@pytest.mark.parametrize("mib", [0.001, 64.0])
-@pytest.mark.parametrize("home", ["resident", "stream"])
-def test_gradients_of_earlier_micro_batches_count(pool: Pool, home: str, mib: float) -> None:
-    pool.run(check_earlier_micro_batches, 2, home=home, mib=mib)
 
 
 def check_divided_experts(rank: int, world_size: int) -> None:
@@ -254,7 +252,9 @@ def test_the_benchs_experts_are_transformers_own(pool: Pool, ranks: int) -> None
     pool.run(check_divided_experts, ranks)
 
 
-def check_marked_experts(rank: int, world_size: int, marked: bool) -> None:
+@pytest.mark.parametrize("marked", [True, False])
+@on_ranks(2)
+def test_experts_on_a_slice_are_marked_or_compared(rank: int, world_size: int, marked: bool) -> None:
     """Experts on a slice of a mesh differ if they are marked; otherwise they count as copies, and are compared."""
     norms, losses = [], []
     for weights in ({}, {"weights": {"placement": "host", "device_mib": 0.01}}):
@@ -289,12 +289,8 @@ def check_marked_experts(rank: int, world_size: int, marked: bool) -> None:
         assert norms[0][0] == pytest.approx(expected, rel=1e-5)  # added up in fp64, and in another order
 
 
-@pytest.mark.parametrize("marked", [True, False])
-def test_experts_on_a_slice_are_marked_or_compared(pool: Pool, marked: bool) -> None:
-    pool.run(check_marked_experts, 2, marked=marked)
-
-
-def check_brought_once(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_benchs_experts_are_brought_once(rank: int, world_size: int) -> None:
     """Backward brings the weights of each module at most once, where there is room for those of three."""
     shape = MoeShape.nearest(400_000, 4)
     experts = shape.experts // world_size * 3 * shape.expert * shape.hidden * 2
@@ -324,7 +320,3 @@ def check_brought_once(rank: int, world_size: int) -> None:
     optimizer.close()
     assert sum("experts" in what for what in brought) >= shape.layers - 2  # not those that the forward has left there
     assert set(brought.values()) == {1}, brought
-
-
-def test_the_benchs_experts_are_brought_once(pool: Pool) -> None:
-    pool.run(check_brought_once, 2)

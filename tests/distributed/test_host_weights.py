@@ -22,6 +22,7 @@ from lightstep.distributed import like, local_tensor
 from lightstep.state.host_fields import Field
 from tests.covering import every_pair
 from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Skipping, Training, prefetch_forward
 from tests.patience import PATIENCE
@@ -164,7 +165,10 @@ class Matrices(TinyTransformer):
         return groups
 
 
-def check_muon(rank: int, world_size: int, time: str, home: str) -> None:
+@pytest.mark.parametrize("home", ["resident", "stream"])
+@pytest.mark.parametrize("time", ["at_step", "next_forward", "overlap"])
+@on_ranks(2)
+def test_muon_on_shards(rank: int, world_size: int, time: str, home: str) -> None:
     runs = []
     for mib, state in ((None, {"backend": "resident"}), (0.001, {**HOMES[home], "update": time})):
         values = {"sharding": {"kind": "fsdp2"}, "precision": PRECISIONS["bf16"], "clipping": {"max_norm": 0.3}}
@@ -177,12 +181,6 @@ def check_muon(rank: int, world_size: int, time: str, home: str) -> None:
     (losses, wanted), (found_losses, found) = runs
     assert found_losses == losses
     assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == []
-
-
-@pytest.mark.parametrize("home", ["resident", "stream"])
-@pytest.mark.parametrize("time", ["at_step", "next_forward", "overlap"])
-def test_muon_on_shards(pool: Pool, time: str, home: str) -> None:
-    pool.run(check_muon, 2, time=time, home=home)
 
 
 # ---- checkpoints, and what users do between steps
@@ -319,7 +317,8 @@ ACTIONS = [
 ]
 
 
-def check_actions(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_users_do_between_steps(rank: int, world_size: int) -> None:
     """One run does all of it, one after the other, each while updates are pending."""
     values = settings({"kind": "fsdp2"}, "stream", "at_step", "clipped", "bf16")
 
@@ -343,11 +342,8 @@ def check_actions(rank: int, world_size: int) -> None:
             assert same, (name, time, mib)
 
 
-def test_what_users_do_between_steps(pool: Pool) -> None:
-    pool.run(check_actions, 2)
-
-
-def check_data_between_evaluations(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_written_to_data_between_two_evaluations_counts(rank: int, world_size: int) -> None:
     """Nobody counts such a write, and no read through the model says that there may be one."""
     losses = []
     for time, mib in (("at_step", None), ("at_step", 64.0), ("next_forward", 64.0)):
@@ -363,11 +359,8 @@ def check_data_between_evaluations(rank: int, world_size: int) -> None:
     assert losses[0] == losses[1] == losses[2] and losses[0][0] != losses[0][1]
 
 
-def test_what_is_written_to_data_between_two_evaluations_counts(pool: Pool) -> None:
-    pool.run(check_data_between_evaluations, 2)
-
-
-def check_replaced(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_that_were_replaced_are_refused(rank: int, world_size: int) -> None:
     run = Run(rank, world_size, settings({"kind": "fsdp2"}, "stream", "next_forward", "clipped", "bf16"), 0.02)
     run.step()
     run.inner.load_state_dict({name: value.clone() for name, value in run.inner.state_dict().items()}, assign=True)
@@ -375,14 +368,13 @@ def check_replaced(rank: int, world_size: int) -> None:
         run.evaluate()
 
 
-def test_parameters_that_were_replaced_are_refused(pool: Pool) -> None:
-    pool.run(check_replaced, 2)
-
-
 # ---- errors
 
 
-def check_errors(rank: int, world_size: int, mib: float | None, time: str) -> None:
+@pytest.mark.parametrize("mib", [None, 0.001])
+@pytest.mark.parametrize("time", ["next_forward", "overlap"])
+@on_ranks(2)
+def test_a_run_goes_on_after_an_interrupt(rank: int, world_size: int, mib: float | None, time: str) -> None:
     """A forward or backward that is interrupted is as if it had not been."""
     values = settings({"kind": "fsdp2"}, "stream", time, "clipped", "bf16")
     expected = Run(rank, world_size, values, mib)
@@ -415,12 +407,6 @@ def check_errors(rank: int, world_size: int, mib: float | None, time: str) -> No
         interrupt(block.register_full_backward_hook)
         with pytest.raises(RuntimeError, match=r"the last backward ended with an error.*or use torch 2\.13"):
             run.step()
-
-
-@pytest.mark.parametrize("mib", [None, 0.001])
-@pytest.mark.parametrize("time", ["next_forward", "overlap"])
-def test_a_run_goes_on_after_an_interrupt(pool: Pool, time: str, mib: float | None) -> None:
-    pool.run(check_errors, 2, time=time, mib=mib)
 
 
 def check_failures(rank: int, world_size: int, time: str, folder: Path) -> None:
@@ -462,7 +448,9 @@ def test_a_run_goes_on_after_a_failure(pool: Pool, tmp_path: Path, time: str) ->
     pool.run(check_failures, 2, time=time, folder=tmp_path)
 
 
-def check_forward_before_the_step(rank: int, world_size: int, mib: float | None) -> None:
+@pytest.mark.parametrize("mib", [None, 0.001])
+@on_ranks(2)
+def test_a_forward_after_the_step_has_its_weights(rank: int, world_size: int, mib: float | None) -> None:
     """It leaves weights gathered, which are from before the step."""
     run = Run(rank, world_size, settings({"kind": "fsdp2"}, "stream", "next_forward", "clipped", "bf16"), mib)
     run.step()
@@ -474,12 +462,8 @@ def check_forward_before_the_step(rank: int, world_size: int, mib: float | None)
     assert found == run.evaluate() != before
 
 
-@pytest.mark.parametrize("mib", [None, 0.001])
-def test_a_forward_after_the_step_has_its_weights(pool: Pool, mib: float | None) -> None:
-    pool.run(check_forward_before_the_step, 2, mib=mib)
-
-
-def check_freed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_that_is_given_up_leaves_no_memory(rank: int, world_size: int) -> None:
     run = Run(rank, world_size, settings({"kind": "fsdp2"}, "stream", "overlap", "clipped", "bf16"), 0.02)
     for _ in range(3):
         run.step()
@@ -490,20 +474,13 @@ def check_freed(rank: int, world_size: int) -> None:
     assert weights() is None and model() is None
 
 
-def test_a_model_that_is_given_up_leaves_no_memory(pool: Pool) -> None:
-    pool.run(check_freed, 2)
-
-
-def check_other_tensors(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_other_tensors_are_refused(rank: int, world_size: int) -> None:
     model = TinyTransformer()
     model.head.weight = torch.nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
     values = {"sharding": {"kind": "fsdp2"}, "precision": PRECISIONS["fp32"], "weights": {"placement": "host"}}
     with pytest.raises(ValueError, match=r"head\.weight is a TwoTensor, and weights that rest on the host are plain"):
         lightstep.Strategy.load(values).prepare_model(model)
-
-
-def test_other_tensors_are_refused(pool: Pool) -> None:
-    pool.run(check_other_tensors, 2)
 
 
 def test_replicas_are_refused() -> None:

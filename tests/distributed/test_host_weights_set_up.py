@@ -18,6 +18,7 @@ from lightstep.distributed import is_sharded, local_tensor, ranks_on_this_host
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError, HostSlab
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool, device_of
 
 RANDOM = ("normal", "uniform", "rand", "bernoulli")
@@ -241,7 +242,9 @@ def check_loaded(rank: int, world_size: int, folder: Path, name: str) -> None:
     check_peak(model, watch, 1)
 
 
-def check_refused(rank: int, world_size: int, reduce: str, widths: int) -> None:
+@pytest.mark.parametrize(("reduce", "widths"), [("float32", 2 + 4), ("parameters", 2 + 2)])
+@on_ranks(2)
+def test_gradients_are_counted_as_they_are_reduced(rank: int, world_size: int, reduce: str, widths: int) -> None:
     strategy = Strategy.load(
         {"sharding": {"kind": "fsdp2"}, "precision": {"reduce": reduce}, "weights": {"placement": "host"}}
     )
@@ -252,11 +255,6 @@ def check_refused(rank: int, world_size: int, reduce: str, widths: int) -> None:
             patch.setenv(CHECK_VARIABLE, repr(free * own / 2**30))
             with pytest.raises(HostMemoryError, match="weights and gradients needs") if refused else nullcontext():
                 strategy.prepare_model(on_meta(tiny_llama))
-
-
-@pytest.mark.parametrize(("reduce", "widths"), [("float32", 2 + 4), ("parameters", 2 + 2)])
-def test_gradients_are_counted_as_they_are_reduced(pool: Pool, reduce: str, widths: int) -> None:
-    pool.run(check_refused, 2, reduce=reduce, widths=widths)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])

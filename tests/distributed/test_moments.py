@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 import lightstep
 from lightstep.optimizer.moments import Moments
 from tests.distributed.models import TinyTransformer
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool, device_of
 from tests.reference.rounded_weights import (
     RoundedWeights,
@@ -169,7 +170,8 @@ def test_rounded_weights_of_a_class_that_needs_whole_tensors(pool: Pool, state: 
     pool.run(check_layout, 2, sharding=LAYOUTS["fsdp2"], state=state, optimizer_class=torch.optim.Adafactor, **given)
 
 
-def check_cut_blocks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_shard_that_cuts_blocks_is_refused(rank: int, world_size: int) -> None:
     ranks = init_device_mesh(device_of(rank, world_size).type, (world_size,))
     whole = torch.randn(4, 64, device=device_of(rank, world_size))
     cut = nn.Parameter(distribute_tensor(whole, ranks, [Shard(1)]))
@@ -177,10 +179,6 @@ def check_cut_blocks(rank: int, world_size: int) -> None:
     cut.grad = torch.ones_like(cut)
     with pytest.raises(ValueError, match=r"sharded along its last dimension, 32 of 64, which cuts blocks of 64"):
         optimizer.step()
-
-
-def test_a_shard_that_cuts_blocks_is_refused(pool: Pool) -> None:
-    pool.run(check_cut_blocks, 2)
 
 
 def check_placements(
@@ -217,7 +215,8 @@ def test_other_dimensions(pool: Pool, mesh: tuple[int, ...], placements: list[Pl
     pool.run(check_placements, world_size, mesh=mesh, placements=placements, refused=refused)
 
 
-def check_no_window(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_8_bits_are_rounded_to_nearest_by_default_where_elements_have_no_numbers(rank: int, world_size: int) -> None:
     device = device_of(rank, world_size)
     ranks = init_device_mesh(device.type, (2, 2))
     generator = torch.Generator().manual_seed(0)
@@ -229,11 +228,8 @@ def check_no_window(rank: int, world_size: int) -> None:
     assert ["rounded to nearest" in call.args[0] for call in info.call_args_list] == [True]
 
 
-def test_8_bits_are_rounded_to_nearest_by_default_where_elements_have_no_numbers(pool: Pool) -> None:
-    pool.run(check_no_window, 4)
-
-
-def check_muon(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_muon_on_shards(rank: int, world_size: int) -> None:
     device = device_of(rank, world_size)
     ranks = init_device_mesh(device.type, (world_size,))
     generator = torch.Generator().manual_seed(0)
@@ -243,7 +239,3 @@ def check_muon(rank: int, world_size: int) -> None:
     optimizer = lightstep.MixedPrecisionOptimizer(tested, torch.optim.Muon, {"lr": 1e-2}, moments=Moments("bfloat16"))
     train(optimizer, tested, expected, NearestMoments([{"params": expected}], torch.optim.Muon, lr=1e-2))
     optimizer.close()
-
-
-def test_muon_on_shards(pool: Pool) -> None:
-    pool.run(check_muon, 3)

@@ -19,6 +19,7 @@ from lightstep.clipping import GradientNorm
 from lightstep.distributed import like, local_gradient, local_tensor
 from tests.covering import every_value
 from tests.distributed.collectives import collectives
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool, device_of
 from tests.reference.plain_loop import NORM_TOLERANCE
 
@@ -225,7 +226,8 @@ def test_torchs_bits(pool: Pool, world_size: int) -> None:
     pool.run(check_torchs_bits, world_size)
 
 
-def check_missing_gradients(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_missing_gradients(rank: int, world_size: int) -> None:
     """Ranks without a gradient take part in the collectives all the same."""
     device = device_of(rank, world_size)
     placed = [*mixed(device, world_size), *hybrid(device, world_size)]
@@ -243,11 +245,8 @@ def check_missing_gradients(rank: int, world_size: int) -> None:
     assert float(lightstep.global_grad_norm(parameters)) == 0.0
 
 
-def test_missing_gradients(pool: Pool) -> None:
-    pool.run(check_missing_gradients, 4)
-
-
-def check_other_gradients(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_other_gradients_on_other_ranks(rank: int, world_size: int) -> None:
     """Ranks with gradients for different parameters: as many reductions on all of them, and the same norm."""
     device = device_of(rank, world_size)
     mesh = init_device_mesh(device.type, (world_size,))
@@ -287,11 +286,8 @@ def check_other_gradients(rank: int, world_size: int) -> None:
         assert bool(lightstep.global_grad_norm(parameters).isnan()) == (there != set() or reductions == 2)
 
 
-def test_other_gradients_on_other_ranks(pool: Pool) -> None:
-    pool.run(check_other_gradients, 4)
-
-
-def check_partial_gradient(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_partial_gradient(rank: int, world_size: int) -> None:
     """A partial gradient is added up over its mesh in fp32, without rounding on the way."""
     device = device_of(rank, world_size)
     mesh = init_device_mesh(device.type, (world_size,))
@@ -309,11 +305,8 @@ def check_partial_gradient(rank: int, world_size: int) -> None:
     assert close(lightstep.global_grad_norm([parameter]), exact([expected], 2.0))
 
 
-def test_partial_gradient(pool: Pool) -> None:
-    pool.run(check_partial_gradient, 2)
-
-
-def check_host_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_host_gradients(rank: int, world_size: int) -> None:
     """Shards on the host, on a mesh whose own group may know only GPUs."""
     device = device_of(rank, world_size)
     mesh = init_device_mesh(device.type, (world_size,))
@@ -329,11 +322,8 @@ def check_host_gradients(rank: int, world_size: int) -> None:
         assert close(norm, exact([whole], norm_type))
 
 
-def test_host_gradients(pool: Pool) -> None:
-    pool.run(check_host_gradients, 2)
-
-
-def check_marked_experts(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_marked_experts(rank: int, world_size: int) -> None:
     """Plain tensors that are a different expert on each rank, when they say so."""
     device = device_of(rank, world_size)
     shared, expert = nn.Parameter(torch.zeros(3, device=device)), nn.Parameter(torch.zeros(2, 2, device=device))
@@ -347,11 +337,8 @@ def check_marked_experts(rank: int, world_size: int) -> None:
         )
 
 
-def test_marked_experts(pool: Pool) -> None:
-    pool.run(check_marked_experts, 4)
-
-
-def check_experts_on_slices(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_experts_on_slices(rank: int, world_size: int) -> None:
     """Experts that FSDP shards over a slice of a mesh: one norm when they say that they differ, else refused."""
     from torch.distributed.fsdp import fully_shard
 
@@ -383,11 +370,8 @@ def check_experts_on_slices(rank: int, world_size: int) -> None:
             step()
 
 
-def test_experts_on_slices(pool: Pool) -> None:
-    pool.run(check_experts_on_slices, 4)
-
-
-def check_single_parameter_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_single_parameter_models(rank: int, world_size: int) -> None:
     """Models of one parameter each, max_norm 3.5: the norm of [3, 1, 4, 1, 5, 9] one at a time."""
     device = device_of(rank, world_size)
     mesh = init_device_mesh(device.type, (world_size,))
@@ -400,7 +384,3 @@ def check_single_parameter_models(rank: int, world_size: int) -> None:
         clipped = parameter.grad.full_tensor()
         assert abs(float(clipped) - expected) < 1e-6
         assert float(clipped) <= 3.5
-
-
-def test_single_parameter_models(pool: Pool) -> None:
-    pool.run(check_single_parameter_models, 2)

@@ -20,6 +20,7 @@ from lightstep.distributed import local_tensor
 from lightstep.optimizer import queue
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, full, load, same_on_all_ranks, same_weights, train, weights_of
 
@@ -49,7 +50,9 @@ def evaluated(model: nn.Module) -> dict[str, Tensor]:
     return {"loss": loss}
 
 
-def check_reads(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@KINDS
+@on_ranks(2)
+def test_reads_while_updates_are_deferred(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Units are updated only when somebody waits for them: who does not wait reads old weights."""
     at_once, ahead = queue.SUBMIT_IN_STEP, queue.SUBMIT_AHEAD
     queue.SUBMIT_IN_STEP = queue.SUBMIT_AHEAD = 0
@@ -80,11 +83,6 @@ def check_reads(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
             same_weights(tested, expected)
     finally:
         queue.SUBMIT_IN_STEP, queue.SUBMIT_AHEAD = at_once, ahead
-
-
-@KINDS
-def test_reads_while_updates_are_deferred(pool: Pool, sharding: dict[str, Any]) -> None:
-    pool.run(check_reads, 2, sharding=sharding)
 
 
 def check_in_place(rank: int, world_size: int, sharding: dict[str, Any], state: str, parameters: str) -> None:
@@ -128,7 +126,8 @@ def test_fsdp2_shards_in_place(pool: Pool) -> None:
     pool.run(check_in_place, 2, sharding=FSDP2, state="at_step", parameters="bfloat16")
 
 
-def check_refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_that_was_never_prepared_is_refused(rank: int, world_size: int) -> None:
     for name in ("ddp", "ddp-stream", "fsdp2", "fsdp2-stream", "fsdp2-fp32", "fsdp2-in-backward", "hsdp"):
         strategy = lightstep.Strategy.load(name)
         strategy.start()
@@ -141,11 +140,13 @@ def check_refused(rank: int, world_size: int) -> None:
             same_weights(local(model), before)
 
 
-def test_a_model_that_was_never_prepared_is_refused(pool: Pool) -> None:
-    pool.run(check_refused, 2)
+def record_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
 
 
-def check_initial_masters(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@KINDS
+@on_ranks(2)
+def test_masters_start_from_what_rank_0_was_given(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Rank 0's fp32 values, this rank's shards of them, whatever the others were built with."""
     torch.manual_seed(0)
     first = TinyTransformer()
@@ -162,15 +163,6 @@ def check_initial_masters(rank: int, world_size: int, sharding: dict[str, Any]) 
         expected = given if sharding["kind"] == "ddp" else given.chunk(world_size)[rank : rank + 1]
         whole = expected if isinstance(expected, Tensor) else torch.cat([*expected, given[:0]])
         assert torch.equal(master, whole.to(master.device)), name
-
-
-def record_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
-
-
-@KINDS
-def test_masters_start_from_what_rank_0_was_given(pool: Pool, sharding: dict[str, Any]) -> None:
-    pool.run(check_initial_masters, 2, sharding=sharding)
 
 
 class Heads(nn.Module):

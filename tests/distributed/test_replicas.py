@@ -30,6 +30,7 @@ from lightstep.state.units import RingError
 from tests.covering import every_value
 from tests.distributed.collectives import collectives
 from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, HSDP, full
 from tests.reference.pair import FP16_SCALE, same_tree, through_bytes
@@ -458,7 +459,8 @@ def test_state_dict_is_complete(pool: Pool) -> None:
     pool.run(check_state_dict, 4, sharding=HSDP)
 
 
-def check_copies(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_copies(rank: int, world_size: int) -> None:
     """``deepcopy`` shares the work as its original does; the ranks it is shared with cannot be pickled."""
     run = Run(DDP, CUT)
     run.train(2)
@@ -468,10 +470,6 @@ def check_copies(rank: int, world_size: int) -> None:
     same_tree("deepcopy", twin.state_dict(), run.optimizer.state_dict())
     with pytest.raises(TypeError, match=r"cannot be pickled: save optimizer\.state_dict"):
         pickle.dumps(run.optimizer)
-
-
-def test_copies(pool: Pool) -> None:
-    pool.run(check_copies, 2)
 
 
 class AllTrained(TinyTransformer):
@@ -588,7 +586,8 @@ class Breaking(torch.optim.AdamW):
         return super().step(closure)
 
 
-def check_failure(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_update_that_fails_on_one_replica(rank: int, world_size: int) -> None:
     """An update that fails on one replica: the others finish the step; all load what was saved, and go on."""
     tested, expected = Run(DDP, CUT, optimizer_class=Breaking), Run(DDP, RESIDENT)
     for run in (tested, expected):
@@ -609,10 +608,6 @@ def check_failure(rank: int, world_size: int) -> None:
     for run in (tested, expected):
         run.train(2)
     same_runs("after a failure", tested, expected)
-
-
-def test_an_update_that_fails_on_one_replica(pool: Pool) -> None:
-    pool.run(check_failure, 2)
 
 
 def check_lost_replica(rank: int, world_size: int, folder: str) -> None:
@@ -646,7 +641,8 @@ class Uneven(nn.Module):
         self.large, self.small = nn.Linear(64, 64, bias=False), nn.Linear(64, 1, bias=False)
 
 
-def check_share_too_large(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_share_that_does_not_fit(rank: int, world_size: int) -> None:
     """The ring of one replica is too small for its share: all of them raise at the first step."""
     run = Run(
         {"kind": "ddp"},
@@ -660,10 +656,6 @@ def check_share_too_large(rank: int, world_size: int) -> None:
         run.optimizer.step()
 
 
-def test_a_share_that_does_not_fit(pool: Pool) -> None:
-    pool.run(check_share_too_large, 2)
-
-
 def _muon_and_adamw(model: nn.Module) -> list[dict[str, Any]]:
     parameters = list(model.parameters())
     matrices = [parameter for parameter in parameters if parameter.dim() == 2]
@@ -671,7 +663,8 @@ def _muon_and_adamw(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 2e-2}, {"params": others}]
 
 
-def check_classes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_muon_beside_adamw(rank: int, world_size: int) -> None:
     """Each matrix has one owner, where Muon gets it whole."""
     state = {**STREAM, "update": "next_forward", "ring_mib": 4}
     runs = [Run(DDP, one, make_model=TinyTransformer, groups=_muon_and_adamw) for one in (state, RESIDENT)]
@@ -681,11 +674,8 @@ def check_classes(rank: int, world_size: int) -> None:
     assert 0 < len(runs[0].owned()) < len(runs[0].optimizer.managed())
 
 
-def test_muon_beside_adamw(pool: Pool) -> None:
-    pool.run(check_classes, 2)
-
-
-def check_groups(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_who_shares(rank: int, world_size: int) -> None:
     """Which ranks share, and where nobody does."""
     assert Run({"kind": "fsdp2"}, STREAM).backend._share is None
     assert Run(DDP, RESIDENT).backend._share is None
@@ -695,7 +685,3 @@ def check_groups(rank: int, world_size: int) -> None:
     assert plain.backend._share.replicas.size == world_size
     assert Replicas.of_shards(plain.inner.parameters()) is None
     assert Replicas.of_shards([]) is None
-
-
-def test_who_shares(pool: Pool) -> None:
-    pool.run(check_groups, 4)

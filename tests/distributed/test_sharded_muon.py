@@ -23,6 +23,7 @@ from lightstep.bench.strategies import StrategyContender
 from lightstep.distributed.matrices import assign_owners, orthogonalization_cost
 from lightstep.state.store import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.sharded_reference import GatheringLoop, ReplicatedLoop
 from tests.reference.several_classes import SeveralClasses
@@ -414,7 +415,8 @@ def adafactors(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": list(model.parameters()), "optimizer_class": Adafactor, **CLASSES["adafactor"][1]}]
 
 
-def check_copies(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_other_classes_with_copies_of_the_shards(rank: int, world_size: int) -> None:
     """With copies of the shards, each of which has a share under stream."""
     found = []
     for state in ("resident", "stream, next forward"):
@@ -426,11 +428,8 @@ def check_copies(rank: int, world_size: int) -> None:
     assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
 
 
-def test_other_classes_with_copies_of_the_shards(pool: Pool) -> None:
-    pool.run(check_copies, 4)
-
-
-def check_bench(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_benchs_loop_by_hand_does_the_same(rank: int, world_size: int) -> None:
     task = StepTask(device_of(rank, world_size), 0, LlamaShape.nearest(60_000, 2), optimizer="muon")
     ours = StrategyContender(task, lightstep.Strategy.load("fsdp2"), "fsdp2")
     by_hand = TorchFsdp2(task)
@@ -441,10 +440,6 @@ def check_bench(rank: int, world_size: int) -> None:
     for mine, theirs in zip(ours.weights(), by_hand.weights(), strict=True):
         assert (mine.float() - theirs).abs().max() <= 2**-9, "beyond a rounding to bf16"
     ours.close()
-
-
-def test_the_benchs_loop_by_hand_does_the_same(pool: Pool) -> None:
-    pool.run(check_bench, 2)
 
 
 def check_checkpoint(rank: int, world_size: int, folder: str, saves: bool, groups: Any) -> None:
@@ -529,7 +524,9 @@ def test_what_does_not_go_on_shards(pool: Pool, optimizer_class: Any, update: st
     pool.run(check_refusal, 2, optimizer_class=optimizer_class, state=state, message=message)
 
 
-def check_cut_experts(rank: int, world_size: int, optimizer_class: Any) -> None:
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Muon, Lamb])
+@on_ranks(2)
+def test_experts_that_are_cut_are_refused(rank: int, world_size: int, optimizer_class: Any) -> None:
     device = device_of(rank, world_size)
     model = nn.Module()
     model.experts = nn.Parameter(torch.randn(3, 6, 6, device=device, dtype=torch.bfloat16))
@@ -541,11 +538,6 @@ def check_cut_experts(rank: int, world_size: int, optimizer_class: Any) -> None:
         ValueError, match=r"experts of shape \(3, 6, 6\) is sharded along another dimension than the firs"
     ):
         optimizer.step()
-
-
-@pytest.mark.parametrize("optimizer_class", [torch.optim.Muon, Lamb])
-def test_experts_that_are_cut_are_refused(pool: Pool, optimizer_class: Any) -> None:
-    pool.run(check_cut_experts, 2, optimizer_class=optimizer_class)
 
 
 def test_the_work_is_shared_evenly() -> None:

@@ -20,6 +20,7 @@ from lightstep.distributed import like, local_tensor
 from tests.covering import every_value
 from tests.distributed.collectives import collectives
 from tests.distributed.models import Slope, TinyTransformer, loss_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.sharding_runs import (
     DDP,
@@ -62,7 +63,12 @@ def test_gradients_are_never_rounded(pool: Pool, sharding: dict[str, Any]) -> No
     pool.run(check_never_rounded, 4 if sharding is HSDP else 2, sharding=sharding)
 
 
-def check_collectives(rank: int, world_size: int, sharding: dict[str, Any], reductions: int, norm: int) -> None:
+@pytest.mark.parametrize(
+    ("sharding", "reductions", "norm"), [(FSDP2, 4, 2), (HSDP, 8, 2), (DDP, 1, 0)], ids=["fsdp2", "hsdp", "ddp"]
+)
+@on_ranks(4)
+def test_what_is_sent(rank: int, world_size: int, sharding: dict[str, Any], reductions: int, norm: int) -> None:
+    """No reduction before the last micro-batch; in ``step`` one all-reduce on the one mesh and one for the flag."""
     strategy = load(sharding)
     model = strategy.prepare_model(TinyTransformer())
     optimizer = strategy.create_optimizer(model)
@@ -80,15 +86,8 @@ def check_collectives(rank: int, world_size: int, sharding: dict[str, Any], redu
     assert counted == Counter({"allreduce_": norm + 1}), counted
 
 
-@pytest.mark.parametrize(
-    ("sharding", "reductions", "norm"), [(FSDP2, 4, 2), (HSDP, 8, 2), (DDP, 1, 0)], ids=["fsdp2", "hsdp", "ddp"]
-)
-def test_what_is_sent(pool: Pool, sharding: dict[str, Any], reductions: int, norm: int) -> None:
-    """No reduction before the last micro-batch; in ``step`` one all-reduce on the one mesh and one for the flag."""
-    pool.run(check_collectives, 4, sharding=sharding, reductions=reductions, norm=norm)
-
-
-def check_same_norms(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_norms_are_those_of_ddp(rank: int, world_size: int) -> None:
     """FSDP2's and HSDP's norms are DDP's, over iterations that clip."""
     for norm_type in (1.0, 2.0, "inf"):
         norms = []
@@ -103,11 +102,9 @@ def check_same_norms(rank: int, world_size: int) -> None:
             assert other == pytest.approx(norms[0], rel=1e-5)
 
 
-def test_norms_are_those_of_ddp(pool: Pool) -> None:
-    pool.run(check_same_norms, 4)
-
-
-def check_overflow_on_one_rank(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
+@on_ranks(4)
+def test_overflow_on_one_rank_skips_on_all(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """An inf that only the last rank has, in its shard or in its copy."""
     strategy = load(sharding)
     model = strategy.prepare_model(TinyTransformer())
@@ -127,11 +124,6 @@ def check_overflow_on_one_rank(rank: int, world_size: int, sharding: dict[str, A
         assert bool(result) is (float(on_last) == 0.0), name
     if sharding["kind"] == "ddp":
         same_weights(before, weights_of(strategy, model))
-
-
-@pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
-def test_overflow_on_one_rank_skips_on_all(pool: Pool, sharding: dict[str, Any]) -> None:
-    pool.run(check_overflow_on_one_rank, 4, sharding=sharding)
 
 
 def check_deepcopy(rank: int, world_size: int, sharding: dict[str, Any], backend: str) -> None:
@@ -190,7 +182,9 @@ ROUTES = {
 }
 
 
-def check_routes(rank: int, world_size: int, by_hand: bool) -> None:
+@pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer.backward", "loss.backward"])
+@on_ranks(2)
+def test_weights_that_some_micro_batches_leave_out(rank: int, world_size: int, by_hand: bool) -> None:
     """Each weight moves by the fp32 sum of all micro-batches' averages; one without any gradient gets no state."""
     for route, micro_batches in ROUTES.items():
         strategy = load(DDP, clipping={"max_norm": None})
@@ -214,11 +208,6 @@ def check_routes(rank: int, world_size: int, by_hand: bool) -> None:
                 assert torch.equal(optimizer.state[parameter]["master"].cpu(), -sums[name]), (route, name)
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer.backward", "loss.backward"])
-def test_weights_that_some_micro_batches_leave_out(pool: Pool, by_hand: bool) -> None:
-    pool.run(check_routes, 2, by_hand=by_hand)
-
-
 class RoutedTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +217,8 @@ class RoutedTwice(nn.Module):
         return sum(block(values, branch) for block in self.blocks)
 
 
-def check_sums_while_units_are_tried(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sums_while_units_are_tried(rank: int, world_size: int) -> None:
     """A unit that is tried takes the sum over several reduced backwards while other gradients of its group arrive."""
     state = {"backend": "stream", "update": "overlap", "ring_mib": 0.01}
     strategy = load({**FSDP2, "wrap": ["Routed"]}, clipping={"max_norm": None}, optimizer_state=state)
@@ -248,10 +238,6 @@ def check_sums_while_units_are_tried(rank: int, world_size: int) -> None:
     for block in strategy.unwrap_model(model).blocks:
         for parameter in (block.first, block.left):
             assert torch.equal(full(optimizer.state[parameter]["master"]).cpu(), expected)
-
-
-def test_sums_while_units_are_tried(pool: Pool) -> None:
-    pool.run(check_sums_while_units_are_tried, 2)
 
 
 def check_gradients_in_place(rank: int, world_size: int, sharding: dict[str, Any], by_hand: bool) -> None:
@@ -315,7 +301,9 @@ def test_the_gradient_is_in_place(pool: Pool, sharding: dict[str, Any], by_hand:
     pool.run(check_gradients_in_place, 4 if "mesh" in sharding else 2, sharding=sharding, by_hand=by_hand)
 
 
-def check_sharded_by_hand(rank: int, world_size: int, early: bool) -> None:
+@pytest.mark.parametrize("early", [True, False], ids=["optimizer-first", "sharded-first"])
+@on_ranks(2)
+def test_a_model_that_is_sharded_by_hand(rank: int, world_size: int, early: bool) -> None:
     """A model that user code shards: what is reduced in fp32 stays so, and micro-batches are added in fp32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -340,12 +328,8 @@ def check_sharded_by_hand(rank: int, world_size: int, early: bool) -> None:
         assert torch.equal(found, expected), (reduce_dtype, found, expected)
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["optimizer-first", "sharded-first"])
-def test_a_model_that_is_sharded_by_hand(pool: Pool, early: bool) -> None:
-    pool.run(check_sharded_by_hand, 2, early=early)
-
-
-def check_sums_of_fsdp2(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sums_that_fsdp2_has_rounded(rank: int, world_size: int) -> None:
     """An optimizer that knows only the parameters cannot have FSDP2 add in fp32, and refuses 16-bit sums."""
     from torch.distributed.fsdp import fully_shard
 
@@ -371,10 +355,6 @@ def check_sums_of_fsdp2(rank: int, world_size: int) -> None:
         assert optimizer.step()
     first = optimizer.param_groups[0]["params"][0]
     assert torch.equal(full(optimizer.state[first]["master"]).cpu(), torch.full((5, 3), -3.0))
-
-
-def test_sums_that_fsdp2_has_rounded(pool: Pool) -> None:
-    pool.run(check_sums_of_fsdp2, 2)
 
 
 class Single(nn.Module):
@@ -467,7 +447,11 @@ def test_gradients_that_were_not_reduced_are_refused(pool: Pool, sharding: dict[
     pool.run(check_unreduced, 4 if "mesh" in sharding else 2, sharding=wrapped, parameters=parameters)
 
 
-def check_last_was_not_reduced(rank: int, world_size: int, sharding: dict[str, Any], dtype: str) -> None:
+@every_value(dtype=["bfloat16", "float32"], sharding=[FSDP2, DDP])
+@on_ranks(2)
+def test_a_last_micro_batch_that_was_not_reduced(
+    rank: int, world_size: int, sharding: dict[str, Any], dtype: str
+) -> None:
     """A step after micro-batches of which the last was not reduced would leave it out, or let ranks drift apart."""
     strategy = load(sharding, precision={"parameters": dtype})
     model = strategy.prepare_model(TinyTransformer())
@@ -487,12 +471,8 @@ def check_last_was_not_reduced(rank: int, world_size: int, sharding: dict[str, A
     assert sharding["kind"] == "fsdp2" or same_on_all_ranks(model)
 
 
-@every_value(dtype=["bfloat16", "float32"], sharding=[FSDP2, DDP])
-def test_a_last_micro_batch_that_was_not_reduced(pool: Pool, sharding: dict[str, Any], dtype: str) -> None:
-    pool.run(check_last_was_not_reduced, 2, sharding=sharding, dtype=dtype)
-
-
-def check_ddp_unused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ddp_with_unused_parameters(rank: int, world_size: int) -> None:
     """A parameter used on one rank only, one used in early micro-batches only, and one used nowhere."""
 
     class Branches(nn.Module):
@@ -527,10 +507,6 @@ def check_ddp_unused(rank: int, world_size: int) -> None:
         assert torch.allclose(master[name], torch.full((3,), expected, device=strategy.device)), (name, master[name])
 
 
-def test_ddp_with_unused_parameters(pool: Pool) -> None:
-    pool.run(check_ddp_unused, 2)
-
-
 def check_dropped_accumulation(rank: int, world_size: int, sharding: dict[str, Any], precision: Any) -> None:
     """``zero_grad`` forgets all micro-batches, whether the last of them was reduced or not."""
     strategy = load(sharding, precision=precision)
@@ -562,7 +538,8 @@ def test_an_accumulation_can_be_dropped(pool: Pool, sharding: dict[str, Any], pr
 # -- optimizers and replicas that were made in another order, or elsewhere
 
 
-def check_swapped_by_hand(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_swapped_after_building(rank: int, world_size: int) -> None:
     """An optimizer built before sharding, given the sharded parameters afterwards, as accelerate does."""
     from torch.distributed.fsdp import fully_shard
 
@@ -587,7 +564,9 @@ def check_swapped_by_hand(rank: int, world_size: int) -> None:
     same_weights(*runs)
 
 
-def check_swapped_parameters(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
+@on_ranks(2)
+def test_16_bit_parameters_swapped_after_building(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """16-bit weights: gradients are not rounded when the optimizer was built first, or for another model."""
 
     def run(order: str) -> dict[str, Tensor]:
@@ -610,16 +589,8 @@ def check_swapped_parameters(rank: int, world_size: int, sharding: dict[str, Any
     same_weights(run("another model's optimizer"), expected)
 
 
-def test_parameters_swapped_after_building(pool: Pool) -> None:
-    pool.run(check_swapped_by_hand, 2)
-
-
-@pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
-def test_16_bit_parameters_swapped_after_building(pool: Pool, sharding: dict[str, Any]) -> None:
-    pool.run(check_swapped_parameters, 2, sharding=sharding)
-
-
-def check_replica_is_found(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_replica_is_found(rank: int, world_size: int) -> None:
     """The optimizer may be built from DDP's module, from the module in it, or before DDP was there."""
 
     def run(order: str, backend: str) -> dict[str, Tensor]:
@@ -644,11 +615,8 @@ def check_replica_is_found(rank: int, world_size: int) -> None:
         same_weights(run(order, backend), expected)
 
 
-def test_the_replica_is_found(pool: Pool) -> None:
-    pool.run(check_replica_is_found, 2)
-
-
-def check_unknown_replica(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_replica_that_is_not_known(rank: int, world_size: int) -> None:
     """DDP by hand: micro-batches that it did not reduce are refused, and what it does reduce is right."""
     device = device_of(rank, world_size)
 
@@ -689,10 +657,6 @@ def check_unknown_replica(rank: int, world_size: int) -> None:
             assert same_on_all_ranks(model), (by_strategy, reduce)
 
 
-def test_a_replica_that_is_not_known(pool: Pool) -> None:
-    pool.run(check_unknown_replica, 2)
-
-
 class WithExpert(Slope):
     """With a second weight that is another one on each rank."""
 
@@ -705,7 +669,9 @@ class WithExpert(Slope):
         return super().forward(slope) + (self.experts[0] * slope[:2, :2].to(self.weight.dtype)).sum()
 
 
-def check_expert_beside_replica(rank: int, world_size: int, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+@on_ranks(2)
+def test_an_expert_beside_the_replica(rank: int, world_size: int, backend: str) -> None:
     """Experts that DDP is told to ignore keep their own weights and gradients, and count in the norm one by one."""
     for sharding in (FSDP2, DDP):
         with pytest.raises(ConfigError, match=r"experts.0 says that it differs across ranks"):
@@ -726,15 +692,11 @@ def check_expert_beside_replica(rank: int, world_size: int, backend: str) -> Non
     assert torch.equal(model.experts[0].float().cpu(), torch.full((2, 2), rank - 2.0 * (rank + 1)))
 
 
-@pytest.mark.parametrize("backend", ["resident", "stream"])
-def test_an_expert_beside_the_replica(pool: Pool, backend: str) -> None:
-    pool.run(check_expert_beside_replica, 2, backend=backend)
-
-
 # -- gradients that are refused
 
 
-def check_never_reduced(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_that_were_never_reduced(rank: int, world_size: int) -> None:
     """Steps whose gradients DDP never saw are refused; extra gradients after its reduction are added."""
     strategy = load(DDP)
     for micro_batches, by_inner in ((1, False), (3, False), (1, True), (2, True)):
@@ -755,11 +717,9 @@ def check_never_reduced(rank: int, world_size: int) -> None:
     assert same_on_all_ranks(model)
 
 
-def test_gradients_that_were_never_reduced(pool: Pool) -> None:
-    pool.run(check_never_reduced, 2)
-
-
-def check_unscaled_backward(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+@on_ranks(2)
+def test_a_backward_that_was_not_scaled_is_refused(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     strategy = load(
         sharding, precision={"parameters": "float16", "loss_scale": {"kind": "dynamic", "init_scale": 256.0}}
     )
@@ -774,8 +734,3 @@ def check_unscaled_backward(rank: int, world_size: int, sharding: dict[str, Any]
     same_weights(weights_of(strategy, model), before)
     optimizer.zero_grad()
     train(strategy, model, optimizer)
-
-
-@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
-def test_a_backward_that_was_not_scaled_is_refused(pool: Pool, sharding: dict[str, Any]) -> None:
-    pool.run(check_unscaled_backward, 2, sharding=sharding)

@@ -18,13 +18,15 @@ from lightstep.config import ConfigError
 from lightstep.distributed import local_tensor
 from tests.covering import every_value
 from tests.distributed.models import Slope, TinyTransformer, loss_of, tiny_llama
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.sharding_runs import DDP, FSDP2, HSDP, load, same_weights, train, weights_of
 
 # -- weights
 
 
-def check_first_rank_wins(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_weights_of_the_first_rank(rank: int, world_size: int) -> None:
     """Ranks that built different weights, or none, train rank 0's."""
     torch.manual_seed(0)
     expected = {name: p.detach().bfloat16() for name, p in TinyTransformer().named_parameters()}
@@ -48,11 +50,9 @@ def check_first_rank_wins(rank: int, world_size: int) -> None:
         load(FSDP2).prepare_model(model)
 
 
-def test_weights_of_the_first_rank(pool: Pool) -> None:
-    pool.run(check_first_rank_wins, 4)
-
-
-def check_meta(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
+@on_ranks(4)
+def test_meta_device(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     torch.manual_seed(rank)
     strategy = load(sharding)
     with torch.device("meta"):
@@ -71,20 +71,12 @@ def check_meta(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     assert all(train(strategy, prepared, strategy.create_optimizer(prepared)))
 
 
-@pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
-def test_meta_device(pool: Pool, sharding: dict[str, Any]) -> None:
-    pool.run(check_meta, 4, sharding=sharding)
-
-
-def check_factory(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_factory(rank: int, world_size: int) -> None:
     strategy = load(FSDP2)
     model = strategy.prepare_model(TinyTransformer)
     assert isinstance(model, TinyTransformer)
     assert isinstance(model, FSDPModule)
-
-
-def test_factory(pool: Pool) -> None:
-    pool.run(check_factory, 2)
 
 
 def llama_step(strategy: lightstep.Strategy, model: nn.Module, optimizer: Any) -> Any:
@@ -135,7 +127,8 @@ def test_wrong_folder(pool: Pool, tmp_path: Path) -> None:
     pool.run(check_wrong_folder, 2, folder=str(tmp_path))
 
 
-def check_compute_dtype(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_fp32_shards_that_compute_in_bf16(rank: int, world_size: int) -> None:
     """fp32 shards that compute in bf16: fp32 gradients, no masters, the weights of a plain FSDP2 run."""
     strategy = load({**FSDP2, "compute": "bfloat16"}, precision={"parameters": "float32"}, clipping={"max_norm": None})
     torch.manual_seed(0)
@@ -166,10 +159,6 @@ def check_compute_dtype(rank: int, world_size: int) -> None:
     same_weights(weights_of(strategy, model), weights_of(strategy, plain))
 
 
-def test_fp32_shards_that_compute_in_bf16(pool: Pool) -> None:
-    pool.run(check_compute_dtype, 2)
-
-
 # -- units and meshes
 
 
@@ -181,7 +170,8 @@ class Named(TinyTransformer):
     _no_split_modules = ("LayerNorm",)
 
 
-def check_units(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_units(rank: int, world_size: int) -> None:
     blocks = [f"blocks.{i}" for i in range(3)]
     assert units_of(load(FSDP2).prepare_model(TinyTransformer())) == ["", *blocks]
     assert units_of(load(FSDP2).prepare_model(Named())) == ["", *(f"{block}.norm" for block in blocks)]
@@ -199,11 +189,8 @@ def check_units(rank: int, world_size: int) -> None:
         load({**FSDP2, "wrap": ["embed"]}).prepare_model(TinyTransformer(tied=True))
 
 
-def test_units(pool: Pool) -> None:
-    pool.run(check_units, 2)
-
-
-def check_meshes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_meshes(rank: int, world_size: int) -> None:
     sizes = {
         (1, "auto"): (4,),
         (2, "auto"): (2, 2),
@@ -231,14 +218,12 @@ def check_meshes(rank: int, world_size: int) -> None:
     assert all(train(halves, model, halves.create_optimizer(model)))
 
 
-def test_meshes(pool: Pool) -> None:
-    pool.run(check_meshes, 4)
-
-
 # -- models that were compiled, sharded or run before
 
 
-def check_compiled(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sharding", [FSDP2, {"kind": "ddp", "find_unused_parameters": True}], ids=["fsdp2", "ddp"])
+@on_ranks(2)
+def test_compiled_before_and_after(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """``model.compile()`` and ``torch.compile(model)``, before and after; the backend runs the graph as it is."""
 
     def run(before: Callable[[nn.Module], nn.Module], after: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
@@ -265,12 +250,13 @@ def check_compiled(rank: int, world_size: int, sharding: dict[str, Any]) -> None
         same_weights(run(before, after), expected)
 
 
-@pytest.mark.parametrize("sharding", [FSDP2, {"kind": "ddp", "find_unused_parameters": True}], ids=["fsdp2", "ddp"])
-def test_compiled_before_and_after(pool: Pool, sharding: dict[str, Any]) -> None:
-    pool.run(check_compiled, 2, sharding=sharding)
-
-
-def check_compiled_with_deferred_updates(rank: int, world_size: int, sharding: dict[str, Any], update: str) -> None:
+@pytest.mark.parametrize(
+    ("sharding", "update"),
+    [(FSDP2, "in_backward"), (DDP, "next_forward")],
+    ids=["fsdp2 in backward", "ddp"],
+)
+@on_ranks(2)
+def test_compiled_with_deferred_updates(rank: int, world_size: int, sharding: dict[str, Any], update: str) -> None:
     """Forwards that were compiled before there was an optimizer wait for its updates too."""
 
     def run(compiled: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
@@ -298,15 +284,6 @@ def check_compiled_with_deferred_updates(rank: int, world_size: int, sharding: d
     same_weights(run(blocks), expected)
 
 
-@pytest.mark.parametrize(
-    ("sharding", "update"),
-    [(FSDP2, "in_backward"), (DDP, "next_forward")],
-    ids=["fsdp2 in backward", "ddp"],
-)
-def test_compiled_with_deferred_updates(pool: Pool, sharding: dict[str, Any], update: str) -> None:
-    pool.run(check_compiled_with_deferred_updates, 2, sharding=sharding, update=update)
-
-
 def tensor_parallel(model: nn.Module, world_size: int, device: torch.device) -> None:
     """``nn.Sequential(LayerNorm, Linear, Tanh, Linear)`` over all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -321,7 +298,9 @@ def tensor_parallel(model: nn.Module, world_size: int, device: torch.device) -> 
     parallelize_module(model, init_device_mesh(device.type, (world_size,), mesh_dim_names=("tp",)), plan)
 
 
-def check_tensor_parallel(rank: int, world_size: int, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_ranks(2)
+def test_tensor_parallel(rank: int, world_size: int, dtype: str) -> None:
     """Plain modules whose parameters ``parallelize_module`` made DTensors: the unsharded model's norm and training."""
     sections = {"precision": {"parameters": dtype}, "clipping": {"max_norm": 0.1}}
     strategy = load({"kind": "single"}, **sections)
@@ -360,12 +339,8 @@ def check_tensor_parallel(rank: int, world_size: int, dtype: str) -> None:
         assert torch.allclose(value, models[1][name], atol=1e-5 if precise else 1e-2), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tensor_parallel(pool: Pool, dtype: str) -> None:
-    pool.run(check_tensor_parallel, 2, dtype=dtype)
-
-
-def check_evaluated_first(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_evaluated_before_the_optimizer_is_built(rank: int, world_size: int) -> None:
     """An evaluation leaves the root gathered: what is built after it trains the shards all the same."""
 
     def run(precision: dict[str, Any], when: str) -> dict[str, Tensor]:
@@ -400,11 +375,8 @@ def check_evaluated_first(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
-def test_evaluated_before_the_optimizer_is_built(pool: Pool) -> None:
-    pool.run(check_evaluated_first, 2)
-
-
-def check_refused_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_models_that_cannot_be_prepared(rank: int, world_size: int) -> None:
     device = device_of(rank, world_size)
     for sharding, again in ((FSDP2, "is sharded already"), (DDP, "is a DistributedDataParallel in this")):
         strategy = load(sharding)
@@ -424,7 +396,3 @@ def check_refused_models(rank: int, world_size: int) -> None:
     model = static.prepare_model(Slope())
     with pytest.raises(ConfigError, match=r"last=False\) with sharding.static_graph true"):
         static.accumulate(model, last=False)
-
-
-def test_models_that_cannot_be_prepared(pool: Pool) -> None:
-    pool.run(check_refused_models, 2)
