@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from tests.distributed.ranks import Pool
 
 
-def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_ranks(
+    world_size: int, cases: Sequence[dict[str, Any]] = ({},), **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a function a test that runs it on so many ranks of the pool: ``function(rank, world_size, **arguments)``.
 
     Its arguments behind ``world_size`` are those of the test: parameters, and fixtures whose values can be pickled.
 
     Args:
+        cases: other arguments, of calls that follow each other in one process group.
         options: of :meth:`Pool.run`.
     """
 
-    def mark(check: Callable[..., Any]) -> Callable[..., None]:
+    def mark(function: Callable[..., Any]) -> Callable[..., None]:
+        def check(rank: int, world_size: int, **arguments: Any) -> None:
+            for case in cases:
+                torch.manual_seed(0)
+                try:
+                    function(rank, world_size, **arguments, **case)
+                except BaseException as error:
+                    error.add_note(f"in the case {case}")
+                    raise
+
         def test(pool: Pool, **arguments: Any) -> None:
             pool.run(check, world_size, **options, **arguments)
 
         pool, *_ = inspect.signature(test).parameters.values()
-        own = list(inspect.signature(check).parameters.values())[2:]
-        test.__signature__ = inspect.Signature([pool, *own])  # type: ignore[attr-defined]
-        test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
-        check.__qualname__ += ".check"  # where the ranks find it
+        own = list(inspect.signature(function).parameters.values())[2:]
+        given = [parameter for parameter in own if parameter.name not in cases[0]]
+        test.__signature__ = inspect.Signature([pool, *given])  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
+        check.__module__, check.__qualname__ = function.__module__, f"{function.__qualname__}.check"
         test.check = check  # type: ignore[attr-defined]
         return test
 

@@ -16,9 +16,7 @@ from torch.testing import assert_close
 
 from lightstep import ConfigError
 from lightstep.distributed import local_tensor
-from tests.covering import every_value
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, HSDP, full, load
 
 WIDTH = 6
@@ -89,7 +87,10 @@ def run(strategy: Any, make: Any, rank: int, steps: int = 4) -> tuple[nn.Module,
     return strategy.unwrap_model(model), losses
 
 
-def check_kept(rank: int, world_size: int, sharding: dict[str, Any], backend: str, folder: str) -> None:
+@on_ranks(4, cases=[{"sharding": FSDP2, "backend": "resident"}, {"sharding": HSDP, "backend": "stream"}])
+def test_kept_parameters_are_sharded_and_gathered_in_fp32(
+    rank: int, world_size: int, sharding: dict[str, Any], backend: str, tmp_path: Path
+) -> None:
     """The same losses and weights as under DDP, whose parameters are whole; and the same after a checkpoint."""
     sections = {**NO_CLIPPING, "optimizer_state": {"backend": backend}}
     expected, losses = run(load(DDP, **sections), Routed, rank)
@@ -101,17 +102,10 @@ def check_kept(rank: int, world_size: int, sharding: dict[str, Any], backend: st
         assert tensor.dtype == other.dtype == (torch.float32 if kept else torch.bfloat16), name
         assert_close(full(tensor), other, rtol=1e-5, atol=1e-6)  # fused AdamW's last bit depends on a shard's length
     assert model.scale.dtype == torch.bfloat16
-    strategy.export_model(f"{folder}/export", model)
-    again = strategy.prepare_model(Routed, weights=f"{folder}/export")
+    strategy.export_model(tmp_path / backend, model)
+    again = strategy.prepare_model(Routed, weights=tmp_path / backend)
     for tensor, other in zip(strategy.unwrap_model(again).parameters(), model.parameters(), strict=True):
         assert tensor.dtype == other.dtype and torch.equal(local_tensor(tensor), local_tensor(other))
-
-
-@every_value(backend=["resident", "stream"], sharding=[FSDP2, HSDP])
-def test_kept_parameters_are_sharded_and_gathered_in_fp32(
-    pool: Pool, sharding: dict[str, Any], backend: str, tmp_path: Path
-) -> None:
-    pool.run(check_kept, 4 if sharding is HSDP else 2, sharding=sharding, backend=backend, folder=str(tmp_path))
 
 
 @on_ranks(2)
@@ -198,8 +192,7 @@ class Packed(nn.Module):
         return self.head(x.to(self.head.weight.dtype)).float()
 
 
-@pytest.mark.parametrize("sharding", [DDP, FSDP2], ids=["ddp", "fsdp2"])
-@on_ranks(2)
+@on_ranks(2, cases=[{"sharding": DDP}, {"sharding": FSDP2}])
 def test_packed_storage_is_sent_and_sharded_as_it_is(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     numbers = [torch.bfloat16, torch.float16] + [torch.float8_e4m3fn] * (
         sharding["kind"] == "fsdp2"

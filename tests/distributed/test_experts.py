@@ -125,7 +125,7 @@ def check_textbook(rank: int, world_size: int, limit: str, by_strategy: bool) ->
     values = {"clipping": {"max_norm": LIMITS[limit]}, "optimizer_state": {"backend": "resident"}}
     run = Run(rank, world_size, values, by_strategy)
     loop = run.reference(LIMITS[limit])
-    for _ in range(6):
+    for _ in range(5):
         run.step(micros=2, loop=loop)
         run.optimizer.synchronize()
         for (name, parameter), expected in zip(run.model.named_parameters(), run.replica.parameters(), strict=True):
@@ -154,7 +154,7 @@ def expected(
     run = Run(
         rank, world_size, settings("resident", "in_backward" if in_backward else "at_step", limit, None), by_strategy
     )
-    return [run.step(micros) for _ in range(6)], run.snapshot()
+    return [run.step(micros) for _ in range(5)], run.snapshot()
 
 
 def check_same_bits(
@@ -177,7 +177,7 @@ def check_same_bits(
 TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
 
 
-@every_pair(home=HOMES, time=TIMES, limit=LIMITS, mib=[None, 0.001, 64.0], by_strategy=[False, True])
+@every_pair(home=["resident", "stream"], time=TIMES, limit=LIMITS, mib=[None, 0.001, 64.0], by_strategy=[False, True])
 def test_the_same_bits(pool: Pool, home: str, time: str, limit: str, mib: float | None, by_strategy: bool) -> None:
     """All weights of a model that rests on the host are sharded by the strategy."""
     pool.run(check_same_bits, 2, home=home, time=time, limit=limit, by_strategy=by_strategy or mib is not None, mib=mib)
@@ -188,9 +188,7 @@ def test_four_ranks(pool: Pool, home: str, time: str, limit: str, by_strategy: b
     pool.run(check_same_bits, 4, home=home, time=time, limit=limit, by_strategy=by_strategy or mib is not None, mib=mib)
 
 
-@pytest.mark.parametrize("mib", [0.001, 64.0])
-@pytest.mark.parametrize("home", ["resident", "stream"])
-@on_ranks(2)
+@on_ranks(2, cases=[{"home": "resident", "mib": 64.0}, {"home": "stream", "mib": 0.001}])
 def test_gradients_of_earlier_micro_batches_count(rank: int, world_size: int, home: str, mib: float) -> None:
     """The last micro-batch leaves out a block, whose gradients are those of the first."""
 
@@ -216,7 +214,8 @@ def test_gradients_of_earlier_micro_batches_count(rank: int, world_size: int, ho
     assert [key for key, value in found[0].items() if not torch.equal(value, found[1][key])] == []
 
 
-def check_divided_experts(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_benchs_experts_are_transformers_own(rank: int, world_size: int) -> None:
     shape = MoeShape.nearest(200_000)
     mesh = init_device_mesh("cpu", (world_size,))
     torch.manual_seed(0)
@@ -247,13 +246,7 @@ def check_divided_experts(rank: int, world_size: int) -> None:
         torch.testing.assert_close(part.grad, parameter.grad.chunk(world_size)[rank])
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_the_benchs_experts_are_transformers_own(pool: Pool, ranks: int) -> None:
-    pool.run(check_divided_experts, ranks)
-
-
-@pytest.mark.parametrize("marked", [True, False])
-@on_ranks(2)
+@on_ranks(2, cases=[{"marked": True}, {"marked": False}])
 def test_experts_on_a_slice_are_marked_or_compared(rank: int, world_size: int, marked: bool) -> None:
     """Experts on a slice of a mesh differ if they are marked; otherwise they count as copies, and are compared."""
     norms, losses = [], []

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightstep.state.host_activations import HostActivations
+from tests.covering import every_value
 from tests.distributed.ranks import Pool
 from tests.distributed.test_exactness import CASES, OWN_BUCKETS, DistributedPair
 from tests.unit.test_next_forward import host_activations_of
@@ -30,7 +31,6 @@ def check_exact(rank: int, world_size: int, case: str, sharding: dict[str, Any])
         assert keeper.sent >= 4 * 2 * 3 and keeper.brought > 0
 
 
-@pytest.mark.parametrize("case", ["bf16-shards", "fp16-shards-streamed"])
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@every_value(sharding=SHARDINGS, case=["bf16-shards", "fp16-shards-streamed"])
 def test_the_same_bits(pool: Pool, sharding: str, case: str) -> None:
     pool.run(check_exact, 2, case=case, sharding=SHARDINGS[sharding])

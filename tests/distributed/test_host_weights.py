@@ -29,6 +29,7 @@ from tests.patience import PATIENCE
 from tests.unit.test_homes_and_times import HOMES, LIMITS
 from tests.unit.test_stream import random_delays, random_sleeps
 
+FSDP2 = {"kind": "fsdp2"}
 SHARDED = ["fsdp2", "fsdp2-kept-gathered", "fsdp2-checkpointed", "fsdp2-named-units"]
 
 
@@ -95,14 +96,14 @@ def check_same_bits(
     time = values["optimizer_state"]["update"]
     plain = {"backend": "resident", "update": time if time == "in_backward" else "at_step"}
     expected = Run(rank, world_size, {**values, "optimizer_state": plain}, None, make=make)
-    wanted = [[expected.step() for _ in range(3)], expected.evaluate(), expected.step(), expected.snapshot()]
+    wanted = [[expected.step() for _ in range(2)], expected.evaluate(), expected.step(), expected.snapshot()]
     tested = Run(rank, world_size, values, mib, gib, make=make)
     if prefetch:
         prefetch_forward(tested.inner)
     losses = [tested.step()]
     seed = zlib.crc32(f"{values} {mib}".encode()) + rank
     tested.delay(seed)
-    losses += [tested.step() for _ in range(2)]
+    losses += [tested.step()]
     found = [losses, tested.evaluate(), tested.step(), tested.snapshot()]
     assert found[:3] == wanted[:3], f"seed {seed}: {found[:3]}, expected {wanted[:3]}"
     different = [key for key, value in wanted[3].items() if not torch.equal(found[3][key], value)]
@@ -131,26 +132,26 @@ def test_the_same_bits(
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_other_numbers_of_ranks(pool: Pool, ranks: int) -> None:
     """On one rank FSDP2 gathers nothing, and reads shards elsewhere; on three they are uneven."""
-    pool.run(
-        check_same_bits, ranks, values=settings({"kind": "fsdp2"}, "stream", "overlap", "clipped", "bf16"), mib=0.02
-    )
+    pool.run(check_same_bits, ranks, values=settings(FSDP2, "stream", "overlap", "clipped", "bf16"), mib=0.02)
 
 
-@pytest.mark.parametrize("time", ["next_forward", "overlap"])
-def test_shards_that_are_cast_when_gathered(pool: Pool, time: str) -> None:
-    sharding = {"kind": "fsdp2", "compute": "bfloat16"}
-    pool.run(check_same_bits, 2, values=settings(sharding, "stream", time, "clipped", "fp32"), mib=0.001)
+CAST = {**FSDP2, "compute": "bfloat16"}
 
 
-@pytest.mark.parametrize("time", ["next_forward", "overlap"])
-def test_a_forward_that_leaves_out_a_block(pool: Pool, time: str) -> None:
-    values = settings({"kind": "fsdp2"}, "stream", time, "clipped", "bf16")
-    pool.run(check_same_bits, 2, values=values, mib=0.001, make=Skipping)
-
-
-def test_gathering_ahead(pool: Pool) -> None:
-    values = settings({"kind": "fsdp2"}, "stream", "next_forward", "clipped", "bf16")
-    pool.run(check_same_bits, 2, values=values, mib=0.001, prefetch=True)
+@on_ranks(
+    2,
+    cases=[
+        {"values": settings(CAST, "stream", "next_forward", "clipped", "fp32")},
+        {"values": settings(CAST, "stream", "overlap", "clipped", "fp32")},
+        {"values": settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), "make": Skipping},
+        {"values": settings(FSDP2, "stream", "overlap", "clipped", "bf16"), "make": Skipping},
+        {"values": settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), "prefetch": True},
+    ],
+)
+def test_shards_that_are_cast_left_out_or_gathered_ahead(
+    rank: int, world_size: int, values: dict[str, Any], **more: Any
+) -> None:
+    check_same_bits(rank, world_size, values, 0.001, **more)
 
 
 # ---- other classes
@@ -165,54 +166,53 @@ class Matrices(TinyTransformer):
         return groups
 
 
-@pytest.mark.parametrize("home", ["resident", "stream"])
-@pytest.mark.parametrize("time", ["at_step", "next_forward", "overlap"])
 @on_ranks(2)
-def test_muon_on_shards(rank: int, world_size: int, time: str, home: str) -> None:
-    runs = []
-    for mib, state in ((None, {"backend": "resident"}), (0.001, {**HOMES[home], "update": time})):
-        values = {"sharding": {"kind": "fsdp2"}, "precision": PRECISIONS["bf16"], "clipping": {"max_norm": 0.3}}
+def test_muon_on_shards(rank: int, world_size: int) -> None:
+    values = {"sharding": FSDP2, "precision": PRECISIONS["bf16"], "clipping": {"max_norm": 0.3}}
+
+    def content(mib: float | None, state: dict[str, Any]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
         run = Run(rank, world_size, {**values, "optimizer_state": state}, mib, make=Matrices)
         losses = [run.step()]
         if mib is not None:
             run.delay(rank)
-        runs.append(([*losses, *(run.step() for _ in range(3))], run.snapshot()))
+        losses += [run.step() for _ in range(3)]
+        snapshot = run.snapshot()
         run.optimizer.close()
-    (losses, wanted), (found_losses, found) = runs
-    assert found_losses == losses
-    assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == []
+        return losses, snapshot
+
+    losses, wanted = content(None, {"backend": "resident"})
+    for home, time in (("stream", "at_step"), ("resident", "next_forward"), ("stream", "overlap")):
+        found_losses, found = content(0.001, {**HOMES[home], "update": time})
+        assert found_losses == losses, (home, time)
+        assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == [], (home, time)
 
 
 # ---- checkpoints, and what users do between steps
 
 
-def check_saved_and_resumed(rank: int, world_size: int, folder: Path, time: str) -> None:
+@on_ranks(2)
+def test_a_run_that_changes_its_placement(rank: int, world_size: int, tmp_path: Path) -> None:
     """A run changes its placement, and its home, at each resume."""
-    on_device = settings({"kind": "fsdp2"}, "resident", "at_step", "clipped", "bf16")
-    on_host = settings({"kind": "fsdp2"}, "stream", time, "clipped", "bf16")
+    on_device = settings(FSDP2, "resident", "at_step", "clipped", "bf16")
+    next_forward, overlap = (settings(FSDP2, "stream", time, "clipped", "bf16") for time in ("next_forward", "overlap"))
     expected = Run(rank, world_size, on_device, None)
     losses = [expected.step() for _ in range(6)]
     found: list[list[float]] = []
-    for part, (values, mib) in enumerate([(on_host, 0.001), (on_device, None), (on_host, 64.0)]):
+    for part, (values, mib) in enumerate([(next_forward, 0.001), (on_device, None), (overlap, 64.0)]):
         run = Run(rank, world_size, values, mib)
         if part:
-            run.strategy.load_checkpoint(folder / str(part - 1), run.model, run.optimizer)
+            run.strategy.load_checkpoint(tmp_path / str(part - 1), run.model, run.optimizer)
         run.steps = 2 * part
         found += [run.step()]
-        saved = run.strategy.save_checkpoint(folder / f"early{part}", run.model, run.optimizer, asynchronous=True)
+        saved = run.strategy.save_checkpoint(tmp_path / f"early{part}", run.model, run.optimizer, asynchronous=True)
         found += [run.step()]
         saved.result(PATIENCE)
-        run.strategy.save_checkpoint(folder / str(part), run.model, run.optimizer)
+        run.strategy.save_checkpoint(tmp_path / str(part), run.model, run.optimizer)
         snapshot = run.snapshot()
         run.optimizer.close()
     assert found == losses
     wanted = expected.snapshot()
     assert [key for key in wanted if not torch.equal(wanted[key], snapshot[key])] == []
-
-
-@pytest.mark.parametrize("time", ["next_forward", "overlap"])
-def test_a_run_that_changes_its_placement(pool: Pool, tmp_path: Path, time: str) -> None:
-    pool.run(check_saved_and_resumed, 2, folder=tmp_path, time=time)
 
 
 def read_weights(run: Run) -> None:
@@ -320,7 +320,7 @@ ACTIONS = [
 @on_ranks(2)
 def test_what_users_do_between_steps(rank: int, world_size: int) -> None:
     """One run does all of it, one after the other, each while updates are pending."""
-    values = settings({"kind": "fsdp2"}, "stream", "at_step", "clipped", "bf16")
+    values = settings(FSDP2, "stream", "at_step", "clipped", "bf16")
 
     def content(time: str, mib: float | None) -> Iterator[tuple[str, Any]]:
         home = "resident" if mib is None else "stream"
@@ -336,7 +336,7 @@ def test_what_users_do_between_steps(rank: int, world_size: int) -> None:
         run.optimizer.close()
 
     expected = list(content("at_step", None))
-    for time, mib in (("next_forward", 0.001), ("overlap", 0.001), ("overlap", 64.0)):
+    for time, mib in (("next_forward", 64.0), ("overlap", 0.001)):
         for (name, wanted), (_, found) in zip(expected, content(time, mib), strict=True):
             same = torch.equal(wanted, found) if isinstance(wanted, torch.Tensor) else wanted == found
             assert same, (name, time, mib)
@@ -347,7 +347,7 @@ def test_what_is_written_to_data_between_two_evaluations_counts(rank: int, world
     """Nobody counts such a write, and no read through the model says that there may be one."""
     losses = []
     for time, mib in (("at_step", None), ("at_step", 64.0), ("next_forward", 64.0)):
-        run = Run(rank, world_size, settings({"kind": "fsdp2"}, "resident", time, "clipped", "bf16"), mib)
+        run = Run(rank, world_size, settings(FSDP2, "resident", time, "clipped", "bf16"), mib)
         weight = run.inner.blocks[1].up.weight  # FSDP2 keeps those of the root gathered
         run.step()
         run.step()  # the first one defers nothing
@@ -361,7 +361,7 @@ def test_what_is_written_to_data_between_two_evaluations_counts(rank: int, world
 
 @on_ranks(2)
 def test_parameters_that_were_replaced_are_refused(rank: int, world_size: int) -> None:
-    run = Run(rank, world_size, settings({"kind": "fsdp2"}, "stream", "next_forward", "clipped", "bf16"), 0.02)
+    run = Run(rank, world_size, settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), 0.02)
     run.step()
     run.inner.load_state_dict({name: value.clone() for name, value in run.inner.state_dict().items()}, assign=True)
     with pytest.raises(RuntimeError, match=r"is another parameter than the one that rests.*load without assign=True"):
@@ -371,12 +371,10 @@ def test_parameters_that_were_replaced_are_refused(rank: int, world_size: int) -
 # ---- errors
 
 
-@pytest.mark.parametrize("mib", [None, 0.001])
-@pytest.mark.parametrize("time", ["next_forward", "overlap"])
-@on_ranks(2)
+@on_ranks(2, cases=[{"time": "next_forward", "mib": None}, {"time": "overlap", "mib": 0.001}])
 def test_a_run_goes_on_after_an_interrupt(rank: int, world_size: int, mib: float | None, time: str) -> None:
     """A forward or backward that is interrupted is as if it had not been."""
-    values = settings({"kind": "fsdp2"}, "stream", time, "clipped", "bf16")
+    values = settings(FSDP2, "stream", time, "clipped", "bf16")
     expected = Run(rank, world_size, values, mib)
     losses = [expected.step() for _ in range(6)]
 
@@ -409,11 +407,13 @@ def test_a_run_goes_on_after_an_interrupt(rank: int, world_size: int, mib: float
             run.step()
 
 
-def check_failures(rank: int, world_size: int, time: str, folder: Path) -> None:
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch has it from 2.13 on")
+@on_ranks(2, cases=[{"time": "at_step", "first": 1}, {"time": "next_forward", "first": 3}])
+def test_a_run_goes_on_after_a_failure(rank: int, world_size: int, time: str, first: int, tmp_path: Path) -> None:
     """No room for the same weights on all ranks: the run goes on from a checkpoint, in the same process."""
-    run = Run(rank, world_size, settings({"kind": "fsdp2"}, "stream", time, "clipped", "bf16"), 0.02)
+    run = Run(rank, world_size, settings(FSDP2, "stream", time, "clipped", "bf16"), 0.02)
     run.step()
-    run.strategy.save_checkpoint(folder / "c", run.model, run.optimizer)
+    run.strategy.save_checkpoint(tmp_path / time, run.model, run.optimizer)
     start, bring, left = run.steps, Field.bring, 0
     wanted = [run.step() for _ in range(3)]
 
@@ -425,8 +425,8 @@ def check_failures(rank: int, world_size: int, time: str, folder: Path) -> None:
         bring(field)
 
     messages = []
-    for count in range(1, 8, 2):
-        run.strategy.load_checkpoint(folder / "c", run.model, run.optimizer)
+    for count in range(first, 8, 4):
+        run.strategy.load_checkpoint(tmp_path / time, run.model, run.optimizer)
         run.steps, left = start, count
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Field, "bring", failing)
@@ -435,24 +435,17 @@ def check_failures(rank: int, world_size: int, time: str, folder: Path) -> None:
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 messages.append(str(error))
         run.optimizer.zero_grad()
-        run.strategy.load_checkpoint(folder / "c", run.model, run.optimizer)
+        run.strategy.load_checkpoint(tmp_path / time, run.model, run.optimizer)
         run.steps = start
         assert [run.step() for _ in range(3)] == wanted, (count, messages[-1])
     assert messages
     assert all(re.search("no room for the .*weights.device_mib", text) for text in messages)
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch has it from 2.13 on")
-@pytest.mark.parametrize("time", ["at_step", "next_forward"])
-def test_a_run_goes_on_after_a_failure(pool: Pool, tmp_path: Path, time: str) -> None:
-    pool.run(check_failures, 2, time=time, folder=tmp_path)
-
-
-@pytest.mark.parametrize("mib", [None, 0.001])
-@on_ranks(2)
+@on_ranks(2, cases=[{"mib": None}, {"mib": 0.001}])
 def test_a_forward_after_the_step_has_its_weights(rank: int, world_size: int, mib: float | None) -> None:
     """It leaves weights gathered, which are from before the step."""
-    run = Run(rank, world_size, settings({"kind": "fsdp2"}, "stream", "next_forward", "clipped", "bf16"), mib)
+    run = Run(rank, world_size, settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), mib)
     run.step()
     run.optimizer.backward(loss_of(run.model, 5, 0, run.rank, run.device))
     before = run.evaluate()
@@ -464,7 +457,7 @@ def test_a_forward_after_the_step_has_its_weights(rank: int, world_size: int, mi
 
 @on_ranks(2)
 def test_a_model_that_is_given_up_leaves_no_memory(rank: int, world_size: int) -> None:
-    run = Run(rank, world_size, settings({"kind": "fsdp2"}, "stream", "overlap", "clipped", "bf16"), 0.02)
+    run = Run(rank, world_size, settings(FSDP2, "stream", "overlap", "clipped", "bf16"), 0.02)
     for _ in range(3):
         run.step()
     weights, model = weakref.ref(run.optimizer.engine._host_weights), weakref.ref(run.inner)

@@ -17,6 +17,7 @@ from lightstep import Strategy
 from lightstep.distributed import is_sharded, local_tensor, ranks_on_this_host
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError, HostSlab
+from tests.covering import every_value
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool, device_of
@@ -209,20 +210,19 @@ def check_initialised(rank: int, world_size: int, name: str, sharding: dict[str,
 UNITS = {"wrap": ["Block", "embed", "head"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "sharding", "at_a_time"),
-    [
-        ("tiny", {}, 1),
-        ("tiny", UNITS, 1),
-        ("awkward", UNITS, 2),  # one operation has weights of two groups
-        ("tied", {}, 1),
-        ("llama", {}, 1),
-        ("llama", {"activation_checkpointing": True}, 1),
-        ("gpt2", {}, 1),
+@on_ranks(
+    2,
+    cases=[
+        {"name": "tiny", "sharding": {}, "at_a_time": 1},
+        {"name": "tiny", "sharding": UNITS, "at_a_time": 1},
+        {"name": "awkward", "sharding": UNITS, "at_a_time": 2},  # one operation has weights of two groups
+        {"name": "tied", "sharding": {}, "at_a_time": 1},
+        {"name": "llama", "sharding": {"activation_checkpointing": True}, "at_a_time": 1},
+        {"name": "gpt2", "sharding": {}, "at_a_time": 1},
     ],
 )
-def test_initial_weights(pool: Pool, name: str, sharding: dict[str, Any], at_a_time: int) -> None:
-    pool.run(check_initialised, 2, name=name, sharding=sharding, at_a_time=at_a_time)
+def test_initial_weights(rank: int, world_size: int, name: str, sharding: dict[str, Any], at_a_time: int) -> None:
+    check_initialised(rank, world_size, name, sharding, at_a_time)
 
 
 def test_uneven_and_empty_shards(pool: Pool) -> None:
@@ -242,8 +242,7 @@ def check_loaded(rank: int, world_size: int, folder: Path, name: str) -> None:
     check_peak(model, watch, 1)
 
 
-@pytest.mark.parametrize(("reduce", "widths"), [("float32", 2 + 4), ("parameters", 2 + 2)])
-@on_ranks(2)
+@on_ranks(2, cases=[{"reduce": "float32", "widths": 2 + 4}, {"reduce": "parameters", "widths": 2 + 2}])
 def test_gradients_are_counted_as_they_are_reduced(rank: int, world_size: int, reduce: str, widths: int) -> None:
     strategy = Strategy.load(
         {"sharding": {"kind": "fsdp2"}, "precision": {"reduce": reduce}, "weights": {"placement": "host"}}
@@ -257,8 +256,7 @@ def test_gradients_are_counted_as_they_are_reduced(rank: int, world_size: int, r
                 strategy.prepare_model(on_meta(tiny_llama))
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "tiny"])
+@every_value(name=["llama", "gpt2", "tiny"], stored=[torch.float32, torch.bfloat16])
 def test_a_folder_is_loaded_into_the_slabs(pool: Pool, name: str, stored: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(3)
     model: Any = MODELS[name]().to(stored)

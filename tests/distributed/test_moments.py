@@ -121,53 +121,32 @@ def check_layout(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout", "state", "rounding_seed"),
+    ("world_size", "layout", "update", "given"),
     [
-        (1, "fsdp2", STREAM, 2),
-        (2, "fsdp2", {}, 0),
-        (2, "fsdp2", {}, 2),
-        (3, "fsdp2", STREAM, 0),
-        (3, "fsdp2", {**STREAM, "update": "next_forward"}, 2),
-        (2, "ddp", STREAM, 2),
-        (4, "hsdp", STREAM, 1),
+        (2, "fsdp2", None, {"rounding_seed": 0}),
+        (3, "fsdp2", "next_forward", {}),
+        (2, "ddp", "at_step", {}),
+        (4, "hsdp", "at_step", {"rounding_seed": 1}),
+        (3, "fsdp2", "at_step", {"moments": "int8"}),
+        (4, "hsdp", "next_forward", {"moments": "int8"}),
+        (2, "fsdp2", None, {"moments": "int8", "master_weights": "stochastic"}),
+        (3, "fsdp2", "next_forward", {"master_weights": "stochastic"}),
+        (2, "ddp", "at_step", {"moments": "int8", "master_weights": "stochastic"}),
+        (4, "hsdp", "at_step", {"master_weights": "stochastic"}),
     ],
 )
-def test_the_noise_does_not_depend_on_the_division(
-    pool: Pool, world_size: int, layout: str, state: dict[str, Any], rounding_seed: int
+def test_codes_and_noise_do_not_depend_on_the_division(
+    pool: Pool, world_size: int, layout: str, update: str | None, given: dict[str, Any]
 ) -> None:
-    pool.run(check_layout, world_size, sharding=LAYOUTS[layout], state=state, rounding_seed=rounding_seed)
+    """``update``: of a streamed state; ``None``: a resident one."""
+    state = {} if update is None else {**STREAM, "update": update}
+    pool.run(check_layout, world_size, sharding=LAYOUTS[layout], state=state, **given)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout", "state"),
-    [(1, "fsdp2", {}), (2, "fsdp2", STREAM), (3, "fsdp2", {**STREAM, "update": "next_forward"}), (4, "hsdp", STREAM)],
-)
-def test_codes_do_not_depend_on_the_division(pool: Pool, world_size: int, layout: str, state: dict[str, Any]) -> None:
-    pool.run(check_layout, world_size, sharding=LAYOUTS[layout], state=state, moments="int8")
-
-
-@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
-@pytest.mark.parametrize(
-    ("world_size", "layout", "state"),
-    [
-        (1, "fsdp2", STREAM),
-        (2, "fsdp2", {}),
-        (3, "fsdp2", {**STREAM, "update": "next_forward"}),
-        (2, "ddp", STREAM),
-        (4, "hsdp", STREAM),
-    ],
-)
-def test_rounded_weights_do_not_depend_on_the_division(
-    pool: Pool, world_size: int, layout: str, state: dict[str, Any], moments: str
-) -> None:
-    sharding = LAYOUTS[layout]
-    pool.run(check_layout, world_size, sharding=sharding, state=state, moments=moments, master_weights="stochastic")
-
-
-@pytest.mark.parametrize("state", [{}, {**STREAM, "ring_mib": 0.2}])
-def test_rounded_weights_of_a_class_that_needs_whole_tensors(pool: Pool, state: dict[str, Any]) -> None:
+@on_ranks(2, cases=[{"state": {}}, {"state": {**STREAM, "ring_mib": 0.2}}])
+def test_rounded_weights_of_a_class_that_needs_whole_tensors(rank: int, world_size: int, state: dict[str, Any]) -> None:
     given = {"moments": "float32", "master_weights": "stochastic", "settings": {"lr": 1e-2}}
-    pool.run(check_layout, 2, sharding=LAYOUTS["fsdp2"], state=state, optimizer_class=torch.optim.Adafactor, **given)
+    check_layout(rank, world_size, LAYOUTS["fsdp2"], state, optimizer_class=torch.optim.Adafactor, **given)
 
 
 @on_ranks(2)

@@ -24,7 +24,6 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, full, load, same_on_all_ranks, same_weights, train, weights_of
 
-KINDS = pytest.mark.parametrize("sharding", [DDP, FSDP2], ids=["ddp", "fsdp2"])
 STATES = {"at_step": {"backend": "stream"}, "next_forward": {"backend": "stream", "update": "next_forward"}}
 
 
@@ -50,8 +49,7 @@ def evaluated(model: nn.Module) -> dict[str, Tensor]:
     return {"loss": loss}
 
 
-@KINDS
-@on_ranks(2)
+@on_ranks(2, cases=[{"sharding": DDP}, {"sharding": FSDP2}])
 def test_reads_while_updates_are_deferred(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Units are updated only when somebody waits for them: who does not wait reads old weights."""
     at_once, ahead = queue.SUBMIT_IN_STEP, queue.SUBMIT_AHEAD
@@ -85,7 +83,17 @@ def test_reads_while_updates_are_deferred(rank: int, world_size: int, sharding: 
         queue.SUBMIT_IN_STEP, queue.SUBMIT_AHEAD = at_once, ahead
 
 
-def check_in_place(rank: int, world_size: int, sharding: dict[str, Any], state: str, parameters: str) -> None:
+@on_ranks(
+    2,
+    cases=[
+        {"sharding": DDP, "state": "at_step", "parameters": "bfloat16"},
+        {"sharding": DDP, "state": "next_forward", "parameters": "float32"},
+        {"sharding": FSDP2, "state": "at_step", "parameters": "bfloat16"},
+    ],
+)
+def test_the_return_value_may_be_dropped(
+    rank: int, world_size: int, sharding: dict[str, Any], state: str, parameters: str
+) -> None:
     """A loop that drops what ``prepare_model`` returns trains as one that keeps it, and as one that goes past it."""
     runs = []
     past = parameters == "float32"  # with 16-bit parameters the step refuses that
@@ -116,16 +124,6 @@ def check_in_place(rank: int, world_size: int, sharding: dict[str, Any], state: 
         same_weights(run, runs[0])
 
 
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
-@pytest.mark.parametrize("state", STATES)
-def test_the_return_value_may_be_dropped(pool: Pool, state: str, parameters: str) -> None:
-    pool.run(check_in_place, 2, sharding=DDP, state=state, parameters=parameters)
-
-
-def test_fsdp2_shards_in_place(pool: Pool) -> None:
-    pool.run(check_in_place, 2, sharding=FSDP2, state="at_step", parameters="bfloat16")
-
-
 @on_ranks(2)
 def test_a_model_that_was_never_prepared_is_refused(rank: int, world_size: int) -> None:
     for name in ("ddp", "ddp-stream", "fsdp2", "fsdp2-stream", "fsdp2-fp32", "fsdp2-in-backward", "hsdp"):
@@ -144,8 +142,7 @@ def record_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
 
 
-@KINDS
-@on_ranks(2)
+@on_ranks(2, cases=[{"sharding": DDP}, {"sharding": FSDP2}])
 def test_masters_start_from_what_rank_0_was_given(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Rank 0's fp32 values, this rank's shards of them, whatever the others were built with."""
     torch.manual_seed(0)
@@ -177,8 +174,21 @@ class Heads(nn.Module):
         return self.heads[head](torch.tanh(self.trunk(inputs)))
 
 
-def check_zeroed(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any]) -> None:
+@on_ranks(
+    2,
+    cases=[
+        {"sharding": DDP, "update": "at_step"},
+        {"sharding": FSDP2, "update": "next_forward"},
+        {"sharding": DDP, "update": "in_backward"},
+        {"sharding": FSDP2, "update": "overlap"},
+    ],
+    cpu=True,
+)
+def test_gradients_that_are_set_to_zero_are_gradients(
+    rank: int, world_size: int, sharding: dict[str, Any], update: str
+) -> None:
     """The weights of a plain loop with torch's DDP or FSDP2, after ``zero_grad(set_to_none=False)`` in every step."""
+    state = {"backend": "stream", "update": update}
     plain: nn.Module = Heads()
     strategy = load(sharding, precision={"parameters": "float32"}, clipping={"max_norm": None}, optimizer_state=state)
     model = strategy.prepare_model(Heads())
@@ -200,12 +210,6 @@ def check_zeroed(rank: int, world_size: int, sharding: dict[str, Any], state: di
     same_weights(weights_of(strategy, model), expected)
 
 
-@KINDS
-@pytest.mark.parametrize("update", ["at_step", "next_forward", "in_backward", "overlap"])
-def test_gradients_that_are_set_to_zero_are_gradients(pool: Pool, sharding: dict[str, Any], update: str) -> None:
-    pool.run(check_zeroed, 2, cpu=True, sharding=sharding, state={"backend": "stream", "update": update})
-
-
 def change_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
     """Every rank does this: reading the state of a parameter may be a collective."""
     optimizer.state.pop(parameters[0])
@@ -216,7 +220,11 @@ def change_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
         entries["exp_avg_sq"] = entries["exp_avg_sq"] * 2
 
 
-def check_state_writes(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any]) -> None:
+@on_ranks(2, cases=[{"sharding": DDP, "update": "at_step"}, {"sharding": FSDP2, "update": "overlap"}], cpu=True)
+def test_writes_into_what_was_read_change_the_state(
+    rank: int, world_size: int, sharding: dict[str, Any], update: str
+) -> None:
+    state = {"backend": "stream", "update": update}
     torch.manual_seed(0)
     plain: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
     given = copy.deepcopy(plain)
@@ -236,12 +244,6 @@ def check_state_writes(rank: int, world_size: int, sharding: dict[str, Any], sta
             one.step()
     optimizer.synchronize()
     same_weights(weights_of(strategy, model), {name: full(p) for name, p in plain.named_parameters()})
-
-
-@KINDS
-@pytest.mark.parametrize("update", ["at_step", "overlap"])
-def test_writes_into_what_was_read_change_the_state(pool: Pool, sharding: dict[str, Any], update: str) -> None:
-    pool.run(check_state_writes, 2, cpu=True, sharding=sharding, state={"backend": "stream", "update": update})
 
 
 def check_written_shards(rank: int, world_size: int) -> None:

@@ -157,11 +157,21 @@ def _local(tree: Any) -> Any:
 # -- the same bits
 
 
-def check_equal(rank: int, world_size: int, sharding: dict[str, Any], precision: str, state: dict[str, Any]) -> None:
-    overflows = (0, 4) if precision == "fp16" else (4,)
+@on_ranks(
+    4,
+    cases=[
+        {"sharding": DDP, "precision": "bf16", "state": CUT},
+        {"sharding": DDP, "precision": "fp32", "state": STREAM},
+        {"sharding": HSDP, "precision": "fp16", "state": CUT},
+    ],
+)
+def test_equal_to_resident(
+    rank: int, world_size: int, sharding: dict[str, Any], precision: str, state: dict[str, Any]
+) -> None:
+    overflows = (0, 3) if precision == "fp16" else (3,)
     tested, expected = Run(sharding, state, precision), Run(sharding, RESIDENT, precision)
     assert tested.backend._share is not None
-    for step in range(7):
+    for step in range(5):
         results = [run.step(overflow=step in overflows) for run in (tested, expected)]
         assert bool(results[0]) is bool(results[1]) is (step not in overflows)
         assert torch.equal(results[0].grad_norm.nan_to_num(), results[1].grad_norm.nan_to_num())
@@ -185,18 +195,8 @@ def _delay_lanes(lanes: Any, seed: int) -> None:
     lanes.delay = delay
 
 
-@pytest.mark.parametrize(
-    ("sharding", "state", "world_size", "precision"),
-    [(DDP, CUT, 2, "bf16"), (DDP, STREAM, 4, "fp32"), (HSDP, CUT, 4, "fp16")],
-    ids=["ddp-2-bf16", "ddp-4-fp32", "hsdp-4-fp16"],
-)
-def test_equal_to_resident(
-    pool: Pool, sharding: dict[str, Any], state: dict[str, Any], world_size: int, precision: str
-) -> None:
-    pool.run(check_equal, world_size, sharding=sharding, precision=precision, state=state)
-
-
-def check_edits(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@on_ranks(2, cases=[{"sharding": DDP}])
+def test_weights_edited_by_the_user(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Weights that the user writes on all replicas, through torch and behind its back; weights of one replica only."""
     tested, expected = Run(sharding, CUT), Run(sharding, RESIDENT)
     for run in (tested, expected):
@@ -221,16 +221,13 @@ def check_edits(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
         assert all(torch.equal(values[0], value) for value in values), "replicas differ"
 
 
-def test_weights_edited_by_the_user(pool: Pool) -> None:
-    pool.run(check_edits, 2, sharding=DDP)
-
-
 def _without_blocks(model: Any) -> list[dict[str, Any]]:
     inside = {id(parameter) for parameter in model.blocks.parameters()}
     return [{"params": [parameter for parameter in model.parameters() if id(parameter) not in inside]}]
 
 
-def check_new_group(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@on_ranks(4, cases=[{"sharding": HSDP}])
+def test_parameters_that_join(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Parameters that join; those that were there stay with their owners."""
     tested, expected = (Run(sharding, state, groups=_without_blocks) for state in (CUT, RESIDENT))
     owned: list[Managed] = []
@@ -244,10 +241,6 @@ def check_new_group(rank: int, world_size: int, sharding: dict[str, Any]) -> Non
         run.train(3)
     assert set(owned) < set(tested.owned())
     same_runs("joined", tested, expected)
-
-
-def test_parameters_that_join(pool: Pool) -> None:
-    pool.run(check_new_group, 4, sharding=HSDP)
 
 
 class OneWeight(nn.Module):
@@ -322,7 +315,8 @@ def test_a_replica_without_parameters(
 # -- the share
 
 
-def check_share(rank: int, world_size: int, sharding: dict[str, Any], replicas: int) -> None:
+@on_ranks(4, cases=[{"sharding": DDP, "replicas": 4}, {"sharding": HSDP, "replicas": 2}])
+def test_each_replica_has_its_share(rank: int, world_size: int, sharding: dict[str, Any], replicas: int) -> None:
     """Host bytes, and bytes fetched per step; the sum over the replicas is what one process would have."""
     run = Run(sharding, STREAM, make_model=lambda: TinyTransformer(width=64))
     run.train(2)
@@ -367,12 +361,8 @@ def replaced(owner: type, name: str, function: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-@pytest.mark.parametrize(("sharding", "world_size", "replicas"), [(DDP, 2, 2), (HSDP, 4, 2)], ids=["ddp-2", "hsdp-4"])
-def test_each_replica_has_its_share(pool: Pool, sharding: dict[str, Any], world_size: int, replicas: int) -> None:
-    pool.run(check_share, world_size, sharding=sharding, replicas=replicas)
-
-
-def check_sent(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@on_ranks(4, cases=[{"sharding": DDP}, {"sharding": HSDP}])
+def test_what_is_sent(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """One broadcast per weight that has elements, also where nothing was updated."""
     run = Run(sharding, STREAM)
     run.train(2)
@@ -388,11 +378,6 @@ def check_sent(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
         with collectives() as counted:
             run.optimizer.step()
         assert counted == {"allreduce_": reductions, "broadcast_": len(weights)}, counted
-
-
-@pytest.mark.parametrize(("sharding", "world_size"), [(DDP, 2), (HSDP, 4)], ids=["ddp", "hsdp"])
-def test_what_is_sent(pool: Pool, sharding: dict[str, Any], world_size: int) -> None:
-    pool.run(check_sent, world_size, sharding=sharding)
 
 
 def items_of(sizes: list[int]) -> list[Managed]:
@@ -433,7 +418,8 @@ def test_others_weights_wait_for_all_that_is_sent_before() -> None:
 # -- state seen from outside
 
 
-def check_state_dict(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@on_ranks(4, cases=[{"sharding": HSDP}])
+def test_state_dict_is_complete(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Complete on every rank; every rank loads all of it and keeps its share."""
     tested, expected = Run(sharding, CUT), Run(sharding, RESIDENT)
     for run in (tested, expected):
@@ -453,10 +439,6 @@ def check_state_dict(rank: int, world_size: int, sharding: dict[str, Any]) -> No
 
     parameter = next(p for p in tested.inner.parameters() if p in tested.optimizer.state)
     assert bool(tested.optimizer.kept_state(parameter)) is tested.optimizer.keeps_state(parameter)
-
-
-def test_state_dict_is_complete(pool: Pool) -> None:
-    pool.run(check_state_dict, 4, sharding=HSDP)
 
 
 @on_ranks(2)
@@ -480,7 +462,8 @@ class AllTrained(TinyTransformer):
         self.dead.requires_grad_(False)
 
 
-def check_torch_interface(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@on_ranks(2, cases=[{"sharding": DDP}])
+def test_state_dict_of_torch_distributed_checkpoint(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     tested, expected = (Run(sharding, state, make_model=AllTrained) for state in (CUT, RESIDENT))
     for run in (tested, expected):
         run.train(2)
@@ -494,10 +477,6 @@ def check_torch_interface(rank: int, world_size: int, sharding: dict[str, Any]) 
     for run in (loaded, expected):
         run.train(2)
     same_runs("continued", loaded, expected)
-
-
-def test_state_dict_of_torch_distributed_checkpoint(pool: Pool) -> None:
-    pool.run(check_torch_interface, 2, sharding=DDP)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {

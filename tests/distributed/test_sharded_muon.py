@@ -200,25 +200,25 @@ def _seeded() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("state", "world_size"),
+    ("world_size", "state", "sharding", "groups"),
     [
-        *(("stream, overlap", 1), ("bulk", 2), ("stream, short moments", 3), ("resident", 4)),
+        (1, STATES["stream, overlap"], {}, groups_of),
+        (2, STATES["bulk"], {}, groups_of),
+        (3, STATES["stream, short moments"], {}, groups_of),
+        (4, STATES["resident"], {}, groups_of),
+        (4, STATES["stream, overlap"], {"mesh": {"replicate": 2, "shard": 2}}, groups_of),
+        (3, {**STATES["stream, next forward"], "ring_mib": 0.006}, {}, few_matrices),
+        (3, STATES["stream, overlap"], {}, other_settings),
     ],
 )
-def test_the_bits_of_whole_matrices(pool: Pool, state: str, world_size: int) -> None:
-    pool.run(check_exact, world_size, sharding={}, state=STATES[state])
+def test_the_bits_of_whole_matrices(
+    pool: Pool, world_size: int, state: dict[str, Any], sharding: dict[str, Any], groups: Any
+) -> None:
+    pool.run(check_exact, world_size, sharding=sharding, state=state, groups=groups)
 
 
-def test_other_units_between_them(pool: Pool) -> None:
-    state = {**STATES["stream, next forward"], "ring_mib": 0.006}
-    pool.run(check_exact, 3, sharding={}, state=state, groups=few_matrices)
-
-
-def test_layers_that_are_clipped_by_themselves(pool: Pool) -> None:
-    pool.run(check_layers, 2)
-
-
-def check_layers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_layers_that_are_clipped_by_themselves(rank: int, world_size: int) -> None:
     """Each layer's momentum has its own factor; later units' communication starts with the factors of their layers."""
     runs = {"streamed": "stream, next forward", "resident": "resident", "whole": "resident"}
     first, last = {}, {}
@@ -237,16 +237,6 @@ def check_layers(rank: int, world_size: int) -> None:
     assert [name for name, value in last["resident"].items() if not torch.equal(last["streamed"][name], value)] == []
 
 
-@pytest.mark.parametrize(("state", "world_size"), [("stream, overlap", 3)])
-def test_settings_other_than_torchs(pool: Pool, state: str, world_size: int) -> None:
-    pool.run(check_exact, world_size, sharding={}, state=STATES[state], groups=other_settings)
-
-
-def test_with_copies_of_the_shards(pool: Pool) -> None:
-    sharding = {"mesh": {"replicate": 2, "shard": 2}}
-    pool.run(check_exact, 4, sharding=sharding, state=STATES["stream, overlap"])
-
-
 def two_dimensions(model: nn.Module) -> list[dict[str, Any]]:
     muon, adamw = groups_of(model)
     return [
@@ -255,7 +245,8 @@ def two_dimensions(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def check_replicated(rank: int, world_size: int, state: dict[str, Any]) -> None:
+@on_ranks(2, cases=[{"state": STATES["stream, overlap"]}, {"state": STATES["resident"]}])
+def test_replicas_of_whole_matrices(rank: int, world_size: int, state: dict[str, Any]) -> None:
     """Every rank has whole matrices: DDP's replicas beside torch's two optimizers on every rank."""
     replica: Any = representable(_seeded()).to(device_of(rank, world_size), torch.bfloat16)
     strategy, model, optimizer = made({"kind": "ddp", "find_unused_parameters": True}, state, two_dimensions)
@@ -267,46 +258,6 @@ def check_replicated(rank: int, world_size: int, state: dict[str, Any]) -> None:
     train(strategy, model, optimizer, rank, range(2, 4), loop)
     assert_same(strategy.unwrap_model(model), optimizer, loop)
     optimizer.close()
-
-
-@pytest.mark.parametrize(("state", "world_size"), [("stream, overlap", 1), ("resident", 2)])
-def test_replicas_of_whole_matrices(pool: Pool, state: str, world_size: int) -> None:
-    pool.run(check_replicated, world_size, state=STATES[state])
-
-
-def check_tensor_parallel(rank: int, world_size: int, state: dict[str, Any]) -> None:
-    """FSDP2 over tensor parallelism, whose first matrix is divided twice by rows, and the second by both dimensions."""
-    device = device_of(rank, world_size)
-    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 10, bias=False), nn.Linear(10, 7, bias=False), nn.Linear(7, 5)).to(device)
-    expected = [torch.nn.Parameter(p.detach().bfloat16().float()) for p in model.parameters() if p.dim() == 2]
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(model.bfloat16(), mesh=mesh["dp"])
-    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
-    rules = [Rule(torch.optim.Muon, dims=2, **MUON), Rule(torch.optim.AdamW, dims=1, **ADAMW)]
-    optimizer, plain = strategy.create_optimizer(model, rules=rules), torch.optim.Muon(expected, **MUON)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    for step in range(3):
-        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
-        optimizer.accumulating = False  # the last backward of the step: units are tried in it
-        optimizer.backward(model(inputs).float().square().mean())
-        assert bool(optimizer.engine.queue.early._has_shared) == (step > 0)
-        for whole_one, parameter in zip(expected, matrices, strict=True):
-            whole_one.grad = parameter.grad.full_tensor().float()
-        assert optimizer.step()
-        plain.step()
-    optimizer.synchronize()
-    for whole_one, parameter in zip(expected, matrices, strict=True):
-        assert torch.equal(parameter.full_tensor(), whole_one.bfloat16())
-        entries = optimizer.state[parameter]
-        assert torch.equal(whole(entries["master"]), whole_one.detach().cpu())
-        assert torch.equal(whole(entries["momentum_buffer"]), plain.state[whole_one]["momentum_buffer"].cpu())
-    optimizer.close()
-
-
-def test_under_tensor_parallelism(pool: Pool) -> None:
-    pool.run(check_tensor_parallel, 4, state=STATES["stream, overlap"])
 
 
 class Lamb(torch.optim.Optimizer):
@@ -375,40 +326,41 @@ def test_other_classes_see_whole_tensors(pool: Pool, name: str, world_size: int,
     pool.run(check_gathered, world_size, optimizer_class=optimizer_class, settings=settings, state=STATES[state])
 
 
-def check_gathered_blocks(rank: int, world_size: int, state: dict[str, Any]) -> None:
-    """FSDP2 over tensor parallelism: uneven rows of rows, blocks by both dimensions, a bias that is divided twice."""
-    device = device_of(rank, world_size)
+@on_ranks(4, cases=[{"name": "muon"}, {"name": "adafactor"}])
+def test_under_tensor_parallelism(rank: int, world_size: int, name: str) -> None:
+    """FSDP2 over tensor parallelism, whose first matrix and bias are divided twice by rows, and the second by both
+    dimensions."""
+    device, is_muon = device_of(rank, world_size), name == "muon"
     mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7, bias=False), nn.Linear(7, 5)).to(device)
-    expected = [nn.Parameter(p.detach().bfloat16().float()) for p in model.parameters()]
+    wanted = [nn.Parameter(p.detach().bfloat16().float()) for p in model.parameters() if not is_muon or p.dim() == 2]
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model.bfloat16(), mesh=mesh["dp"])
-    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
-    optimizer_class, settings = CLASSES["adafactor"]
-    optimizer, plain = (
-        strategy.create_optimizer(model, optimizer_class, **settings),
-        optimizer_class(expected, **settings),
-    )
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": STATES["stream, overlap"]})
+    optimizer_class, settings = (torch.optim.Muon, MUON) if is_muon else CLASSES[name]
+    rules = [Rule(torch.optim.Muon, dims=2, **MUON), Rule(torch.optim.AdamW, dims=1, **ADAMW)]
+    rules = rules if is_muon else [Rule(optimizer_class, **settings)]
+    optimizer, plain = strategy.create_optimizer(model, rules=rules), optimizer_class(wanted, **settings)
+    tested = [p for p in model.parameters() if not is_muon or p.dim() == 2]
     for step in range(3):
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
+        optimizer.accumulating = False  # the last backward of the step: units are tried in it
         optimizer.backward(model(inputs).float().square().mean())
-        for whole_one, parameter in zip(expected, model.parameters(), strict=True):
+        assert bool(optimizer.engine.queue.early._has_shared) == (is_muon and step > 0)
+        for whole_one, parameter in zip(wanted, tested, strict=True):
             whole_one.grad = parameter.grad.full_tensor().float()
         assert optimizer.step()
         plain.step()
     optimizer.synchronize()
-    for whole_one, parameter in zip(expected, model.parameters(), strict=True):
+    for whole_one, parameter in zip(wanted, tested, strict=True):
         assert torch.equal(parameter.full_tensor(), whole_one.bfloat16())
         entries = dict(optimizer.state[parameter])
         assert torch.equal(whole(entries.pop("master")), whole_one.detach().cpu())
+        theirs = plain.state[whole_one]
+        assert entries.keys() == theirs.keys()
         for key, value in entries.items():
-            assert torch.equal(whole(torch.as_tensor(value)), torch.as_tensor(plain.state[whole_one][key]).cpu()), key
+            assert torch.equal(whole(torch.as_tensor(value)), torch.as_tensor(theirs[key]).cpu()), key
     optimizer.close()
-
-
-def test_other_classes_under_tensor_parallelism(pool: Pool) -> None:
-    pool.run(check_gathered_blocks, 4, state=STATES["stream, overlap"])
 
 
 def adafactors(model: nn.Module) -> list[dict[str, Any]]:
@@ -490,7 +442,36 @@ class DoubleLamb(Lamb):
             self.state[parameter]["double"] = torch.zeros_like(parameter, dtype=torch.float64)
 
 
-def check_refusal(rank: int, world_size: int, optimizer_class: Any, state: dict[str, Any], message: str) -> None:
+@on_ranks(
+    2,
+    cases=[
+        {
+            "optimizer_class": torch.optim.Muon,
+            "update": "in_backward",
+            "message": "in_backward cannot do: set at_step",
+        },
+        {
+            "optimizer_class": CountingLamb,
+            "update": "at_step",
+            "message": "CountingLamb counts in its groups .* only the rank",
+        },
+        {
+            "optimizer_class": OddLamb,
+            "update": "at_step",
+            "message": r"keeps 'odd' of 0.weight, which is sharded, in shape \(3, 6\), "
+            "which is also the shape of a rank's part",
+        },
+        {
+            "optimizer_class": DoubleLamb,
+            "update": "at_step",
+            "message": "keeps 'double' of 0.weight, which is sharded, in torch.float64",
+        },
+    ],
+)
+def test_what_does_not_go_on_shards(
+    rank: int, world_size: int, optimizer_class: Any, update: str, message: str
+) -> None:
+    state = {"backend": "resident", "update": update}
     strategy = lightstep.Strategy.load(
         {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": None}, "optimizer_state": state}
     )
@@ -506,26 +487,7 @@ def check_refusal(rank: int, world_size: int, optimizer_class: Any, state: dict[
         first_step()
 
 
-@pytest.mark.parametrize(
-    ("optimizer_class", "update", "message"),
-    [
-        (torch.optim.Muon, "in_backward", "in_backward cannot do: set at_step"),
-        (CountingLamb, "at_step", "CountingLamb counts in its groups .* only the rank"),
-        (
-            OddLamb,
-            "at_step",
-            r"keeps 'odd' of 0.weight, which is sharded, in shape \(3, 6\), which is also the shape of a rank's part",
-        ),
-        (DoubleLamb, "at_step", "keeps 'double' of 0.weight, which is sharded, in torch.float64"),
-    ],
-)
-def test_what_does_not_go_on_shards(pool: Pool, optimizer_class: Any, update: str, message: str) -> None:
-    state = {"backend": "resident", "update": update}
-    pool.run(check_refusal, 2, optimizer_class=optimizer_class, state=state, message=message)
-
-
-@pytest.mark.parametrize("optimizer_class", [torch.optim.Muon, Lamb])
-@on_ranks(2)
+@on_ranks(2, cases=[{"optimizer_class": torch.optim.Muon}, {"optimizer_class": Lamb}])
 def test_experts_that_are_cut_are_refused(rank: int, world_size: int, optimizer_class: Any) -> None:
     device = device_of(rank, world_size)
     model = nn.Module()

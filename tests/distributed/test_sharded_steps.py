@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 import lightstep
 from lightstep.config import ConfigError
 from lightstep.distributed import like, local_tensor
-from tests.covering import every_value
 from tests.distributed.collectives import collectives
 from tests.distributed.models import Slope, TinyTransformer, loss_of
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool, device_of
+from tests.distributed.ranks import device_of
 from tests.distributed.sharding_runs import (
     DDP,
     FSDP2,
@@ -39,7 +38,8 @@ REDUCTIONS = {"allreduce_", "_reduce_scatter_base_", "reduce_scatter_tensor_coal
 # -- gradients
 
 
-def check_never_rounded(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@on_ranks(4, cases=[{"sharding": sharding} for sharding in (FSDP2, HSDP, {"kind": "ddp"})])
+def test_gradients_are_never_rounded(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Ranks and micro-batches whose sum needs more than bf16's 8 bits."""
     for synced in ([False, False, True], [True, True], [True]):
         strategy = load(sharding, clipping={"max_norm": None})
@@ -58,15 +58,14 @@ def check_never_rounded(rank: int, world_size: int, sharding: dict[str, Any]) ->
         assert torch.equal(-found, expected), (synced, found, expected)
 
 
-@pytest.mark.parametrize("sharding", [FSDP2, HSDP, {"kind": "ddp"}], ids=["fsdp2", "hsdp", "ddp"])
-def test_gradients_are_never_rounded(pool: Pool, sharding: dict[str, Any]) -> None:
-    pool.run(check_never_rounded, 4 if sharding is HSDP else 2, sharding=sharding)
-
-
-@pytest.mark.parametrize(
-    ("sharding", "reductions", "norm"), [(FSDP2, 4, 2), (HSDP, 8, 2), (DDP, 1, 0)], ids=["fsdp2", "hsdp", "ddp"]
+@on_ranks(
+    4,
+    cases=[
+        {"sharding": FSDP2, "reductions": 4, "norm": 2},
+        {"sharding": HSDP, "reductions": 8, "norm": 2},
+        {"sharding": DDP, "reductions": 1, "norm": 0},
+    ],
 )
-@on_ranks(4)
 def test_what_is_sent(rank: int, world_size: int, sharding: dict[str, Any], reductions: int, norm: int) -> None:
     """No reduction before the last micro-batch; in ``step`` one all-reduce on the one mesh and one for the flag."""
     strategy = load(sharding)
@@ -86,24 +85,7 @@ def test_what_is_sent(rank: int, world_size: int, sharding: dict[str, Any], redu
     assert counted == Counter({"allreduce_": norm + 1}), counted
 
 
-@on_ranks(4)
-def test_norms_are_those_of_ddp(rank: int, world_size: int) -> None:
-    """FSDP2's and HSDP's norms are DDP's, over iterations that clip."""
-    for norm_type in (1.0, 2.0, "inf"):
-        norms = []
-        for sharding in (DDP, FSDP2, HSDP):
-            sections = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": 1.0, "norm_type": norm_type}}
-            strategy = load(sharding, **sections)
-            torch.manual_seed(0)
-            model = strategy.prepare_model(TinyTransformer())
-            optimizer = strategy.create_optimizer(model, lr=1e-2)
-            norms.append([float(r.grad_norm) for r in train(strategy, model, optimizer, steps=3, micro_batches=1)])
-        for other in norms[1:]:
-            assert other == pytest.approx(norms[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
-@on_ranks(4)
+@on_ranks(4, cases=[{"sharding": sharding} for sharding in (FSDP2, HSDP, DDP)])
 def test_overflow_on_one_rank_skips_on_all(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """An inf that only the last rank has, in its shard or in its copy."""
     strategy = load(sharding)
@@ -126,7 +108,8 @@ def test_overflow_on_one_rank_skips_on_all(rank: int, world_size: int, sharding:
         same_weights(before, weights_of(strategy, model))
 
 
-def check_deepcopy(rank: int, world_size: int, sharding: dict[str, Any], backend: str) -> None:
+@on_ranks(4, cases=[{"sharding": FSDP2, "backend": "bulk"}, {"sharding": HSDP, "backend": "stream"}])
+def test_a_deep_copy_goes_on_by_itself(rank: int, world_size: int, sharding: dict[str, Any], backend: str) -> None:
     strategy = load(sharding, optimizer_state={"backend": backend})
     model = strategy.prepare_model(TinyTransformer())
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
@@ -151,15 +134,6 @@ def check_deepcopy(rank: int, world_size: int, sharding: dict[str, Any], backend
         assert all(torch.equal(local_tensor(ours[key]), local_tensor(its[key])) for key in ours)
 
 
-@pytest.mark.parametrize(
-    ("sharding", "backend"),
-    [(FSDP2, "resident"), (FSDP2, "bulk"), (HSDP, "stream")],
-    ids=["fsdp2-resident", "fsdp2-bulk", "hsdp-stream"],
-)
-def test_a_deep_copy_goes_on_by_itself(pool: Pool, sharding: dict[str, Any], backend: str) -> None:
-    pool.run(check_deepcopy, 4 if sharding is HSDP else 2, sharding=sharding, backend=backend)
-
-
 class Routed(nn.Module):
     """Two of three weights take part in a forward, as with experts."""
 
@@ -182,8 +156,7 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer.backward", "loss.backward"])
-@on_ranks(2)
+@on_ranks(2, cases=[{"by_hand": False}, {"by_hand": True}])
 def test_weights_that_some_micro_batches_leave_out(rank: int, world_size: int, by_hand: bool) -> None:
     """Each weight moves by the fp32 sum of all micro-batches' averages; one without any gradient gets no state."""
     for route, micro_batches in ROUTES.items():
@@ -240,7 +213,15 @@ def test_sums_while_units_are_tried(rank: int, world_size: int) -> None:
             assert torch.equal(full(optimizer.state[parameter]["master"]).cpu(), expected)
 
 
-def check_gradients_in_place(rank: int, world_size: int, sharding: dict[str, Any], by_hand: bool) -> None:
+@on_ranks(
+    4,
+    cases=[
+        {"sharding": {**FSDP2, "wrap": ["Routed"]}, "by_hand": False},
+        {"sharding": {**HSDP, "wrap": ["Routed"]}, "by_hand": True},
+        {"sharding": DDP, "by_hand": False},
+    ],
+)
+def test_the_gradient_is_in_place(rank: int, world_size: int, sharding: dict[str, Any], by_hand: bool) -> None:
     """Between backward and step ``p.grad`` is the fp32 gradient over all ranks, and edits of it count."""
     strategy = load(sharding, clipping={"max_norm": None})
     model = strategy.prepare_model(RoutedTwice())
@@ -296,13 +277,7 @@ def check_gradients_in_place(rank: int, world_size: int, sharding: dict[str, Any
     check_step(dict.fromkeys(trained, backward(1)))
 
 
-@every_value(by_hand=[False, True], sharding=[{**FSDP2, "wrap": ["Routed"]}, {**HSDP, "wrap": ["Routed"]}, DDP])
-def test_the_gradient_is_in_place(pool: Pool, sharding: dict[str, Any], by_hand: bool) -> None:
-    pool.run(check_gradients_in_place, 4 if "mesh" in sharding else 2, sharding=sharding, by_hand=by_hand)
-
-
-@pytest.mark.parametrize("early", [True, False], ids=["optimizer-first", "sharded-first"])
-@on_ranks(2)
+@on_ranks(2, cases=[{"early": True}, {"early": False}])
 def test_a_model_that_is_sharded_by_hand(rank: int, world_size: int, early: bool) -> None:
     """A model that user code shards: what is reduced in fp32 stays so, and micro-batches are added in fp32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -377,7 +352,8 @@ class Penalized(nn.Module):
         return sum(block(values) for block in self.blocks)
 
 
-def check_penalties(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+@on_ranks(4, cases=[{"sharding": {**kind, "wrap": ["Single", "Slope"]}} for kind in (FSDP2, HSDP)])
+def test_a_penalty_on_the_shards(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """A loss of the shards themselves adds to the gradient in fp32: in the same backward or in one of its own."""
     strategy = load(sharding, clipping={"max_norm": None})
     for calls in (["both"], ["data", "penalty"], ["penalty", "data"], ["data", "both"], ["both", "penalty", "both"]):
@@ -400,13 +376,17 @@ def check_penalties(rank: int, world_size: int, sharding: dict[str, Any]) -> Non
             assert torch.equal(found, expected), (calls, found, expected)
 
 
-@pytest.mark.parametrize("sharding", [FSDP2, HSDP], ids=["fsdp2", "hsdp"])
-def test_a_penalty_on_the_shards(pool: Pool, sharding: dict[str, Any]) -> None:
-    wrapped = {**sharding, "wrap": ["Single", "Slope"]}
-    pool.run(check_penalties, 4 if "mesh" in sharding else 2, sharding=wrapped)
-
-
-def check_unreduced(rank: int, world_size: int, sharding: dict[str, Any], parameters: str) -> None:
+@on_ranks(
+    4,
+    cases=[
+        {"sharding": {**FSDP2, "wrap": ["Single", "Slope"]}, "parameters": "float32"},
+        {"sharding": {**HSDP, "wrap": ["Single", "Slope"]}, "parameters": "bfloat16"},
+        {"sharding": {"kind": "ddp"}, "parameters": "float32"},
+    ],
+)
+def test_gradients_that_were_not_reduced_are_refused(
+    rank: int, world_size: int, sharding: dict[str, Any], parameters: str
+) -> None:
     """Only a backward through the model's forward reduces what ``accumulate(last=False)`` has left."""
     strategy = load(sharding, clipping={"max_norm": None}, precision={"parameters": parameters})
     model = strategy.prepare_model(Penalized())
@@ -441,14 +421,7 @@ def check_unreduced(rank: int, world_size: int, sharding: dict[str, Any], parame
         assert torch.equal(full(master).cpu(), torch.full((5, 3), -4.0 * (1 + 1 + 1)))
 
 
-@every_value(parameters=["bfloat16", "float32"], sharding=[FSDP2, HSDP, {"kind": "ddp"}])
-def test_gradients_that_were_not_reduced_are_refused(pool: Pool, sharding: dict[str, Any], parameters: str) -> None:
-    wrapped = sharding if sharding["kind"] == "ddp" else {**sharding, "wrap": ["Single", "Slope"]}
-    pool.run(check_unreduced, 4 if "mesh" in sharding else 2, sharding=wrapped, parameters=parameters)
-
-
-@every_value(dtype=["bfloat16", "float32"], sharding=[FSDP2, DDP])
-@on_ranks(2)
+@on_ranks(2, cases=[{"sharding": FSDP2, "dtype": "bfloat16"}, {"sharding": DDP, "dtype": "float32"}])
 def test_a_last_micro_batch_that_was_not_reduced(
     rank: int, world_size: int, sharding: dict[str, Any], dtype: str
 ) -> None:
@@ -507,7 +480,15 @@ def test_ddp_with_unused_parameters(rank: int, world_size: int) -> None:
         assert torch.allclose(master[name], torch.full((3,), expected, device=strategy.device)), (name, master[name])
 
 
-def check_dropped_accumulation(rank: int, world_size: int, sharding: dict[str, Any], precision: Any) -> None:
+@on_ranks(
+    2,
+    cases=[
+        {"sharding": FSDP2, "precision": {"parameters": "bfloat16"}},
+        {"sharding": DDP, "precision": {"parameters": "float32"}},
+        {"sharding": FSDP2, "precision": {"parameters": "bfloat16", "reduce": "parameters"}},
+    ],
+)
+def test_an_accumulation_can_be_dropped(rank: int, world_size: int, sharding: dict[str, Any], precision: Any) -> None:
     """``zero_grad`` forgets all micro-batches, whether the last of them was reduced or not."""
     strategy = load(sharding, precision=precision)
     norms = []
@@ -523,54 +504,24 @@ def check_dropped_accumulation(rank: int, world_size: int, sharding: dict[str, A
     assert all(found == norms[0] for found in norms)
 
 
-PRECISIONS = {
-    "bf16": {"parameters": "bfloat16"},
-    "fp32": {"parameters": "float32"},
-    "bf16-reduced-in-bf16": {"parameters": "bfloat16", "reduce": "parameters"},
-}
-
-
-@every_value(precision=PRECISIONS, sharding=[FSDP2, DDP])
-def test_an_accumulation_can_be_dropped(pool: Pool, sharding: dict[str, Any], precision: str) -> None:
-    pool.run(check_dropped_accumulation, 2, sharding=sharding, precision=PRECISIONS[precision])
-
-
 # -- optimizers and replicas that were made in another order, or elsewhere
 
 
-@on_ranks(2)
-def test_parameters_swapped_after_building(rank: int, world_size: int) -> None:
-    """An optimizer built before sharding, given the sharded parameters afterwards, as accelerate does."""
-    from torch.distributed.fsdp import fully_shard
-
-    runs = []
-    for late in (False, True):
-        strategy = load(FSDP2, precision={"parameters": "float32"})
-        torch.manual_seed(0)
-        if late:
-            model: nn.Module = TinyTransformer()
-            optimizer: Any = lightstep.MixedPrecisionOptimizer(
-                model.parameters(), hyperparameters={"lr": 1e-2}, max_norm=1.0
-            )
-            model.to(strategy.device)
-            for module in [*model.blocks, model]:  # type: ignore[misc]
-                fully_shard(module, mesh=strategy.mesh())
-            optimizer.param_groups[0]["params"] = list(model.parameters())
-        else:
-            model = strategy.prepare_model(TinyTransformer())
-            optimizer = strategy.create_optimizer(model, lr=1e-2)
-        train(strategy, model, optimizer)
-        runs.append(weights_of(strategy, model))
-    same_weights(*runs)
-
-
-@pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
-@on_ranks(2)
-def test_16_bit_parameters_swapped_after_building(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
-    """16-bit weights: gradients are not rounded when the optimizer was built first, or for another model."""
+@on_ranks(
+    2,
+    cases=[
+        {"sharding": FSDP2, "parameters": "float32"},
+        {"sharding": FSDP2, "parameters": "bfloat16"},
+        {"sharding": DDP, "parameters": "bfloat16"},
+    ],
+)
+def test_parameters_swapped_after_building(
+    rank: int, world_size: int, sharding: dict[str, Any], parameters: str
+) -> None:
+    """As accelerate does. 16-bit gradients are not rounded when the optimizer was built first, or for another model."""
 
     def run(order: str) -> dict[str, Tensor]:
-        strategy = load(sharding)
+        strategy = load(sharding, precision={"parameters": parameters})
         torch.manual_seed(0)
         model: nn.Module = TinyTransformer().to(strategy.parameter_dtype)
         if order == "prepared first":
@@ -669,8 +620,7 @@ class WithExpert(Slope):
         return super().forward(slope) + (self.experts[0] * slope[:2, :2].to(self.weight.dtype)).sum()
 
 
-@pytest.mark.parametrize("backend", ["resident", "stream"])
-@on_ranks(2)
+@on_ranks(2, cases=[{"backend": "resident"}, {"backend": "stream"}])
 def test_an_expert_beside_the_replica(rank: int, world_size: int, backend: str) -> None:
     """Experts that DDP is told to ignore keep their own weights and gradients, and count in the norm one by one."""
     for sharding in (FSDP2, DDP):
@@ -717,8 +667,7 @@ def test_gradients_that_were_never_reduced(rank: int, world_size: int) -> None:
     assert same_on_all_ranks(model)
 
 
-@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
-@on_ranks(2)
+@on_ranks(2, cases=[{"sharding": FSDP2}, {"sharding": DDP}])
 def test_a_backward_that_was_not_scaled_is_refused(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     strategy = load(
         sharding, precision={"parameters": "float16", "loss_scale": {"kind": "dynamic", "init_scale": 256.0}}

@@ -16,10 +16,9 @@ from torch.distributed.tensor import DTensor
 import lightstep
 from lightstep.config import ConfigError
 from lightstep.distributed import local_tensor
-from tests.covering import every_value
 from tests.distributed.models import Slope, TinyTransformer, loss_of, tiny_llama
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool, device_of
+from tests.distributed.ranks import device_of
 from tests.distributed.sharding_runs import DDP, FSDP2, HSDP, load, same_weights, train, weights_of
 
 # -- weights
@@ -50,8 +49,7 @@ def test_weights_of_the_first_rank(rank: int, world_size: int) -> None:
         load(FSDP2).prepare_model(model)
 
 
-@pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
-@on_ranks(4)
+@on_ranks(4, cases=[{"sharding": sharding} for sharding in (FSDP2, HSDP, DDP)])
 def test_meta_device(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     torch.manual_seed(rank)
     strategy = load(sharding)
@@ -71,24 +69,23 @@ def test_meta_device(rank: int, world_size: int, sharding: dict[str, Any]) -> No
     assert all(train(strategy, prepared, strategy.create_optimizer(prepared)))
 
 
-@on_ranks(2)
-def test_factory(rank: int, world_size: int) -> None:
-    strategy = load(FSDP2)
-    model = strategy.prepare_model(TinyTransformer)
-    assert isinstance(model, TinyTransformer)
-    assert isinstance(model, FSDPModule)
-
-
 def llama_step(strategy: lightstep.Strategy, model: nn.Module, optimizer: Any) -> Any:
     tokens = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(strategy.rank)).to(strategy.device)
     optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
     return optimizer.step()
 
 
-def check_hugging_face_folder(rank: int, world_size: int, folder: str, sharding: dict[str, Any], tied: bool) -> None:
+@on_ranks(
+    2,
+    cases=[
+        {"sharding": FSDP2, "tied": True},
+        {"sharding": {**FSDP2, "activation_checkpointing": True}, "tied": False},
+    ],
+)
+def test_hugging_face_folder(rank: int, world_size: int, tmp_path: Path, sharding: dict[str, Any], tied: bool) -> None:
     """From the meta device and a folder: the same weights and the same training as from a loaded model."""
     torch.manual_seed(rank)
-    path = Path(folder)
+    path = tmp_path / str(tied)
     if rank == 0:
         tiny_llama(tied).save_pretrained(path, max_shard_size="4KB")
     dist.barrier()
@@ -109,22 +106,8 @@ def check_hugging_face_folder(rank: int, world_size: int, folder: str, sharding:
     same_weights(runs[0][0], runs[1][0])
     same_weights(runs[0][1], runs[1][1])
     assert runs[0][2] == runs[1][2]
-
-
-@every_value(tied=[True, False], sharding=[FSDP2, {**FSDP2, "activation_checkpointing": True}])
-def test_hugging_face_folder(pool: Pool, tmp_path: Path, sharding: dict[str, Any], tied: bool) -> None:
-    pool.run(check_hugging_face_folder, 2, folder=str(tmp_path), sharding=sharding, tied=tied)
-
-
-def check_wrong_folder(rank: int, world_size: int, folder: str) -> None:
-    with torch.device("meta"):
-        model = tiny_llama()
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
-        load(FSDP2).prepare_model(model, weights=folder)
-
-
-def test_wrong_folder(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_wrong_folder, 2, folder=str(tmp_path))
+        load(sharding).prepare_model(empty, weights=tmp_path)
 
 
 @on_ranks(2)
@@ -200,9 +183,6 @@ def test_meshes(rank: int, world_size: int) -> None:
     for (replicate, shard), expected in sizes.items():
         strategy = load({**FSDP2, "mesh": {"replicate": replicate, "shard": shard}})
         assert tuple(strategy.mesh().shape) == expected
-        model = strategy.prepare_model(TinyTransformer())
-        optimizer = strategy.create_optimizer(model)
-        assert all(train(strategy, model, optimizer))
     for mesh, message in {
         (3, "auto"): "mesh.replicate is 3, which does not divide the number of ranks, 4",
         ("auto", 3): "mesh.shard is 3, which does not divide the number of ranks, 4",
@@ -213,16 +193,16 @@ def test_meshes(rank: int, world_size: int) -> None:
     for bad in (3, 4):
         with pytest.raises(ConfigError, match=f"reshard_after_forward is {bad}; true, false or a divisor"):
             load({**FSDP2, "reshard_after_forward": bad}).prepare_model(TinyTransformer())
-    halves = load({**FSDP2, "reshard_after_forward": 2})
-    model = halves.prepare_model(TinyTransformer())
-    assert all(train(halves, model, halves.create_optimizer(model)))
+    for more in ({"mesh": {"replicate": "auto", "shard": 1}}, {"reshard_after_forward": 2}):
+        strategy = load({**FSDP2, **more})
+        model = strategy.prepare_model(TinyTransformer())
+        assert all(train(strategy, model, strategy.create_optimizer(model)))
 
 
 # -- models that were compiled, sharded or run before
 
 
-@pytest.mark.parametrize("sharding", [FSDP2, {"kind": "ddp", "find_unused_parameters": True}], ids=["fsdp2", "ddp"])
-@on_ranks(2)
+@on_ranks(2, cases=[{"sharding": FSDP2}, {"sharding": DDP}])
 def test_compiled_before_and_after(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """``model.compile()`` and ``torch.compile(model)``, before and after; the backend runs the graph as it is."""
 
@@ -250,12 +230,7 @@ def test_compiled_before_and_after(rank: int, world_size: int, sharding: dict[st
         same_weights(run(before, after), expected)
 
 
-@pytest.mark.parametrize(
-    ("sharding", "update"),
-    [(FSDP2, "in_backward"), (DDP, "next_forward")],
-    ids=["fsdp2 in backward", "ddp"],
-)
-@on_ranks(2)
+@on_ranks(2, cases=[{"sharding": FSDP2, "update": "in_backward"}, {"sharding": DDP, "update": "next_forward"}])
 def test_compiled_with_deferred_updates(rank: int, world_size: int, sharding: dict[str, Any], update: str) -> None:
     """Forwards that were compiled before there was an optimizer wait for its updates too."""
 
@@ -298,8 +273,7 @@ def tensor_parallel(model: nn.Module, world_size: int, device: torch.device) -> 
     parallelize_module(model, init_device_mesh(device.type, (world_size,), mesh_dim_names=("tp",)), plan)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@on_ranks(2)
+@on_ranks(2, cases=[{"dtype": "float32"}, {"dtype": "bfloat16"}])
 def test_tensor_parallel(rank: int, world_size: int, dtype: str) -> None:
     """Plain modules whose parameters ``parallelize_module`` made DTensors: the unsharded model's norm and training."""
     sections = {"precision": {"parameters": dtype}, "clipping": {"max_norm": 0.1}}
@@ -358,10 +332,12 @@ def test_evaluated_before_the_optimizer_is_built(rank: int, world_size: int) -> 
         assert all(train(strategy, model, optimizer))
         return weights_of(strategy, model)
 
-    for precision in ({"parameters": "float32"}, {"parameters": "bfloat16"}, {"reduce": "parameters"}):
-        expected = run(precision, "never")
-        for when in ("before building", "before set-up"):
-            same_weights(run(precision, when), expected)
+    for precision, when in (
+        ({"parameters": "float32"}, "before building"),
+        ({"parameters": "bfloat16"}, "before set-up"),
+        ({"reduce": "parameters"}, "before building"),
+    ):
+        same_weights(run(precision, when), run(precision, "never"))
 
     strategy = load(FSDP2)
     model = strategy.prepare_model(TinyTransformer())
