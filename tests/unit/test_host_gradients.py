@@ -17,7 +17,7 @@ from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state import host_fields, staying_fields
 from lightstep.state.host_weights import HostWeights
 from lightstep.state.spare_memory import GIB
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.distributed.models import Block, TinyTransformer, loss_of
 from tests.unit.test_next_forward import assert_same
 from tests.unit.test_stream import random_delays
@@ -152,8 +152,7 @@ def test_what_stays_is_copied_neither_way(time: str, monkeypatch: pytest.MonkeyP
     assert copied and all(field in {group.weights for group in tested.weights.groups} for field in copied)
 
 
-@pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize("time", TIMES)
+@every_value(time=TIMES, told=[True, False])
 def test_what_stays_leaves_when_its_memory_is_lent(time: str, told: bool) -> None:
     """Also between two micro-batches, and before a sum in fp32 takes over."""
     tested, plain = staying_run(time, told=told), Run({}, time, PRECISION, told)
@@ -274,17 +273,17 @@ def test_a_sum_has_the_memory_of_its_first_gradient(told: bool) -> None:
     assert len(gradients()) == len(narrow) == 4 and not any(field() for field in narrow), "their memory is free"
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 7, 8, 31, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_gradient_is_widened_in_its_place(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_is_widened_in_its_place(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_fields, "_LARGE", 3)
     lanes = HostWeights(CPU, 1).lanes
-    values = torch.randn(2, size, 1).to(dtype)
-    field = host_fields.Field(list(values), torch.float32, lanes, "gradients", also_as_likes=True)
-    field.bring()
-    lanes.synchronize()
-    for number in (0, 1):
-        field.as_likes[number].copy_(values[number])
-    field.widen(1)
-    assert torch.equal(field.as_likes[0], values[0]) and torch.equal(field.on_device[1], values[1].float())
+    for size in (0, 1, 2, 3, 4, 5, 7, 8, 31, 1000):
+        values = torch.randn(2, size, 1).to(dtype)
+        field = host_fields.Field(list(values), torch.float32, lanes, "gradients", also_as_likes=True)
+        field.bring()
+        lanes.synchronize()
+        for number in (0, 1):
+            field.as_likes[number].copy_(values[number])
+        field.widen(1)
+        assert torch.equal(field.as_likes[0], values[0]) and torch.equal(field.on_device[1], values[1].float()), size
     lanes.close()

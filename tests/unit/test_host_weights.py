@@ -32,7 +32,7 @@ from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.host_fields import Field, KeptWeights
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.host_weights import HostWeights, WeightGroup
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.patience import PATIENCE
 from tests.reference.pair import TWO_GROUPS, Pair
@@ -517,16 +517,18 @@ def regularise(run: Training, folder: Path) -> None:
 
 
 def fail(run: Training, folder: Path) -> None:
-    def raising(*_: Any) -> None:
-        raise ValueError("a user's hook")
+    for error in (ValueError, KeyboardInterrupt):
 
-    for register in (run.model.blocks[1].register_forward_hook, run.model.blocks[1].register_full_backward_hook):
-        handle = register(raising)
-        with pytest.raises(ValueError, match="a user's hook"):
-            run.optimizer.backward(run.loss(5))
-        handle.remove()
-        run.optimizer.zero_grad()
-        run.model.zero_grad()
+        def raising(*_: Any, error: type[BaseException] = error) -> None:
+            raise error("a user's hook")
+
+        for register in (run.model.blocks[1].register_forward_hook, run.model.blocks[1].register_full_backward_hook):
+            handle = register(raising)
+            with pytest.raises(error, match="a user's hook"):
+                run.optimizer.backward(run.loss(5))
+            handle.remove()
+            run.optimizer.zero_grad()
+            run.model.zero_grad()
 
 
 def average_weights(run: Training, folder: Path) -> None:
@@ -538,19 +540,6 @@ def average_weights(run: Training, folder: Path) -> None:
         averaged = {name: value.clone() for name, value in run.model.state_dict().items()}
     evaluate(run, folder)
     run.model.load_state_dict(averaged)
-
-
-def interrupt(run: Training, folder: Path) -> None:
-    def raising(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    for register in (run.model.blocks[1].register_forward_hook, run.model.blocks[1].register_full_backward_hook):
-        handle = register(raising)
-        with pytest.raises(KeyboardInterrupt):
-            run.optimizer.backward(run.loss(5))
-        handle.remove()
-        run.optimizer.zero_grad()
-        run.model.zero_grad()
 
 
 def interrupt_and_save(run: Training, folder: Path) -> None:
@@ -593,17 +582,6 @@ class OwnHead(TinyTransformer):
         return nn.functional.linear(hidden, self.head.weight)
 
 
-@pytest.mark.parametrize("time", TIMES)
-def test_a_forward_that_reads_weights_by_itself(time: str) -> None:
-    expected = make("resident", time if time == "in_backward" else "at_step", "clipped", "bfloat16", make=OwnHead)
-    tested = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.001}, make=OwnHead)
-    losses = expected.train(4)
-    assert tested.train(2) == losses[:2]
-    tested.delays(1)
-    assert tested.train(2) == losses[2:]
-    assert_same(tested.snapshot(), expected.snapshot())
-
-
 class FusedLoss(TinyTransformer):
     """The loss takes the head's weight and computes its gradient in forward; nobody calls the head."""
 
@@ -623,26 +601,54 @@ class FusedTraining(Training):
         return self.model(tokens, torch.randint(CLASSES, (24,), generator=generator))
 
 
-@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has it from 2.13 on")
-@pytest.mark.parametrize("recompute", [False, "host"])
-@pytest.mark.parametrize("time", TIMES)
-def test_a_loss_that_takes_the_heads_weight(time: str, recompute: bool | str, inputs_leave: None) -> None:
-    first = time if time == "in_backward" else "at_step"
-    more: dict[str, Any] = {"kind": FusedTraining, "make": FusedLoss}
-    expected = make("resident", first, "clipped", "bfloat16", **more)
-    more["recompute"] = recompute
-    tested = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.001}, **more)
-    losses = expected.train(4)
-    assert tested.train(2) == losses[:2]
-    tested.delays(1)
-    assert tested.train(2) == losses[2:]
-    assert_same(clean(tested.snapshot()), expected.snapshot())
+class WrittenInForward(TinyTransformer):
+    """Its embedding, and tables in its blocks, have a ``max_norm``, to which each forward brings what it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.max_norm = 1.0
+        for block in self.blocks:
+            block.table = nn.Embedding(4, self.embed.embedding_dim, max_norm=0.5)
+            block.register_forward_hook(lambda block, _, out: out + block.table(torch.tensor([1, 3])).sum(0))
+
+
+FORWARDS: dict[str, tuple[type[TinyTransformer], type[Training]]] = {
+    "reads": (OwnHead, Training),
+    "writes": (WrittenInForward, Training),
+    **({"fuses": (FusedLoss, FusedTraining)} if hasattr(nn, "LinearCrossEntropyOptions") else {}),
+}
+"""What a forward does with weights by itself; torch has the fused loss from 2.13 on."""
+
+
+@every_pair(forward=FORWARDS, time=TIMES, mib=[0.001, 64.0], recompute=[False, "host"])
+def test_a_forward_that_uses_weights_by_itself(
+    forward: str, time: str, mib: float, recompute: bool | str, inputs_leave: None
+) -> None:
+    """The third step's backward goes through two forwards: that of the second has used the device memory for other
+    weights by then."""
+    make_model, kind = FORWARDS[forward]
+    if forward == "writes":  # a recomputed forward writes again
+        recompute = False
+    found = []
+    for home, when, weights, how in (
+        ("resident", time if time == "in_backward" else "at_step", None, False),
+        ("stream", time, {"placement": "host", "device_mib": mib}, recompute),
+    ):
+        run = make(home, when, "clipped", "bfloat16", weights, make=make_model, kind=kind, recompute=how)
+        losses = run.train(2)
+        if weights:
+            run.delays(1)
+        two_forwards(run, Path())
+        found.append((losses + run.train(2), clean(run.snapshot())))
+        run.optimizer.close()
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
 
 
 ACTIONS: list[Callable[[Training, Path], None]] = [
     *(read_weights, evaluate, forward_without_backward, write_in_place, replace_data, write_data_and_say_so),
     *(load_own_weights, read_state, save_and_load, save_meanwhile, release_memory, drop_gradients, plain_backwards),
-    *(zero_gradients, set_gradients_before, measure_the_norm, two_forwards, regularise, fail, interrupt, freeze),
+    *(zero_gradients, set_gradients_before, measure_the_norm, two_forwards, regularise, fail, freeze),
     *(change_the_rate, average_weights, interrupt_and_save, change_gradients),
 ]
 
@@ -705,28 +711,9 @@ def test_what_is_written_to_data_between_two_evaluations_counts(mib: float) -> N
     assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
 
 
-class ReadsItsHead(TinyTransformer):
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.frozen(self.embed(tokens)) * self.gain
-        for block in self.blocks:
-            hidden = block(hidden)
-        return nn.functional.linear(hidden, self.head.weight)
-
-
-@pytest.mark.parametrize("mib", [0.001, 64.0])
-def test_a_weight_that_the_model_reads_is_there_for_each_backward(mib: float) -> None:
-    """The backward of a second forward has used the device memory for other weights by then."""
-    found = []
-    for weights in (None, {"placement": "host", "device_mib": mib}):
-        run = make("resident", "at_step", "clipped", "bfloat16", weights, make=ReadsItsHead)
-        run.train(1)
-        two_forwards(run, Path())
-        found.append((run.train(1), clean(run.snapshot())))
-    assert found[0][0] == found[1][0]
-    assert_same(found[1][1], found[0][1])
-
-
-@every_pair(home=HOMES, time=["at_step", "next_forward", "overlap"], parameters=["bfloat16", "float32"])
+@every_pair(
+    home=["resident", "stream"], time=["at_step", "next_forward", "overlap"], parameters=["bfloat16", "float32"]
+)
 def test_a_refresh_brings_what_was_written_to_data(home: str, time: str, parameters: str, tmp_path: Path) -> None:
     """Weights that have just been updated are on the device already, and are out of date there. Others are still on
     their way to the host, where masters are made of them."""
@@ -779,33 +766,7 @@ def test_a_write_while_other_weights_of_the_block_are_updated(time: str) -> None
     assert_same(*snapshots)
 
 
-class WrittenInForward(TinyTransformer):
-    """Its embedding, and tables in its blocks, have a ``max_norm``, to which each forward brings what it looks up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed.max_norm = 1.0
-        for block in self.blocks:
-            block.table = nn.Embedding(4, self.embed.embedding_dim, max_norm=0.5)
-            block.register_forward_hook(lambda block, _, out: out + block.table(torch.tensor([1, 3])).sum(0))
-
-
-@pytest.mark.parametrize("time", TIMES)
-def test_weights_that_a_forward_writes_to(time: str) -> None:
-    first = time if time == "in_backward" else "at_step"
-    expected = make("resident", first, "clipped", "bfloat16", make=WrittenInForward)
-    losses = expected.train(6)
-    for mib in (0.001, 64.0):
-        weights = {"placement": "host", "device_mib": mib}
-        tested = make("stream", time, "clipped", "bfloat16", weights, make=WrittenInForward)
-        found = tested.train(2)
-        tested.delays(1)
-        assert found + tested.train(4) == losses
-        assert_same(tested.snapshot(), expected.snapshot())
-
-
-@pytest.mark.parametrize("make_model", [Transposed, ChannelsLast])
-@pytest.mark.parametrize("time", TIMES[:-1])
+@every_value(time=TIMES[:-1], make_model=[Transposed, ChannelsLast])
 def test_odd_memory_layouts(time: str, make_model: type[TinyModel]) -> None:
     """The norm adds up elements in the order of their memory."""
 
@@ -831,9 +792,7 @@ def lane_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("lightstep-")}
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("failed", [False, True])
-@pytest.mark.parametrize("time", TIMES)
+@every_pair(time=TIMES, failed=[False, True], keeps=[False, True])
 def test_a_model_that_is_given_up_leaves_neither_memory_nor_threads(time: str, failed: bool, keeps: bool) -> None:
     """At once: page-locked memory must not wait for the garbage collector."""
     importlib.import_module("torch._dynamo")  # keeps the frames that import it
@@ -878,9 +837,11 @@ def test_a_run_goes_on_with_another_placement(time: str, tmp_path: Path) -> None
     assert_same(run.snapshot(), expected.snapshot())
 
 
-@pytest.mark.parametrize("time", ["at_step", "next_forward", "overlap"])
-@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@every_pair(
+    time=["at_step", "next_forward", "overlap"],
+    parameters=["bfloat16", "float16", "float32"],
+    norm_type=[2.0, 1.0, float("inf")],
+)
 def test_the_norm_of_gradients_on_the_host(time: str, parameters: str, norm_type: float) -> None:
     """As between backward and step with weights on the device; what the user adds to ``p.grad`` counts."""
 

@@ -17,6 +17,7 @@ import torch
 from lightstep.state.host_fields import Field
 from lightstep.state.lanes import LaneError, _Status
 from lightstep.state.store import Store
+from tests.covering import every_pair
 from tests.patience import PATIENCE
 from tests.unit.test_host_weights import TIMES, make
 
@@ -25,9 +26,7 @@ FAILURES = ["no room", "a copy", "interrupt"]
 pytestmark = pytest.mark.usefixtures("small_units")
 
 
-@pytest.mark.parametrize("gib", [0, 1])
-@pytest.mark.parametrize("kind", FAILURES)
-@pytest.mark.parametrize("time", TIMES)
+@every_pair(time=TIMES, kind=FAILURES, gib=[0, 1])
 def test_a_run_goes_on_after_a_failure(
     time: str, kind: str, gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,13 +82,20 @@ def test_a_run_goes_on_after_a_failure(
     run.optimizer.close()
 
 
-@pytest.mark.parametrize("through_strategy", [True, False], ids=["checkpoint", "state dict"])
-@pytest.mark.parametrize("placement", ["device", "host"])
-@pytest.mark.parametrize(("time", "number"), [("overlap", 3), ("in_backward", 5)])  # nobody waits for it before step()
+@every_pair(
+    update=[("overlap", 3), ("in_backward", 5)],  # nobody waits for that one before step()
+    placement=["device", "host"],
+    through_strategy=[True, False],
+)
 def test_a_load_takes_the_failure_of_a_step_that_is_known_as_broken(
-    time: str, number: int, placement: str, through_strategy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    update: tuple[str, int],
+    placement: str,
+    through_strategy: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """``step()`` may refuse while the job that failed has not told its lane yet."""
+    time, number = update
     run = make("stream", time, "not clipped", "bfloat16", {"placement": placement})
     run.train(2)
     run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)

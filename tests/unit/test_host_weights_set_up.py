@@ -14,6 +14,7 @@ from lightstep import Strategy
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError
 from lightstep.trainer.config import TrainConfig
+from tests.covering import every_pair
 from tests.python import python
 from tests.reference.tiny_llama import VOCABULARY, make_llama
 from tests.unit.test_next_forward import assert_same
@@ -45,9 +46,7 @@ def train(strategy: Strategy, model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shards", ["5GB", "3KB"])
+@every_pair(stored=[torch.float32, torch.bfloat16], tied=[False, True], shards=["5GB", "3KB"])
 def test_a_folder_is_loaded_as_from_pretrained_loads_it(
     stored: torch.dtype, tied: bool, shards: str, tmp_path: Path
 ) -> None:
