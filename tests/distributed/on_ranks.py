@@ -12,20 +12,22 @@ from tests.distributed.ranks import Pool
 
 
 def on_ranks(
-    world_size: int, cases: Sequence[dict[str, Any]] = ({},), **options: Any
+    world_size: int, names: str | tuple[str, ...] = (), cases: Sequence[Any] = ((),), **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a function a test that runs it on so many ranks of the pool: ``function(rank, world_size, **arguments)``.
 
     Its arguments behind ``world_size`` are those of the test: parameters, and fixtures whose values can be pickled.
 
     Args:
-        cases: other arguments, of calls that follow each other in one process group.
+        names, cases: other arguments, as for ``pytest.mark.parametrize``: of calls that follow each other in one
+            process group.
         options: of :meth:`Pool.run`.
     """
+    rows = [{names: case} if isinstance(names, str) else dict(zip(names, case, strict=True)) for case in cases]
 
     def mark(function: Callable[..., Any]) -> Callable[..., None]:
         def check(rank: int, world_size: int, **arguments: Any) -> None:
-            for case in cases:
+            for case in rows:
                 torch.manual_seed(0)
                 try:
                     function(rank, world_size, **arguments, **case)
@@ -38,7 +40,7 @@ def on_ranks(
 
         pool, *_ = inspect.signature(test).parameters.values()
         own = list(inspect.signature(function).parameters.values())[2:]
-        given = [parameter for parameter in own if parameter.name not in cases[0]]
+        given = [parameter for parameter in own if parameter.name not in rows[0]]
         test.__signature__ = inspect.Signature([pool, *given])  # type: ignore[attr-defined]
         test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
         check.__module__, check.__qualname__ = function.__module__, f"{function.__qualname__}.check"

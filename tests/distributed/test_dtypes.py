@@ -87,7 +87,7 @@ def run(strategy: Any, make: Any, rank: int, steps: int = 4) -> tuple[nn.Module,
     return strategy.unwrap_model(model), losses
 
 
-@on_ranks(4, cases=[{"sharding": FSDP2, "backend": "resident"}, {"sharding": HSDP, "backend": "stream"}])
+@on_ranks(4, ("sharding", "backend"), [(FSDP2, "resident"), (HSDP, "stream")])
 def test_kept_parameters_are_sharded_and_gathered_in_fp32(
     rank: int, world_size: int, sharding: dict[str, Any], backend: str, tmp_path: Path
 ) -> None:
@@ -192,7 +192,7 @@ class Packed(nn.Module):
         return self.head(x.to(self.head.weight.dtype)).float()
 
 
-@on_ranks(2, cases=[{"sharding": DDP}, {"sharding": FSDP2}])
+@on_ranks(2, "sharding", [DDP, FSDP2])
 def test_packed_storage_is_sent_and_sharded_as_it_is(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     numbers = [torch.bfloat16, torch.float16] + [torch.float8_e4m3fn] * (
         sharding["kind"] == "fsdp2"

@@ -188,7 +188,7 @@ def test_four_ranks(pool: Pool, home: str, time: str, limit: str, by_strategy: b
     pool.run(check_same_bits, 4, home=home, time=time, limit=limit, by_strategy=by_strategy or mib is not None, mib=mib)
 
 
-@on_ranks(2, cases=[{"home": "resident", "mib": 64.0}, {"home": "stream", "mib": 0.001}])
+@on_ranks(2, ("home", "mib"), [("resident", 64.0), ("stream", 0.001)])
 def test_gradients_of_earlier_micro_batches_count(rank: int, world_size: int, home: str, mib: float) -> None:
     """The last micro-batch leaves out a block, whose gradients are those of the first."""
 
@@ -246,7 +246,7 @@ def test_the_benchs_experts_are_transformers_own(rank: int, world_size: int) -> 
         torch.testing.assert_close(part.grad, parameter.grad.chunk(world_size)[rank])
 
 
-@on_ranks(2, cases=[{"marked": True}, {"marked": False}])
+@on_ranks(2, "marked", [True, False])
 def test_experts_on_a_slice_are_marked_or_compared(rank: int, world_size: int, marked: bool) -> None:
     """Experts on a slice of a mesh differ if they are marked; otherwise they count as copies, and are compared."""
     norms, losses = [], []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import re
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Skipping, Training, prefetch_forward
 from tests.patience import PATIENCE
+from tests.unit import test_host_weights as on_one_device
 from tests.unit.test_homes_and_times import HOMES, LIMITS
 from tests.unit.test_stream import random_delays, random_sleeps
 
@@ -61,6 +63,12 @@ class Run(Training):
         self.optimizer.step()
         self.steps += 1
         return losses
+
+    def loss(self, micro: int) -> torch.Tensor:
+        return loss_of(self.model, self.steps, micro, self.rank, self.device)
+
+    def train(self, steps: int) -> list[list[float]]:
+        return [self.step() for _ in range(steps)]
 
     def delay(self, seed: int, longest: float = 2e-3) -> None:
         weights = self.optimizer.engine._host_weights
@@ -135,22 +143,22 @@ def test_other_numbers_of_ranks(pool: Pool, ranks: int) -> None:
     pool.run(check_same_bits, ranks, values=settings(FSDP2, "stream", "overlap", "clipped", "bf16"), mib=0.02)
 
 
-CAST = {**FSDP2, "compute": "bfloat16"}
-
-
 @on_ranks(
     2,
-    cases=[
-        {"values": settings(CAST, "stream", "next_forward", "clipped", "fp32")},
-        {"values": settings(CAST, "stream", "overlap", "clipped", "fp32")},
-        {"values": settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), "make": Skipping},
-        {"values": settings(FSDP2, "stream", "overlap", "clipped", "bf16"), "make": Skipping},
-        {"values": settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), "prefetch": True},
+    ("compute", "time", "more"),
+    [
+        ("bfloat16", "next_forward", {}),
+        ("bfloat16", "overlap", {}),
+        ("parameters", "next_forward", {"make": Skipping}),
+        ("parameters", "overlap", {"make": Skipping}),
+        ("parameters", "next_forward", {"prefetch": True}),
     ],
 )
 def test_shards_that_are_cast_left_out_or_gathered_ahead(
-    rank: int, world_size: int, values: dict[str, Any], **more: Any
+    rank: int, world_size: int, compute: str, time: str, more: dict[str, Any]
 ) -> None:
+    precision = "bf16" if compute == "parameters" else "fp32"
+    values = settings({**FSDP2, "compute": compute}, "stream", time, "clipped", precision)
     check_same_bits(rank, world_size, values, 0.001, **more)
 
 
@@ -219,50 +227,18 @@ def read_weights(run: Run) -> None:
     assert all(torch.isfinite(local_tensor(value)).all() for value in run.inner.state_dict().values())
 
 
-def write_in_place(run: Run) -> None:
-    with torch.no_grad():
-        for parameter in run.inner.blocks[1].parameters():
-            parameter.mul_(0.5)
-
-
 def write_shards(run: Run) -> None:
     run.optimizer.synchronize()
     local_tensor(run.inner.head.weight).mul_(0.5)
     run.optimizer.refresh_master_weights()
 
 
-def load_own_weights(run: Run) -> None:
-    run.inner.load_state_dict({name: value.clone() * 0.5 for name, value in run.inner.state_dict().items()})
-
-
-def evaluate(run: Run) -> None:
-    with torch.inference_mode():
-        run.evaluate()
-
-
-def forward_without_backward(run: Run) -> None:
-    loss_of(run.model, 5, 0, run.rank, run.device)
-
-
 def backward_by_autograd(run: Run) -> None:
     (loss_of(run.model, 5, 0, run.rank, run.device) / 2).backward()
 
 
-def drop_gradients(run: Run) -> None:
-    run.optimizer.backward(loss_of(run.model, 5, 0, run.rank, run.device))
-    run.optimizer.zero_grad()
-
-
 def move_the_model(run: Run) -> None:
     run.inner.to(run.device)
-
-
-def zero_gradients(run: Run) -> None:
-    """Zeros count as gradients."""
-    for _ in range(2):
-        run.optimizer.backward(loss_of(run.model, 5, 0, run.rank, run.device))
-        run.optimizer.zero_grad(set_to_none=False)
-    run.optimizer.step()
 
 
 def set_gradients_before(run: Run) -> None:
@@ -283,12 +259,6 @@ def change_gradients(run: Run) -> None:
     assert torch.equal(norm.cpu(), run.optimizer.step().grad_norm.cpu())
 
 
-def freeze(run: Run) -> None:
-    run.inner.blocks[1].requires_grad_(False)
-    run.step()
-    run.inner.blocks[1].requires_grad_(True)
-
-
 def use_one_block(run: Run) -> None:
     """A backward that begins in the middle of the model."""
     found: list[torch.Tensor] = []
@@ -299,21 +269,16 @@ def use_one_block(run: Run) -> None:
     run.optimizer.step()
 
 
-ACTIONS = [
-    read_weights,
-    write_in_place,
-    write_shards,
-    load_own_weights,
-    evaluate,
-    forward_without_backward,
-    backward_by_autograd,
-    drop_gradients,
-    move_the_model,
-    zero_gradients,
-    set_gradients_before,
-    change_gradients,
-    freeze,
-    use_one_block,
+def shared(action: Callable[[Any, Path], None]) -> Callable[[Run], None]:
+    """What is tested on one device, too."""
+    return functools.wraps(action)(lambda run: action(run, Path()))
+
+
+ACTIONS: list[Callable[[Run], None]] = [
+    *(read_weights, shared(on_one_device.write_in_place), write_shards, shared(on_one_device.load_own_weights)),
+    *(shared(on_one_device.evaluate), shared(on_one_device.forward_without_backward), backward_by_autograd),
+    *(shared(on_one_device.drop_gradients), move_the_model, shared(on_one_device.zero_gradients)),
+    *(set_gradients_before, change_gradients, shared(on_one_device.freeze), use_one_block),
 ]
 
 
@@ -371,7 +336,7 @@ def test_parameters_that_were_replaced_are_refused(rank: int, world_size: int) -
 # ---- errors
 
 
-@on_ranks(2, cases=[{"time": "next_forward", "mib": None}, {"time": "overlap", "mib": 0.001}])
+@on_ranks(2, ("time", "mib"), [("next_forward", None), ("overlap", 0.001)])
 def test_a_run_goes_on_after_an_interrupt(rank: int, world_size: int, mib: float | None, time: str) -> None:
     """A forward or backward that is interrupted is as if it had not been."""
     values = settings(FSDP2, "stream", time, "clipped", "bf16")
@@ -408,7 +373,7 @@ def test_a_run_goes_on_after_an_interrupt(rank: int, world_size: int, mib: float
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch has it from 2.13 on")
-@on_ranks(2, cases=[{"time": "at_step", "first": 1}, {"time": "next_forward", "first": 3}])
+@on_ranks(2, ("time", "first"), [("at_step", 1), ("next_forward", 3)])
 def test_a_run_goes_on_after_a_failure(rank: int, world_size: int, time: str, first: int, tmp_path: Path) -> None:
     """No room for the same weights on all ranks: the run goes on from a checkpoint, in the same process."""
     run = Run(rank, world_size, settings(FSDP2, "stream", time, "clipped", "bf16"), 0.02)
@@ -442,7 +407,7 @@ def test_a_run_goes_on_after_a_failure(rank: int, world_size: int, time: str, fi
     assert all(re.search("no room for the .*weights.device_mib", text) for text in messages)
 
 
-@on_ranks(2, cases=[{"mib": None}, {"mib": 0.001}])
+@on_ranks(2, "mib", [None, 0.001])
 def test_a_forward_after_the_step_has_its_weights(rank: int, world_size: int, mib: float | None) -> None:
     """It leaves weights gathered, which are from before the step."""
     run = Run(rank, world_size, settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), mib)

@@ -212,13 +212,14 @@ UNITS = {"wrap": ["Block", "embed", "head"]}
 
 @on_ranks(
     2,
-    cases=[
-        {"name": "tiny", "sharding": {}, "at_a_time": 1},
-        {"name": "tiny", "sharding": UNITS, "at_a_time": 1},
-        {"name": "awkward", "sharding": UNITS, "at_a_time": 2},  # one operation has weights of two groups
-        {"name": "tied", "sharding": {}, "at_a_time": 1},
-        {"name": "llama", "sharding": {"activation_checkpointing": True}, "at_a_time": 1},
-        {"name": "gpt2", "sharding": {}, "at_a_time": 1},
+    ("name", "sharding", "at_a_time"),
+    [
+        ("tiny", {}, 1),
+        ("tiny", UNITS, 1),
+        ("awkward", UNITS, 2),
+        ("tied", {}, 1),
+        ("llama", {"activation_checkpointing": True}, 1),
+        ("gpt2", {}, 1),
     ],
 )
 def test_initial_weights(rank: int, world_size: int, name: str, sharding: dict[str, Any], at_a_time: int) -> None:
@@ -242,7 +243,7 @@ def check_loaded(rank: int, world_size: int, folder: Path, name: str) -> None:
     check_peak(model, watch, 1)
 
 
-@on_ranks(2, cases=[{"reduce": "float32", "widths": 2 + 4}, {"reduce": "parameters", "widths": 2 + 2}])
+@on_ranks(2, ("reduce", "widths"), [("float32", 2 + 4), ("parameters", 2 + 2)])
 def test_gradients_are_counted_as_they_are_reduced(rank: int, world_size: int, reduce: str, widths: int) -> None:
     strategy = Strategy.load(
         {"sharding": {"kind": "fsdp2"}, "precision": {"reduce": reduce}, "weights": {"placement": "host"}}

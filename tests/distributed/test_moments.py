@@ -143,7 +143,7 @@ def test_codes_and_noise_do_not_depend_on_the_division(
     pool.run(check_layout, world_size, sharding=LAYOUTS[layout], state=state, **given)
 
 
-@on_ranks(2, cases=[{"state": {}}, {"state": {**STREAM, "ring_mib": 0.2}}])
+@on_ranks(2, "state", [{}, {**STREAM, "ring_mib": 0.2}])
 def test_rounded_weights_of_a_class_that_needs_whole_tensors(rank: int, world_size: int, state: dict[str, Any]) -> None:
     given = {"moments": "float32", "master_weights": "stochastic", "settings": {"lr": 1e-2}}
     check_layout(rank, world_size, LAYOUTS["fsdp2"], state, optimizer_class=torch.optim.Adafactor, **given)

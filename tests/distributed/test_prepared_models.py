@@ -49,7 +49,7 @@ def evaluated(model: nn.Module) -> dict[str, Tensor]:
     return {"loss": loss}
 
 
-@on_ranks(2, cases=[{"sharding": DDP}, {"sharding": FSDP2}])
+@on_ranks(2, "sharding", [DDP, FSDP2])
 def test_reads_while_updates_are_deferred(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Units are updated only when somebody waits for them: who does not wait reads old weights."""
     at_once, ahead = queue.SUBMIT_IN_STEP, queue.SUBMIT_AHEAD
@@ -85,11 +85,8 @@ def test_reads_while_updates_are_deferred(rank: int, world_size: int, sharding: 
 
 @on_ranks(
     2,
-    cases=[
-        {"sharding": DDP, "state": "at_step", "parameters": "bfloat16"},
-        {"sharding": DDP, "state": "next_forward", "parameters": "float32"},
-        {"sharding": FSDP2, "state": "at_step", "parameters": "bfloat16"},
-    ],
+    ("sharding", "state", "parameters"),
+    [(DDP, "at_step", "bfloat16"), (DDP, "next_forward", "float32"), (FSDP2, "at_step", "bfloat16")],
 )
 def test_the_return_value_may_be_dropped(
     rank: int, world_size: int, sharding: dict[str, Any], state: str, parameters: str
@@ -142,7 +139,7 @@ def record_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
 
 
-@on_ranks(2, cases=[{"sharding": DDP}, {"sharding": FSDP2}])
+@on_ranks(2, "sharding", [DDP, FSDP2])
 def test_masters_start_from_what_rank_0_was_given(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Rank 0's fp32 values, this rank's shards of them, whatever the others were built with."""
     torch.manual_seed(0)
@@ -176,12 +173,8 @@ class Heads(nn.Module):
 
 @on_ranks(
     2,
-    cases=[
-        {"sharding": DDP, "update": "at_step"},
-        {"sharding": FSDP2, "update": "next_forward"},
-        {"sharding": DDP, "update": "in_backward"},
-        {"sharding": FSDP2, "update": "overlap"},
-    ],
+    ("sharding", "update"),
+    [(DDP, "at_step"), (FSDP2, "next_forward"), (DDP, "in_backward"), (FSDP2, "overlap")],
     cpu=True,
 )
 def test_gradients_that_are_set_to_zero_are_gradients(
@@ -220,7 +213,7 @@ def change_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
         entries["exp_avg_sq"] = entries["exp_avg_sq"] * 2
 
 
-@on_ranks(2, cases=[{"sharding": DDP, "update": "at_step"}, {"sharding": FSDP2, "update": "overlap"}], cpu=True)
+@on_ranks(2, ("sharding", "update"), [(DDP, "at_step"), (FSDP2, "overlap")], cpu=True)
 def test_writes_into_what_was_read_change_the_state(
     rank: int, world_size: int, sharding: dict[str, Any], update: str
 ) -> None:

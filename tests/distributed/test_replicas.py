@@ -157,14 +157,7 @@ def _local(tree: Any) -> Any:
 # -- the same bits
 
 
-@on_ranks(
-    4,
-    cases=[
-        {"sharding": DDP, "precision": "bf16", "state": CUT},
-        {"sharding": DDP, "precision": "fp32", "state": STREAM},
-        {"sharding": HSDP, "precision": "fp16", "state": CUT},
-    ],
-)
+@on_ranks(4, ("sharding", "precision", "state"), [(DDP, "bf16", CUT), (DDP, "fp32", STREAM), (HSDP, "fp16", CUT)])
 def test_equal_to_resident(
     rank: int, world_size: int, sharding: dict[str, Any], precision: str, state: dict[str, Any]
 ) -> None:
@@ -195,7 +188,7 @@ def _delay_lanes(lanes: Any, seed: int) -> None:
     lanes.delay = delay
 
 
-@on_ranks(2, cases=[{"sharding": DDP}])
+@on_ranks(2, "sharding", [DDP])
 def test_weights_edited_by_the_user(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Weights that the user writes on all replicas, through torch and behind its back; weights of one replica only."""
     tested, expected = Run(sharding, CUT), Run(sharding, RESIDENT)
@@ -226,7 +219,7 @@ def _without_blocks(model: Any) -> list[dict[str, Any]]:
     return [{"params": [parameter for parameter in model.parameters() if id(parameter) not in inside]}]
 
 
-@on_ranks(4, cases=[{"sharding": HSDP}])
+@on_ranks(4, "sharding", [HSDP])
 def test_parameters_that_join(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Parameters that join; those that were there stay with their owners."""
     tested, expected = (Run(sharding, state, groups=_without_blocks) for state in (CUT, RESIDENT))
@@ -315,7 +308,7 @@ def test_a_replica_without_parameters(
 # -- the share
 
 
-@on_ranks(4, cases=[{"sharding": DDP, "replicas": 4}, {"sharding": HSDP, "replicas": 2}])
+@on_ranks(4, ("sharding", "replicas"), [(DDP, 4), (HSDP, 2)])
 def test_each_replica_has_its_share(rank: int, world_size: int, sharding: dict[str, Any], replicas: int) -> None:
     """Host bytes, and bytes fetched per step; the sum over the replicas is what one process would have."""
     run = Run(sharding, STREAM, make_model=lambda: TinyTransformer(width=64))
@@ -361,7 +354,7 @@ def replaced(owner: type, name: str, function: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-@on_ranks(4, cases=[{"sharding": DDP}, {"sharding": HSDP}])
+@on_ranks(4, "sharding", [DDP, HSDP])
 def test_what_is_sent(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """One broadcast per weight that has elements, also where nothing was updated."""
     run = Run(sharding, STREAM)
@@ -418,7 +411,7 @@ def test_others_weights_wait_for_all_that_is_sent_before() -> None:
 # -- state seen from outside
 
 
-@on_ranks(4, cases=[{"sharding": HSDP}])
+@on_ranks(4, "sharding", [HSDP])
 def test_state_dict_is_complete(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Complete on every rank; every rank loads all of it and keeps its share."""
     tested, expected = Run(sharding, CUT), Run(sharding, RESIDENT)
@@ -462,7 +455,7 @@ class AllTrained(TinyTransformer):
         self.dead.requires_grad_(False)
 
 
-@on_ranks(2, cases=[{"sharding": DDP}])
+@on_ranks(2, "sharding", [DDP])
 def test_state_dict_of_torch_distributed_checkpoint(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     tested, expected = (Run(sharding, state, make_model=AllTrained) for state in (CUT, RESIDENT))
     for run in (tested, expected):

@@ -245,7 +245,7 @@ def two_dimensions(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@on_ranks(2, cases=[{"state": STATES["stream, overlap"]}, {"state": STATES["resident"]}])
+@on_ranks(2, "state", [STATES["stream, overlap"], STATES["resident"]])
 def test_replicas_of_whole_matrices(rank: int, world_size: int, state: dict[str, Any]) -> None:
     """Every rank has whole matrices: DDP's replicas beside torch's two optimizers on every rank."""
     replica: Any = representable(_seeded()).to(device_of(rank, world_size), torch.bfloat16)
@@ -326,7 +326,7 @@ def test_other_classes_see_whole_tensors(pool: Pool, name: str, world_size: int,
     pool.run(check_gathered, world_size, optimizer_class=optimizer_class, settings=settings, state=STATES[state])
 
 
-@on_ranks(4, cases=[{"name": "muon"}, {"name": "adafactor"}])
+@on_ranks(4, "name", ["muon", "adafactor"])
 def test_under_tensor_parallelism(rank: int, world_size: int, name: str) -> None:
     """FSDP2 over tensor parallelism, whose first matrix and bias are divided twice by rows, and the second by both
     dimensions."""
@@ -444,28 +444,17 @@ class DoubleLamb(Lamb):
 
 @on_ranks(
     2,
-    cases=[
-        {
-            "optimizer_class": torch.optim.Muon,
-            "update": "in_backward",
-            "message": "in_backward cannot do: set at_step",
-        },
-        {
-            "optimizer_class": CountingLamb,
-            "update": "at_step",
-            "message": "CountingLamb counts in its groups .* only the rank",
-        },
-        {
-            "optimizer_class": OddLamb,
-            "update": "at_step",
-            "message": r"keeps 'odd' of 0.weight, which is sharded, in shape \(3, 6\), "
+    ("optimizer_class", "update", "message"),
+    [
+        (torch.optim.Muon, "in_backward", "in_backward cannot do: set at_step"),
+        (CountingLamb, "at_step", "CountingLamb counts in its groups .* only the rank"),
+        (
+            OddLamb,
+            "at_step",
+            r"keeps 'odd' of 0.weight, which is sharded, in shape \(3, 6\), "
             "which is also the shape of a rank's part",
-        },
-        {
-            "optimizer_class": DoubleLamb,
-            "update": "at_step",
-            "message": "keeps 'double' of 0.weight, which is sharded, in torch.float64",
-        },
+        ),
+        (DoubleLamb, "at_step", "keeps 'double' of 0.weight, which is sharded, in torch.float64"),
     ],
 )
 def test_what_does_not_go_on_shards(
@@ -487,7 +476,7 @@ def test_what_does_not_go_on_shards(
         first_step()
 
 
-@on_ranks(2, cases=[{"optimizer_class": torch.optim.Muon}, {"optimizer_class": Lamb}])
+@on_ranks(2, "optimizer_class", [torch.optim.Muon, Lamb])
 def test_experts_that_are_cut_are_refused(rank: int, world_size: int, optimizer_class: Any) -> None:
     device = device_of(rank, world_size)
     model = nn.Module()

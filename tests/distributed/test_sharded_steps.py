@@ -38,7 +38,7 @@ REDUCTIONS = {"allreduce_", "_reduce_scatter_base_", "reduce_scatter_tensor_coal
 # -- gradients
 
 
-@on_ranks(4, cases=[{"sharding": sharding} for sharding in (FSDP2, HSDP, {"kind": "ddp"})])
+@on_ranks(4, "sharding", [FSDP2, HSDP, {"kind": "ddp"}])
 def test_gradients_are_never_rounded(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Ranks and micro-batches whose sum needs more than bf16's 8 bits."""
     for synced in ([False, False, True], [True, True], [True]):
@@ -58,14 +58,7 @@ def test_gradients_are_never_rounded(rank: int, world_size: int, sharding: dict[
         assert torch.equal(-found, expected), (synced, found, expected)
 
 
-@on_ranks(
-    4,
-    cases=[
-        {"sharding": FSDP2, "reductions": 4, "norm": 2},
-        {"sharding": HSDP, "reductions": 8, "norm": 2},
-        {"sharding": DDP, "reductions": 1, "norm": 0},
-    ],
-)
+@on_ranks(4, ("sharding", "reductions", "norm"), [(FSDP2, 4, 2), (HSDP, 8, 2), (DDP, 1, 0)])
 def test_what_is_sent(rank: int, world_size: int, sharding: dict[str, Any], reductions: int, norm: int) -> None:
     """No reduction before the last micro-batch; in ``step`` one all-reduce on the one mesh and one for the flag."""
     strategy = load(sharding)
@@ -85,7 +78,7 @@ def test_what_is_sent(rank: int, world_size: int, sharding: dict[str, Any], redu
     assert counted == Counter({"allreduce_": norm + 1}), counted
 
 
-@on_ranks(4, cases=[{"sharding": sharding} for sharding in (FSDP2, HSDP, DDP)])
+@on_ranks(4, "sharding", [FSDP2, HSDP, DDP])
 def test_overflow_on_one_rank_skips_on_all(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """An inf that only the last rank has, in its shard or in its copy."""
     strategy = load(sharding)
@@ -108,7 +101,7 @@ def test_overflow_on_one_rank_skips_on_all(rank: int, world_size: int, sharding:
         same_weights(before, weights_of(strategy, model))
 
 
-@on_ranks(4, cases=[{"sharding": FSDP2, "backend": "bulk"}, {"sharding": HSDP, "backend": "stream"}])
+@on_ranks(4, ("sharding", "backend"), [(FSDP2, "bulk"), (HSDP, "stream")])
 def test_a_deep_copy_goes_on_by_itself(rank: int, world_size: int, sharding: dict[str, Any], backend: str) -> None:
     strategy = load(sharding, optimizer_state={"backend": backend})
     model = strategy.prepare_model(TinyTransformer())
@@ -156,7 +149,7 @@ ROUTES = {
 }
 
 
-@on_ranks(2, cases=[{"by_hand": False}, {"by_hand": True}])
+@on_ranks(2, "by_hand", [False, True])
 def test_weights_that_some_micro_batches_leave_out(rank: int, world_size: int, by_hand: bool) -> None:
     """Each weight moves by the fp32 sum of all micro-batches' averages; one without any gradient gets no state."""
     for route, micro_batches in ROUTES.items():
@@ -215,11 +208,8 @@ def test_sums_while_units_are_tried(rank: int, world_size: int) -> None:
 
 @on_ranks(
     4,
-    cases=[
-        {"sharding": {**FSDP2, "wrap": ["Routed"]}, "by_hand": False},
-        {"sharding": {**HSDP, "wrap": ["Routed"]}, "by_hand": True},
-        {"sharding": DDP, "by_hand": False},
-    ],
+    ("sharding", "by_hand"),
+    [({**FSDP2, "wrap": ["Routed"]}, False), ({**HSDP, "wrap": ["Routed"]}, True), (DDP, False)],
 )
 def test_the_gradient_is_in_place(rank: int, world_size: int, sharding: dict[str, Any], by_hand: bool) -> None:
     """Between backward and step ``p.grad`` is the fp32 gradient over all ranks, and edits of it count."""
@@ -277,7 +267,7 @@ def test_the_gradient_is_in_place(rank: int, world_size: int, sharding: dict[str
     check_step(dict.fromkeys(trained, backward(1)))
 
 
-@on_ranks(2, cases=[{"early": True}, {"early": False}])
+@on_ranks(2, "early", [True, False])
 def test_a_model_that_is_sharded_by_hand(rank: int, world_size: int, early: bool) -> None:
     """A model that user code shards: what is reduced in fp32 stays so, and micro-batches are added in fp32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -352,7 +342,7 @@ class Penalized(nn.Module):
         return sum(block(values) for block in self.blocks)
 
 
-@on_ranks(4, cases=[{"sharding": {**kind, "wrap": ["Single", "Slope"]}} for kind in (FSDP2, HSDP)])
+@on_ranks(4, "sharding", [{**kind, "wrap": ["Single", "Slope"]} for kind in (FSDP2, HSDP)])
 def test_a_penalty_on_the_shards(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """A loss of the shards themselves adds to the gradient in fp32: in the same backward or in one of its own."""
     strategy = load(sharding, clipping={"max_norm": None})
@@ -378,10 +368,11 @@ def test_a_penalty_on_the_shards(rank: int, world_size: int, sharding: dict[str,
 
 @on_ranks(
     4,
-    cases=[
-        {"sharding": {**FSDP2, "wrap": ["Single", "Slope"]}, "parameters": "float32"},
-        {"sharding": {**HSDP, "wrap": ["Single", "Slope"]}, "parameters": "bfloat16"},
-        {"sharding": {"kind": "ddp"}, "parameters": "float32"},
+    ("sharding", "parameters"),
+    [
+        ({**FSDP2, "wrap": ["Single", "Slope"]}, "float32"),
+        ({**HSDP, "wrap": ["Single", "Slope"]}, "bfloat16"),
+        ({"kind": "ddp"}, "float32"),
     ],
 )
 def test_gradients_that_were_not_reduced_are_refused(
@@ -421,7 +412,7 @@ def test_gradients_that_were_not_reduced_are_refused(
         assert torch.equal(full(master).cpu(), torch.full((5, 3), -4.0 * (1 + 1 + 1)))
 
 
-@on_ranks(2, cases=[{"sharding": FSDP2, "dtype": "bfloat16"}, {"sharding": DDP, "dtype": "float32"}])
+@on_ranks(2, ("sharding", "dtype"), [(FSDP2, "bfloat16"), (DDP, "float32")])
 def test_a_last_micro_batch_that_was_not_reduced(
     rank: int, world_size: int, sharding: dict[str, Any], dtype: str
 ) -> None:
@@ -482,10 +473,11 @@ def test_ddp_with_unused_parameters(rank: int, world_size: int) -> None:
 
 @on_ranks(
     2,
-    cases=[
-        {"sharding": FSDP2, "precision": {"parameters": "bfloat16"}},
-        {"sharding": DDP, "precision": {"parameters": "float32"}},
-        {"sharding": FSDP2, "precision": {"parameters": "bfloat16", "reduce": "parameters"}},
+    ("sharding", "precision"),
+    [
+        (FSDP2, {"parameters": "bfloat16"}),
+        (DDP, {"parameters": "float32"}),
+        (FSDP2, {"parameters": "bfloat16", "reduce": "parameters"}),
     ],
 )
 def test_an_accumulation_can_be_dropped(rank: int, world_size: int, sharding: dict[str, Any], precision: Any) -> None:
@@ -507,14 +499,7 @@ def test_an_accumulation_can_be_dropped(rank: int, world_size: int, sharding: di
 # -- optimizers and replicas that were made in another order, or elsewhere
 
 
-@on_ranks(
-    2,
-    cases=[
-        {"sharding": FSDP2, "parameters": "float32"},
-        {"sharding": FSDP2, "parameters": "bfloat16"},
-        {"sharding": DDP, "parameters": "bfloat16"},
-    ],
-)
+@on_ranks(2, ("sharding", "parameters"), [(FSDP2, "float32"), (FSDP2, "bfloat16"), (DDP, "bfloat16")])
 def test_parameters_swapped_after_building(
     rank: int, world_size: int, sharding: dict[str, Any], parameters: str
 ) -> None:
@@ -620,7 +605,7 @@ class WithExpert(Slope):
         return super().forward(slope) + (self.experts[0] * slope[:2, :2].to(self.weight.dtype)).sum()
 
 
-@on_ranks(2, cases=[{"backend": "resident"}, {"backend": "stream"}])
+@on_ranks(2, "backend", ["resident", "stream"])
 def test_an_expert_beside_the_replica(rank: int, world_size: int, backend: str) -> None:
     """Experts that DDP is told to ignore keep their own weights and gradients, and count in the norm one by one."""
     for sharding in (FSDP2, DDP):
@@ -667,7 +652,7 @@ def test_gradients_that_were_never_reduced(rank: int, world_size: int) -> None:
     assert same_on_all_ranks(model)
 
 
-@on_ranks(2, cases=[{"sharding": FSDP2}, {"sharding": DDP}])
+@on_ranks(2, "sharding", [FSDP2, DDP])
 def test_a_backward_that_was_not_scaled_is_refused(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     strategy = load(
         sharding, precision={"parameters": "float16", "loss_scale": {"kind": "dynamic", "init_scale": 256.0}}

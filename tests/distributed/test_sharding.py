@@ -49,7 +49,7 @@ def test_weights_of_the_first_rank(rank: int, world_size: int) -> None:
         load(FSDP2).prepare_model(model)
 
 
-@on_ranks(4, cases=[{"sharding": sharding} for sharding in (FSDP2, HSDP, DDP)])
+@on_ranks(4, "sharding", [FSDP2, HSDP, DDP])
 def test_meta_device(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     torch.manual_seed(rank)
     strategy = load(sharding)
@@ -75,13 +75,7 @@ def llama_step(strategy: lightstep.Strategy, model: nn.Module, optimizer: Any) -
     return optimizer.step()
 
 
-@on_ranks(
-    2,
-    cases=[
-        {"sharding": FSDP2, "tied": True},
-        {"sharding": {**FSDP2, "activation_checkpointing": True}, "tied": False},
-    ],
-)
+@on_ranks(2, ("sharding", "tied"), [(FSDP2, True), ({**FSDP2, "activation_checkpointing": True}, False)])
 def test_hugging_face_folder(rank: int, world_size: int, tmp_path: Path, sharding: dict[str, Any], tied: bool) -> None:
     """From the meta device and a folder: the same weights and the same training as from a loaded model."""
     torch.manual_seed(rank)
@@ -202,7 +196,7 @@ def test_meshes(rank: int, world_size: int) -> None:
 # -- models that were compiled, sharded or run before
 
 
-@on_ranks(2, cases=[{"sharding": FSDP2}, {"sharding": DDP}])
+@on_ranks(2, "sharding", [FSDP2, DDP])
 def test_compiled_before_and_after(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """``model.compile()`` and ``torch.compile(model)``, before and after; the backend runs the graph as it is."""
 
@@ -230,7 +224,7 @@ def test_compiled_before_and_after(rank: int, world_size: int, sharding: dict[st
         same_weights(run(before, after), expected)
 
 
-@on_ranks(2, cases=[{"sharding": FSDP2, "update": "in_backward"}, {"sharding": DDP, "update": "next_forward"}])
+@on_ranks(2, ("sharding", "update"), [(FSDP2, "in_backward"), (DDP, "next_forward")])
 def test_compiled_with_deferred_updates(rank: int, world_size: int, sharding: dict[str, Any], update: str) -> None:
     """Forwards that were compiled before there was an optimizer wait for its updates too."""
 
@@ -273,7 +267,7 @@ def tensor_parallel(model: nn.Module, world_size: int, device: torch.device) -> 
     parallelize_module(model, init_device_mesh(device.type, (world_size,), mesh_dim_names=("tp",)), plan)
 
 
-@on_ranks(2, cases=[{"dtype": "float32"}, {"dtype": "bfloat16"}])
+@on_ranks(2, "dtype", ["float32", "bfloat16"])
 def test_tensor_parallel(rank: int, world_size: int, dtype: str) -> None:
     """Plain modules whose parameters ``parallelize_module`` made DTensors: the unsharded model's norm and training."""
     sections = {"precision": {"parameters": dtype}, "clipping": {"max_norm": 0.1}}
