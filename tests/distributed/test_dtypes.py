@@ -87,7 +87,7 @@ def run(strategy: Any, make: Any, rank: int, steps: int = 4) -> tuple[nn.Module,
     return strategy.unwrap_model(model), losses
 
 
-@on_ranks(4, ("sharding", "backend"), [(FSDP2, "resident"), (HSDP, "stream")])
+@on_ranks(None, ("ranks", "sharding", "backend"), [(2, FSDP2, "resident"), (4, HSDP, "stream")])
 def test_kept_parameters_are_sharded_and_gathered_in_fp32(
     rank: int, world_size: int, sharding: dict[str, Any], backend: str, tmp_path: Path
 ) -> None:

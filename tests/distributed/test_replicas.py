@@ -308,7 +308,7 @@ def test_a_replica_without_parameters(
 # -- the share
 
 
-@on_ranks(4, ("sharding", "replicas"), [(DDP, 4), (HSDP, 2)])
+@on_ranks(None, ("ranks", "sharding", "replicas"), [(2, DDP, 2), (4, HSDP, 2)])
 def test_each_replica_has_its_share(rank: int, world_size: int, sharding: dict[str, Any], replicas: int) -> None:
     """Host bytes, and bytes fetched per step; the sum over the replicas is what one process would have."""
     run = Run(sharding, STREAM, make_model=lambda: TinyTransformer(width=64))

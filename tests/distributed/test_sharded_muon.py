@@ -357,9 +357,9 @@ def test_under_tensor_parallelism(rank: int, world_size: int, name: str) -> None
         entries = dict(optimizer.state[parameter])
         assert torch.equal(whole(entries.pop("master")), whole_one.detach().cpu())
         theirs = plain.state[whole_one]
-        assert entries.keys() == theirs.keys()
-        for key, value in entries.items():
-            assert torch.equal(whole(torch.as_tensor(value)), torch.as_tensor(theirs[key]).cpu()), key
+        assert is_muon or entries.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert torch.equal(whole(torch.as_tensor(entries[key])), torch.as_tensor(value).cpu()), key
     optimizer.close()
 
 

@@ -207,9 +207,9 @@ def test_sums_while_units_are_tried(rank: int, world_size: int) -> None:
 
 
 @on_ranks(
-    4,
-    ("sharding", "by_hand"),
-    [({**FSDP2, "wrap": ["Routed"]}, False), ({**HSDP, "wrap": ["Routed"]}, True), (DDP, False)],
+    None,
+    ("ranks", "sharding", "by_hand"),
+    [(2, {**FSDP2, "wrap": ["Routed"]}, False), (4, {**HSDP, "wrap": ["Routed"]}, True), (2, DDP, False)],
 )
 def test_the_gradient_is_in_place(rank: int, world_size: int, sharding: dict[str, Any], by_hand: bool) -> None:
     """Between backward and step ``p.grad`` is the fp32 gradient over all ranks, and edits of it count."""
@@ -342,7 +342,11 @@ class Penalized(nn.Module):
         return sum(block(values) for block in self.blocks)
 
 
-@on_ranks(4, "sharding", [{**kind, "wrap": ["Single", "Slope"]} for kind in (FSDP2, HSDP)])
+@on_ranks(
+    None,
+    ("ranks", "sharding"),
+    [(2, {**FSDP2, "wrap": ["Single", "Slope"]}), (4, {**HSDP, "wrap": ["Single", "Slope"]})],
+)
 def test_a_penalty_on_the_shards(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """A loss of the shards themselves adds to the gradient in fp32: in the same backward or in one of its own."""
     strategy = load(sharding, clipping={"max_norm": None})

@@ -100,6 +100,8 @@ def test_hugging_face_folder(rank: int, world_size: int, tmp_path: Path, shardin
     same_weights(runs[0][0], runs[1][0])
     same_weights(runs[0][1], runs[1][1])
     assert runs[0][2] == runs[1][2]
+    with torch.device("meta"):
+        empty = tiny_llama(tied)
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
         load(sharding).prepare_model(empty, weights=tmp_path)
 
