@@ -389,6 +389,7 @@ def test_share_out() -> None:
     more = items_of([30, 5])
     grown = assign_owners([*items[1:], *more], cost, shared, 3)
     assert all(grown[item] == shared[item] for item in items[1:])
+    assert [grown[item] for item in more] == [1, 0], "the owner of the first had the least to do without it"
     assert _loads(assign_owners(items_of([7]), cost, {}, 2), cost, 2) == [7, 0]
 
 

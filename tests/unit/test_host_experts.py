@@ -282,6 +282,15 @@ def test_what_is_passed_over_makes_room() -> None:
     assert 4 in present()
 
 
+def test_what_comes_ahead_makes_no_room_for_what_is_needed_later() -> None:
+    weights = HostWeights(torch.device("cpu"), 512)
+    groups = [WeightGroup(weights, [nn.Parameter(torch.zeros(4))], f"expert {number}") for number in range(3)]
+    order = VisitOrder(groups)
+    order.start()
+    order.prefetch_after(groups[0], weights)
+    assert [group.weights.is_present for group in groups] == [False, True, False], "there is room for one"
+
+
 def test_a_block_that_computes_with_the_weights_of_its_experts_has_them_no_longer_than_its_own() -> None:
     run = routed("resident", "at_step", "clipped", "bfloat16", {"placement": "host"}, model=ByWeights)
     weights = run.optimizer.engine._host_weights

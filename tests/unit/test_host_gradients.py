@@ -222,14 +222,16 @@ def test_auto_keeps_what_the_first_steps_leave_free(monkeypatch: pytest.MonkeyPa
     tested, wanted = staying_run("next_forward", "auto"), Run({}, "at_step", PRECISION)
     staying = tested.weights.staying
     memory.held = lambda: staying.nbytes
-    sizes = []
+    sizes, oldest = [], list[host_fields.Field]()
     for other in (20_000, 20_000, 20_000, 20_000, 80_000, 86_000, 86_000):
         memory.other = other
         expected = wanted.train([2])
         assert_same(tested.train([2]), expected)
         sizes.append(staying.nbytes)
+        oldest += list(staying)[:1]
     everything = sum(field.nbytes for group in tested.weights.groups for field in group.fields[1:])
     assert sizes[:5] == [0, 0, 0, everything, everything], "until half of the margin is used"
+    assert len(set(oldest)) == 1, "the newest leave first"
     assert min(sizes[5:]) > 0 and max(sizes[5:]) <= 100_000 - 86_000 - memory.margin, sizes
 
 
