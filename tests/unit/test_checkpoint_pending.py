@@ -18,6 +18,7 @@ from torch import nn
 
 from lightstep.checkpoint import CheckpointError, latest_checkpoint, save
 from lightstep.checkpoint import tensors as write_module
+from lightstep.checkpoint.background import Background
 from lightstep.state.device_copies import DeviceCopies
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostMemoryError
@@ -79,7 +80,10 @@ def test_training_goes_first_where_processors_are_scarce_unless_it_waits(
     with pytest.raises(TimeoutError):
         pending.result(0)  # does not wait
     assert not pending.cancel() and not pending.done()
-    threading.Timer(0.1, go.set).start()
+    hurry = Background.hurry
+    monkeypatch.setattr(Background, "hurry", lambda background: (hurry(background), go.set()))
+    if waits == "nobody":
+        go.set()
     ways[waits]()
     low = min(before + 10, 19)
     assert set(seen) == ({low} if waits == "nobody" else {low, before}) and seen[0] == low
@@ -88,6 +92,17 @@ def test_training_goes_first_where_processors_are_scarce_unless_it_waits(
     assert waits not in ("save", "load", "export", "close") or called == [tmp_path / "b"]
     other.load(tmp_path / "b")
     same(other.content(), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+def test_a_save_that_is_waited_for_before_it_writes_has_the_priority_of_training(
+    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, fetch, hurry = [], write_module._fetch, Background.hurry
+    monkeypatch.setattr(write_module, "_fetch", lambda source: (seen.append(niceness()), fetch(source))[1])
+    monkeypatch.setattr(Background, "hurry", lambda background: (hurry(background), held.set()))
+    Run().save(tmp_path / "a", asynchronous=True).result(PATIENCE)
+    assert set(seen) == {niceness()}
 
 
 def test_the_thread_allocates_the_memory_for_state_on_the_device(
