@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -226,20 +225,6 @@ def at_read(call: int, fault: Callable[[], object]) -> Iterator[None]:
 
 def broken_disk() -> Any:
     raise OSError(5, "Input/output error")
-
-
-class limited_file_size:
-    """A disk on which no file can be larger than ``limit`` bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-
-    def __enter__(self) -> None:
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.before[1]))
-
-    def __exit__(self, *_: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
 def dies_at(operation: int, where: Path, work: Callable[[], object]) -> str:

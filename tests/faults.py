@@ -16,28 +16,28 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightstep import Strategy
 from lightstep.checkpoint import (
     CheckpointError,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
+    storage,
     verify_checkpoints,
 )
 from lightstep.checkpoint.background import finish_pending
 from lightstep.checkpoint.layout import seal
-from lightstep.checkpoint.storage import LocalStorage
-from lightstep.checkpoint.verify import is_undamaged
+from tests.checkpoint_runs import Run, values_of
 from tests.patience import PATIENCE
 
 STEPS = 6
@@ -46,56 +46,47 @@ STEPS = 6
 Counts = Counter[str]
 
 
-class Run:
-    """A tiny run that is bitwise the same every time, and resumes from its newest checkpoint."""
+class SavingRun(Run):
+    """A tiny run that saves after each step, and resumes from its newest checkpoint."""
 
-    def __init__(self, asynchronous: bool = False) -> None:
+    def __init__(self, asynchronous: bool) -> None:
+        super().__init__("stream", 0, nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)))
         self.asynchronous = asynchronous
-        self.strategy = Strategy.load({"optimizer_state": {"backend": "stream"}})
-        torch.manual_seed(0)
-        self.model = self.strategy.prepare_model(nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)))
-        self.optimizer = self.strategy.create_optimizer(self.model, torch.optim.AdamW, lr=1e-2)
-        self.step = 0
 
     def resume(self, folder: Path) -> None:
         newest = latest_checkpoint(folder)
         if newest is not None:
-            self.step = self.strategy.load_checkpoint(newest, self.model, self.optimizer)["step"]
+            self.steps = self.load(newest)["step"]
 
-    def train(self, folder: Path | None = None) -> dict[str, Tensor]:
-        """To the last step; with a folder a checkpoint after each. Weights and state at the end."""
-        while self.step < STEPS:
-            rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(self.step)).to(torch.bfloat16)
-            self.optimizer.backward(self.model(rows).float().square().mean())
-            self.optimizer.step()
-            self.step += 1
-            if folder is not None:
-                options = {"extra": {"step": self.step}, "keep_last": 1, "asynchronous": self.asynchronous}
-                self.strategy.save_checkpoint(folder / f"step-{self.step}", self.model, self.optimizer, **options)
+    def finish(self, folder: Path) -> dict[str, Tensor]:
+        """To the last step. Weights and state at the end."""
+        while self.steps < STEPS:
+            self.train()
+            extra = {"step": self.steps}
+            self.save(folder / f"step-{self.steps}", extra=extra, keep_last=1, asynchronous=self.asynchronous)
         finish_pending()
-        found = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
-        for name, parameter in self.model.named_parameters():
-            found |= {f"{name}.{key}": value.clone() for key, value in self.optimizer.state[parameter].items()}
-        return found
+        return self.content()
 
 
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
 
 
 def kills(
-    folder: Path, count: int, ranks: int, seed: int = 0, asynchronous: bool = False, alone: bool = False
+    folder: Path, count: int, ranks: int, *, asynchronous: bool = False, alone: bool = False, by_trainer: bool = False
 ) -> Counts:
     """Kill a run of ``ranks`` processes ``count`` times at random moments; each time what is left has to go on.
 
     Args:
         alone: one of the ranks is killed, and the others have to end by themselves.
+        by_trainer: the run is one of the Trainer.
     """
-    chance, counts = random.Random(seed), Counts()
-    expected, took = Run().train(), 0.5
+    chance, counts = random.Random(0), Counts()
+    train, prefix = (_train_by_trainer, "checkpoint") if by_trainer else (_train, "step")
+    expected, took = train(folder / "expected", asynchronous), 0.5
     for number in range(count):
         place = folder / f"{ranks}-{number}"
         place.mkdir(parents=True)
-        processes = [_fork(_train_of_rank, place, rank, ranks, asynchronous) for rank in range(ranks)]
+        processes = [_fork(_train_on_rank, train, place, rank, ranks, asynchronous) for rank in range(ranks)]
         began = time.monotonic()
         first = chance.choice(processes)
         while not any(place.iterdir()) and first.is_alive():
@@ -114,45 +105,26 @@ def kills(
             process.kill()
         for process in processes:
             process.join()
-        newest = latest_checkpoint(place)
-        counts["no checkpoint yet"] += newest is None
-        counts["left a damaged checkpoint"] += newest is not None and not is_undamaged(newest)
-        resumed = Run(asynchronous)
-        resumed.resume(place)
-        was_over = resumed.step == STEPS  # then nothing more is saved, and nothing tidied
-        counts["resumed to other bits"] += not _same(resumed.train(place), expected)
-        counts["left rubbish"] += not was_over and [entry.name for entry in place.iterdir()] != [f"step-{STEPS}"]
-    return counts
-
-
-def trainer_kills(folder: Path, count: int, seed: int = 0, asynchronous: bool = False) -> Counts:
-    """Kill a run of the Trainer; each time it goes on from what is left to its end."""
-    chance, counts = random.Random(seed), Counts()
-    expected = _train_by_trainer(folder / "expected", asynchronous)
-    for number in range(count):
-        place = folder / str(number)
-        process = _fork(_train_by_trainer, place, asynchronous)
-        while not (place.exists() and any(place.iterdir())) and process.is_alive():
-            time.sleep(0.001)
-        time.sleep(chance.random() * 0.5)
-        if not process.is_alive():
-            counts["had finished"] += 1
-            continue
-        counts["killed while saving" if any(place.glob(".*.saving-*")) else "killed besides"] += 1
-        process.kill()
-        process.join()
-        was_over = (place / f"checkpoint-{STEPS}").exists()  # then the Trainer does one step more, or none
-        whole = list(place.glob("checkpoint-*"))
+        last = place / f"{prefix}-{STEPS}"
+        was_over = last.exists()
+        whole = list(place.glob("checkpoint-*")) if by_trainer else [*filter(None, [latest_checkpoint(place)])]
         counts["no checkpoint yet"] += not whole
         counts["left a damaged checkpoint"] += any(each.damage for path in whole for each in verify_checkpoints(path))
-        counts["resumed to other bits"] += not _same(_train_by_trainer(place, asynchronous), expected)
-        left = [entry.name for entry in place.iterdir()]
-        counts["left rubbish"] += not was_over and left != [f"checkpoint-{STEPS}"]
+        counts["resumed to other bits"] += not _same(train(place, asynchronous), expected)
+        if not was_over:  # else nothing more was saved, and nothing tidied
+            counts["left rubbish"] += list(place.iterdir()) != [last]
     return counts
+
+
+def _train(folder: Path, asynchronous: bool) -> dict[str, Tensor]:
+    """From the newest checkpoint, if there is one, to the last step; what the run ends with."""
+    run = SavingRun(asynchronous)
+    run.resume(folder)
+    return run.finish(folder)
 
 
 def _train_by_trainer(folder: Path, asynchronous: bool) -> dict[str, Tensor]:
-    """To the last step, with a checkpoint after each; the weights at the end."""
+    """The same with the Trainer; the weights at the end."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
     from lightstep.integrations.transformers import LightstepTrainer
@@ -169,12 +141,12 @@ def _train_by_trainer(folder: Path, asynchronous: bool) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def _train_of_rank(folder: Path, rank: int, ranks: int, asynchronous: bool) -> None:
+def _train_on_rank(train: Callable[[Path, bool], object], folder: Path, rank: int, ranks: int, late: bool) -> None:
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (who loses a rank says so, and ends)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=ranks)
-    Run(asynchronous).train(folder)
+    train(folder, late)
     if ranks > 1:
         dist.destroy_process_group()
 
@@ -206,7 +178,7 @@ def full_disks(folder: Path, count: int, asynchronous: bool = False) -> Counts:
             counts["saved all the same"] += 1
         found = model_of(0.0)
         load_checkpoint(place, found[0], found[1])
-        counts["lost the checkpoint before"] += values(found[0]) != {1.0}
+        counts["lost the checkpoint before"] += values_of(found[0]) != {1.0}
         counts["left rubbish"] += [entry.name for entry in folder.iterdir()] != ["step-1"]
         counts["tried"] += 1
     return counts
@@ -215,71 +187,51 @@ def full_disks(folder: Path, count: int, asynchronous: bool = False) -> Counts:
 @contextmanager
 def disk_of(nbytes: int) -> Iterator[None]:
     """No more than these bytes can be written in the block."""
-    left, create = [nbytes], LocalStorage.create
+    left = [nbytes]
 
-    def limited(self: LocalStorage, file: Path) -> BinaryIO:
-        stream = create(self, file)
-        write = stream.write
+    class Limited(storage._SyncedFile):
+        def write(self, data: Any) -> int:
+            left[0] -= memoryview(data).nbytes
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data)
 
-        class Limited:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(stream, name)
-
-            def __enter__(self) -> Any:
-                return self
-
-            def __exit__(self, *_: Any) -> None:
-                stream.close()
-
-            def write(self, data: Any) -> int:
-                left[0] -= memoryview(data).nbytes
-                if left[0] < 0:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                return write(data)
-
-        return Limited()  # type: ignore[return-value]
-
-    with mock.patch.object(LocalStorage, "create", limited):
+    with mock.patch.object(storage, "_SyncedFile", Limited):
         yield
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
-def flipped_bits(folder: Path, count: int, seed: int = 0) -> Counts:
-    """Flip ``count`` random bits of each file of a checkpoint, one at a time; who finds each."""
-    place, counts = _undamaged(folder / "flipped"), Counts()
-    chance = random.Random(seed)
-    for file in sorted(place.iterdir()):
-        content = file.read_bytes()
-        for bit in chance.sample(range(8 * len(content)), min(count, 8 * len(content))):
-            changed = bytearray(content)
-            changed[bit // 8] ^= 1 << bit % 8
-            file.write_bytes(changed)
-            _look(place, file, counts)
-        file.write_bytes(content)
-    return counts
-
-
-def cut_and_zeroed(folder: Path) -> Counts:
-    """Take the last byte from each file, and zero each of its sectors of 512 bytes."""
-    place, counts = _undamaged(folder / "cut"), Counts()
-    for file in sorted(place.iterdir()):
-        content = file.read_bytes()
-        sectors = [
-            content[:i] + bytes(len(content[i : i + 512])) + content[i + 512 :] for i in range(0, len(content), 512)
-        ]
-        for changed in [content[:-1], *(sector for sector in sectors if sector != content)]:
-            file.write_bytes(changed)
-            _look(place, file, counts)
-        file.write_bytes(content)
-    return counts
-
-
-def _undamaged(place: Path) -> Path:
+def damaged(folder: Path, changed: Callable[[bytes], Iterable[bytes]]) -> Counts:
+    """Change each file of a checkpoint in several ways, one at a time; who finds each."""
     model, optimizer = model_of(1.0)
-    save_checkpoint(place, model, optimizer, extra={"epoch": 1})
-    return place
+    save_checkpoint(folder / "step", model, optimizer, extra={"epoch": 1})
+    counts = Counts()
+    for file in sorted((folder / "step").iterdir()):
+        content = file.read_bytes()
+        for text in changed(content):
+            file.write_bytes(text)
+            _look(folder / "step", file, counts)
+        file.write_bytes(content)
+    return counts
+
+
+def flipped_bits(content: bytes, count: int) -> Iterator[bytes]:
+    """With one of ``count`` random bits flipped."""
+    for bit in random.Random(0).sample(range(8 * len(content)), min(count, 8 * len(content))):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        yield bytes(changed)
+
+
+def cut_and_zeroed(content: bytes) -> Iterator[bytes]:
+    """Without the last byte, and with one of the sectors of 512 bytes zeroed."""
+    yield content[:-1]
+    for start in range(0, len(content), 512):
+        changed = content[:start] + bytes(len(content[start : start + 512])) + content[start + 512 :]
+        if changed != content:
+            yield changed
 
 
 def _look(place: Path, file: Path, counts: Counts) -> None:
@@ -292,7 +244,7 @@ def _look(place: Path, file: Path, counts: Counts) -> None:
         load_checkpoint(place, model, optimizer)
         counts["not found by load"] += 1
     except CheckpointError:
-        counts["changed something"] += values(model) != {7.0}
+        counts["changed something"] += values_of(model) != {7.0}
 
 
 def forge(folder: Path, **changes: Any) -> None:
@@ -307,7 +259,7 @@ def forge(folder: Path, **changes: Any) -> None:
     (folder / "lightstep.json").write_bytes(seal(manifest))
 
 
-# -- savers and clocks -------------------------------------------------------------------------------------------------
+# -- two savers --------------------------------------------------------------------------------------------------------
 
 
 def two_savers(folder: Path, seconds: float) -> Counts:
@@ -322,7 +274,7 @@ def two_savers(folder: Path, seconds: float) -> Counts:
         process.join()
     found = model_of(0.0)
     load_checkpoint(place, found[0], found[1])
-    counts["left a mixture"] += len(values(found[0])) != 1
+    counts["left a mixture"] += len(values_of(found[0])) != 1
     counts["left rubbish"] += [entry.name for entry in folder.iterdir()] != ["step-1"]
     return counts
 
@@ -339,17 +291,6 @@ def _save_often(place: Path, value: float, seconds: float, outcomes: Any) -> Non
     outcomes.put(dict(counts))
 
 
-def clocks(folder: Path, count: int) -> Counts:
-    """Save under a clock that jumps back an hour before each save; the newest has to be the one saved last."""
-    counts, now = Counts(), time.time_ns
-    for number in range(count):
-        with mock.patch("time.time_ns", lambda number=number: now() - number * 3600 * 10**9):
-            save_checkpoint(folder / f"step-{number}", model_of(float(number))[0])
-        counts["tried"] += 1
-        counts["took another for the newest"] += latest_checkpoint(folder) != folder / f"step-{number}"
-    return counts
-
-
 def model_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and an optimizer in which every number is the same."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
@@ -359,10 +300,6 @@ def model_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
             parameter.fill_(value)
             optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, value)
     return model, optimizer
-
-
-def values(model: nn.Module) -> set[float]:
-    return {float(x) for parameter in model.parameters() for x in parameter.detach().flatten()}
 
 
 def main() -> None:
@@ -377,18 +314,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tried: dict[str, Callable[[Path], Counts]] = {
-            "one flipped bit": lambda place: flipped_bits(place, asked.bits),
-            "one byte less, sectors of zeros": cut_and_zeroed,
+            "one flipped bit": lambda place: damaged(place, partial(flipped_bits, count=asked.bits)),
+            "one byte less, sectors of zeros": lambda place: damaged(place, cut_and_zeroed),
             "full disk": lambda place: full_disks(place, asked.disks),
             "full disk, asynchronous": lambda place: full_disks(place, asked.disks, asynchronous=True),
-            "clock set back": lambda place: clocks(place, 20),
             "two savers": lambda place: two_savers(place, asked.seconds),
             "kill -9, 1 rank": lambda place: kills(place, asked.kills, 1),
             "kill -9, 2 ranks": lambda place: kills(place, asked.kills, 2),
             "kill -9, 1 rank, asynchronous": lambda place: kills(place, asked.kills, 1, asynchronous=True),
             "kill -9, 2 ranks, asynchronous": lambda place: kills(place, asked.kills, 2, asynchronous=True),
-            "kill -9 of the Trainer": lambda place: trainer_kills(place, asked.kills),
-            "kill -9 of the Trainer, asynchronous": lambda place: trainer_kills(place, asked.kills, asynchronous=True),
+            "kill -9 of the Trainer": lambda place: kills(place, asked.kills, 1, by_trainer=True),
+            "kill -9 of the Trainer, asynchronous": lambda place: kills(
+                place, asked.kills, 1, asynchronous=True, by_trainer=True
+            ),
             "kill -9 of one of 2 ranks": lambda place: kills(place, asked.kills // 4, 2, alone=True),
             "kill -9 of one of 2 ranks, asynchronous": lambda place: kills(
                 place, asked.kills // 4, 2, asynchronous=True, alone=True

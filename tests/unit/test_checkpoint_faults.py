@@ -48,7 +48,6 @@ from tests.checkpoint_runs import (
     dies_at,
     fails_at,
     has_user_files,
-    limited_file_size,
     model_of,
     same,
     values_of,
@@ -117,7 +116,6 @@ FAULTS: dict[str, Any] = {"crash": None, "full disk": DISK_IS_FULL, "interrupt":
 @pytest.mark.parametrize(
     ("fault", "writer", "replacing"),
     [
-        ("crash", "save", False),
         ("crash", "save", True),
         ("crash", "export", True),
         ("full disk", "save", True),
@@ -170,9 +168,9 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path, limit: 
     if not was_whole:
         (tmp_path / ".step.saving-00000000" / "state.pt").unlink()
     assert latest_checkpoint(tmp_path) == folder
-    with limited_file_size(limit), pytest.raises(CheckpointError) as raised:
+    with faults.disk_of(limit), pytest.raises(CheckpointError) as raised:
         save_checkpoint(folder, model_of(3.0, count=20))
-    assert str(raised.value) == f"{folder} was not saved: File too large"
+    assert str(raised.value) == f"{folder} was not saved: No space left on device"
     load_checkpoint(folder, model := model_of(0.0, count=20))
     assert values_of(model) == {2.0 if was_whole else 1.0} and contents(tmp_path) == ["step"]
 
@@ -199,34 +197,26 @@ def test_every_file_is_on_the_disk_before_the_folder_takes_its_place(
     WRITERS[writer].write(tmp_path / "m", 1.0)
 
 
+KILLED = {"killed while saving", "killed besides"}
+
+
 @pytest.mark.parametrize(
     ("fault", "tried"),
     [
-        (lambda place: faults.full_disks(place, 12), "tried"),
         (lambda place: faults.full_disks(place, 12, asynchronous=True), "tried"),
-        (lambda place: faults.cut_and_zeroed(place), "tried"),
-        (lambda place: faults.flipped_bits(place, 15), "tried"),
+        (lambda place: faults.damaged(place, partial(faults.flipped_bits, count=8)), "tried"),
         (lambda place: faults.two_savers(place, 0.5), "saved"),
-        (lambda place: faults.kills(place, 1, 2), None),
-        (lambda place: faults.kills(place, 3, 1, asynchronous=True), None),
+        (lambda place: faults.kills(place, 2, 1), None),
         (lambda place: faults.kills(place, 1, 2, asynchronous=True, alone=True), None),
     ],
-    ids=["disk", "disk, asynchronous", "sectors", "bits", "two savers", "2 ranks", "asynchronous", "one of 2"],
+    ids=["disk", "bits", "two savers", "one rank", "one of 2"],
 )
 def test_what_reliability_measures(tmp_path: Path, fault: Callable[[Path], faults.Counts], tried: str | None) -> None:
     """``python -m tests.faults`` does more of the same for docs/reliability.md."""
     counts = fault(tmp_path)
-    harmless = {
-        "tried",
-        "saved",
-        "refused",
-        "had finished",
-        "no checkpoint yet",
-        "killed while saving",
-        "killed besides",
-    }
+    harmless = {"tried", "saved", "refused", "had finished", "no checkpoint yet", *KILLED}
     assert not {what: count for what, count in counts.items() if count and what not in harmless}
-    assert counts[tried] >= 3 if tried else counts.keys() & {"had finished", "killed while saving", "killed besides"}
+    assert counts[tried] >= 3 if tried else counts.keys() & {"had finished", *KILLED}
 
 
 # -- at URLs, where nothing can be renamed -----------------------------------------------------------------------------
@@ -341,10 +331,19 @@ def test_what_another_saver_is_about_to_replace_is_no_strangers(tmp_path: Path) 
 # -- fault × moment of loading -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["stream", "torch"])
 @pytest.mark.parametrize(
-    ("state_is", "read"),
-    [("loaded", 1), ("loaded", 2), ("loaded", 3), ("not saved", 2), ("not asked for", 1), ("not asked for", 2)],
+    ("backend", "state_is", "read"),
+    [
+        ("stream", "loaded", 1),
+        ("stream", "loaded", 2),
+        ("torch", "loaded", 2),
+        ("torch", "loaded", 3),
+        ("stream", "not saved", 2),
+        ("torch", "not saved", 2),
+        ("torch", "not asked for", 1),
+        ("stream", "not asked for", 2),
+        ("torch", "not asked for", 2),
+    ],
 )
 def test_a_load_that_breaks_off_changes_nothing_or_stops_the_run_until_all_is_loaded(
     tmp_path: Path, backend: str, state_is: str, read: int
@@ -550,12 +549,11 @@ def test_tied_weights_of_a_plain_module_are_exported_once(tmp_path: Path) -> Non
     assert torch.equal(weights["embed.weight"], model.embed.weight)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_export_of_a_transformers_model(tmp_path: Path, tied: bool) -> None:
+def test_export_of_a_transformers_model(tmp_path: Path) -> None:
     import transformers
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(num_hidden_layers=1, tie_word_embeddings=tied, **sizes)
+    config = transformers.LlamaConfig(num_hidden_layers=1, tie_word_embeddings=True, **sizes)
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     (tmp_path / "m").mkdir()
     for stale in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "notes.txt"):
