@@ -21,7 +21,10 @@ from tests.distributed import deepspeed_runs, lightrft_runs
 from tests.distributed.ranks import Pool
 from tests.reference.converted_run import ADAMW, AFTER, BEFORE, Run, differences, make_groups, make_net
 
-RUNS = {f"{stage}-{dtype}": (stage, dtype) for dtype in ("bfloat16", "float16") for stage in (1, 2, 3)}
+RUNS = {
+    f"{stage}-{dtype}": (stage, dtype)
+    for stage, dtype in ((1, "bfloat16"), (2, "float16"), (3, "bfloat16"), (3, "float16"))
+}
 UNUSED = ("unused.weight", "unused.bias")
 """DeepSpeed decays what has no gradient, torch's and our optimizers leave it alone."""
 
@@ -80,7 +83,6 @@ def test_a_deepspeed_run_continues_under_lightstep(zero: Saved, pool: Pool, name
     [
         (1, "bfloat16", 2, "none"),
         (2, "float16", 2, "cpu"),
-        (3, "bfloat16", 2, "none"),
         (3, "bfloat16", 2, "cpu"),
         (3, "float16", 1, "none"),
     ],
@@ -124,9 +126,9 @@ def test_of_an_engine_that_has_trained_nothing_is_left_by_a_load(pool: Pool, tmp
 
 
 def test_zero_continues_at_another_stage_as_it_would_have(zero: Saved, pool: Pool, tmp_path: Path) -> None:
-    """Stage 3 of two ranks becomes stage 1, and stage 2 becomes stage 3: unused parameters and scaler included."""
+    """Stage 3 of two ranks becomes stage 1, and stage 1 becomes stage 3: unused parameters and scaler included."""
     folder, contents = zero
-    for source, stage in (("3-float16", 1), ("2-bfloat16", 3)):
+    for source, stage in (("3-float16", 1), ("1-bfloat16", 3)):
         convert_checkpoint(folder / source, tmp_path / source, "lightstep")
         arguments = {"load": str(tmp_path / source), "stage": stage, "dtype": RUNS[source][1], "steps": AFTER}
         extra, loaded, continued, _ = pool.run(deepspeed_runs.under_strategy, 2, **arguments)[0]
@@ -134,7 +136,7 @@ def test_zero_continues_at_another_stage_as_it_would_have(zero: Saved, pool: Poo
         assert not differences((loaded, continued), contents[source])
 
 
-@pytest.mark.parametrize("name", ["2-bfloat16", "3-float16"])
+@pytest.mark.parametrize("name", ["1-bfloat16", "3-float16"])
 def test_zero_to_torch_keeps_every_bit(zero: Saved, name: str, tmp_path: Path) -> None:
     folder, contents = zero
     convert_checkpoint(folder / name, tmp_path / "run.pt", "torch")
@@ -148,7 +150,7 @@ def test_zero_to_torch_keeps_every_bit(zero: Saved, name: str, tmp_path: Path) -
 def test_the_trainers_schedule_beside_the_files_of_deepspeed_is_kept(zero: Saved, tmp_path: Path) -> None:
     """In ``checkpoint-N`` under DeepSpeed, whose own files have no scheduler then."""
     folder = tmp_path / "checkpoint-3"
-    shutil.copytree(zero[0] / "2-bfloat16", folder)
+    shutil.copytree(zero[0] / "1-bfloat16", folder)
     torch.save({"last_epoch": 7, "base_lrs": [0.1]}, folder / "scheduler.pt")
     for is_the_trainers in (False, True):
         for path in (folder, folder / "global_step3"):

@@ -41,7 +41,7 @@ def check_failures(rank: int, world_size: int, folder: str) -> None:
     path = Path(folder, "saved")
     for place in PLACES:
         for asynchronous in (False, True):
-            for failing in ({0}, {1}, {0, 1, 2}):
+            for failing in ({0}, {1, 2}) if asynchronous else ({1}, {0, 1, 2}):
                 fails = rank in failing
                 error = OSError if fails else CheckpointError
                 with pytest.raises(error, match="No space left on device"):

@@ -15,7 +15,7 @@ from lightstep.state.snapshot import Snapshot
 from tests.distributed.ranks import Pool
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Training
 from tests.patience import PATIENCE
-from tests.unit.test_snapshots import ask_twice, check_saved, hold_copies
+from tests.unit.test_snapshots import ask_twice, check_saved
 
 
 def check_snapshots(rank: int, world_size: int, folder: str, values: dict[str, Any]) -> None:
@@ -36,10 +36,7 @@ def check_snapshots(rank: int, world_size: int, folder: str, values: dict[str, A
     kind.take = slowly
     try:
         tested.step()
-        if "backend" not in state:
-            tested.delay(rank)
-        elif state["backend"] == "resident":
-            hold_copies(tested)
+        tested.delay(rank)
         for number in range(2):
             pending = ask_twice(tested, Path(folder, str(number)))
             losses = [tested.step() for _ in range(2)]
@@ -60,7 +57,6 @@ def check_snapshots(rank: int, world_size: int, folder: str, values: dict[str, A
         ("ddp", "bf16", {"update": "next_forward", "spare_host_gib": 0.0}),
         ("fsdp2", "bf16", {"update": "overlap"}),
         ("hsdp", "bf16", {}),
-        ("fsdp2", "fp32", {"backend": "resident"}),
     ],
 )
 def test_what_is_saved_is_the_moment_of_asking(

@@ -36,7 +36,7 @@ from tests.checkpoint_runs import (
     values_of,
     write_user_files,
 )
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.patience import PATIENCE
 
 STORAGES = ["", "file://", "memory://"]
@@ -88,7 +88,7 @@ ROTATIONS: dict[str, list[tuple[int, dict[str, Any], list[int]]]] = {
 }
 
 
-@every_pair(what=ROTATIONS, storage=STORAGES)
+@every_value(what=ROTATIONS, storage=STORAGES)
 def test_what_a_save_keeps(run: str, what: str) -> None:
     for number, options, expected in ROTATIONS[what]:
         saved(run, number, **options)
@@ -119,7 +119,7 @@ ROOM: dict[str, tuple[list[int], int, list[int], list[int]]] = {
 }
 
 
-@every_pair(what=ROOM, storage=STORAGES, asynchronous=[False, True])
+@every_value(what=ROOM, storage=STORAGES, asynchronous=[False, True])
 def test_a_full_disk_with_a_lower_number_makes_room(
     run: str, what: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +163,7 @@ def test_the_manifest_is_written_last_and_older_checkpoints_go_after_it(
 def test_a_crash_at_any_moment_of_a_rotation_leaves_a_whole_one(tmp_path: Path) -> None:
     """A child dies at its n-th file operation, for random n until it gets through."""
     seed, died, folder = random.Random(0), 0, tmp_path / "run"
-    for number in range(2, 14):
+    for number in range(2, 9):
         if not folder.exists():
             saved(folder, 1)
         died += dies_at(seed.randrange(1, 18), folder, partial(saved, folder, number, keep_last=1)) == "died"
@@ -171,7 +171,7 @@ def test_a_crash_at_any_moment_of_a_rotation_leaves_a_whole_one(tmp_path: Path) 
         assert newest is not None and not verify_checkpoints(newest)[0].damage
         load_checkpoint(newest, model := model_of(0.0))
         assert values_of(model) <= {float(n) for n in range(1, number + 1)}
-    assert died >= 3
+    assert died >= 2
 
 
 # -- which is the newest -----------------------------------------------------------------------------------------------

@@ -549,10 +549,19 @@ def full_disk(content: Any, file: Any, **options: Any) -> None:
     torch.serialization.save(content, file, **options)
 
 
-@pytest.mark.parametrize("to", convert.WRITERS)
-@pytest.mark.parametrize("fault", ["interrupt", "full disk", "crash", "foreign"])
+@pytest.mark.parametrize(
+    ("fault", "to"),
+    [
+        ("interrupt", "lightstep"),
+        ("interrupt", "torch"),
+        ("full disk", "torch"),
+        ("crash", "lightstep"),  # between two renames
+        ("foreign", "lightstep"),
+        ("foreign", "torch"),
+    ],
+)
 def test_what_was_there_is_replaced_whole_or_not_at_all(
-    tmp_path: Path, old_and_new: tuple[Path, Path], to: str, fault: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, old_and_new: tuple[Path, Path], fault: str, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = old_and_new
     convert_checkpoint(old, tmp_path / "out", to)
@@ -565,15 +574,15 @@ def test_what_was_there_is_replaced_whole_or_not_at_all(
             patch.setattr(convert, "read_checkpoint", lambda *_: state)
             with pytest.raises(KeyboardInterrupt):
                 convert_checkpoint(new, tmp_path / "out", to)
-    elif fault == "full disk" and to != "lightstep":
+    elif fault == "full disk":
         with monkeypatch.context() as patch:
             patch.setattr(torch, "save", full_disk)
             with pytest.raises(CheckpointError, match="out was not written: No space left on device"):
                 convert_checkpoint(new, tmp_path / "out", to)
-    elif fault == "crash" and to != "torch":  # between two renames
+    elif fault == "crash":
         shutil.move(tmp_path / "out", tmp_path / ".out.replaced-0")
         shutil.copytree(new, tmp_path / ".out.saving-1")
-    elif fault == "foreign":
+    else:
         (tmp_path / "foreign").mkdir()
         (tmp_path / "foreign" / "thesis.txt").write_text("years of work")
         with pytest.raises(CheckpointError, match="choose another path or remove it"):
