@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import random
 import sys
-import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +16,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from lightstep import ConfigError, SglangServer, Strategy, VllmServer, WeightTransferError
 from lightstep.rollout import servers
 from lightstep.rollout.transport import Bucket, BucketDelta, HeldWeights, WeightInfo, changed_words, shard_in_bucket
-from tests.rollout_servers import FakeServer, FakeVllm, Refusal
+from tests.covering import every_value
+from tests.rollout_servers import FakeVllm, Refusal
 from tests.unit.test_rollout_servers import Breaking, Training
-
-waits = pytest.mark.parametrize("wait", [True, False])
 
 
 def make_model() -> nn.Module:
@@ -53,8 +50,7 @@ class Run(Training):
         return version
 
 
-@waits
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(("servers", "wait"), [(1, True), (3, False)])
 def test_only_what_changed_is_sent(servers: int, wait: bool) -> None:
     run = Run(servers)
     for version in range(1, 6):
@@ -120,27 +116,6 @@ def test_bits_are_compared(value: float) -> None:
     run.close()
 
 
-def test_any_training_is_followed() -> None:
-    """Steps of AdamW, edits and replaced sets, between publications that the loop does not wait for."""
-    chance, run = random.Random(0), Run()
-    sets: dict[str, dict[str, Tensor]] = {}
-    for version in range(1, 25):
-        for group in run.optimizer.param_groups:
-            group["lr"] = chance.choice([1e-6, 1e-4, 1e-2])
-        run.optimizer.backward(run.model(torch.randn(4, 40).bfloat16()).float().square().mean())
-        run.optimizer.step()
-        if chance.random() < 0.3:
-            Run.step(run)
-        sets[str(version)] = run.weights()
-        run.strategy.publish_weights(run.model, to=run.servers, wait=False, replace=chance.random() < 0.5)
-        if chance.random() < 0.5:
-            run.strategy.wait_for_publication()
-            process = run.fakes[0].process
-            assert process.version == str(version)
-            assert all(torch.equal(process.weights[name], t) for name, t in sets[process.version].items())
-    run.close()
-
-
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
 def test_experts_have_the_names_that_files_have(kept: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -184,6 +159,10 @@ def restarted_as_the_same_version(run: Run) -> None:
     """Another trainer's version has the same number."""
     run.fakes[0].restart(run.initial)
     run.fakes[0].process.version = str(run.strategy.rollout._version)
+
+
+def lost_its_copy(run: Run) -> None:
+    run.fakes[0].process.held.forget()
 
 
 def another_server(run: Run) -> None:
@@ -230,12 +209,12 @@ def not_finished(run: Run) -> None:
     run.fakes[0].before = lambda path: None
 
 
-@waits
-@pytest.mark.parametrize(
-    "event",
-    [
+@every_value(
+    wait=[True, False],
+    event=[
         restarted,
         restarted_as_the_same_version,
+        lost_its_copy,
         another_server,
         another_trainer,
         a_set_without_deltas,
@@ -256,43 +235,6 @@ def test_a_whole_set_is_sent_after(event: Callable[[Run], None], wait: bool) -> 
     run.step()
     version = run.publish(wait)
     assert run.serves(str(version)) and run.is_delta
-    run.close()
-
-
-def test_a_server_that_lost_its_copy_gets_a_whole_set() -> None:
-    run = Run()
-    run.publish()
-    run.fakes[0].process.held.forget()
-    run.step()
-    run.publish()
-    assert run.serves("2") and not run.is_delta
-    run.close()
-
-
-def test_servers_that_are_killed_at_random_moments_never_serve_anything_but_a_whole_set() -> None:
-    chance = random.Random(3)
-    run = Run(timeout_s=10.0)
-    (server,) = run.fakes
-    sets = [run.initial]
-    deltas = 0
-    for attempt in range(14):
-        run.step()
-        sets.append(run.weights())
-        timer = threading.Timer(chance.random() * 0.15, server.restart, [run.initial])
-        if attempt % 2:
-            timer.start()
-        try:
-            run.publish(wait=attempt % 3 > 0)
-            deltas += run.is_delta
-        except WeightTransferError:
-            pass
-        if attempt % 2:
-            timer.join()
-        known = server.process.weights
-        assert server.process.paused or any(all(torch.equal(known[n], t) for n, t in one.items()) for one in sets)
-    run.step()
-    run.publish()
-    assert run.serves(str(run.strategy.rollout._version)) and deltas
     run.close()
 
 
@@ -338,8 +280,7 @@ def test_a_receiver_applies_deltas_to_nothing_else_than_their_base() -> None:
         held.apply(infos, delta.buffer, is_last=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
-@pytest.mark.parametrize("dim", [0, 1, 2])
+@every_value(dtype=[torch.bfloat16, torch.float32, torch.int64], dim=[0, 1, 2])
 def test_positions_of_a_shard_in_its_bucket(dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightstep.rollout.transport._PIECE", 37)
 
@@ -377,19 +318,6 @@ def test_only_vllm_takes_deltas() -> None:
     servers = {"kind": "sglang", "urls": ["http://host"], "deltas": True}
     with pytest.raises(ConfigError, match="leave deltas out"):
         Strategy.load("resident", overrides={"roles.rollout": {"servers": servers}})
-
-
-def test_a_strategy_file_asks_for_deltas() -> None:
-    fake: FakeServer = FakeVllm({name: torch.zeros_like(p) for name, p in make_model().named_parameters()})
-    servers = {"kind": "vllm", "urls": [fake.url], "deltas": True}
-    strategy = Strategy.load("resident", overrides={"roles.rollout": {"servers": servers, "timeout_s": 10}})
-    model = strategy.prepare_model(make_model())
-    strategy.publish_weights(model)
-    strategy.publish_weights(model)
-    report = strategy.wait_for_publication()
-    assert report is not None and report.nbytes == 0 < report.whole_nbytes
-    strategy.close()
-    fake.kill()
 
 
 # -- the plugin, with as much of vLLM as it touches --------------------------------------------------------------------

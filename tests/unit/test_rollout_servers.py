@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
+import multiprocessing
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from lightstep.rollout import reinforcement_learning
 from lightstep.rollout.server_protocols import Sglang, engine_names, refuse_other_names
 from lightstep.rollout.servers import _in_thread
 from lightstep.rollout.transport import WeightInfo
+from tests.covering import every_value
 from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, FakeVllmNccl, NcclOnCpu, Process, Refusal
 
 KINDS: dict[str, tuple[type[FakeServer], Any]] = {
@@ -88,7 +87,7 @@ def _training(kind: str) -> Iterator[Training]:
     made.close()
 
 
-@pytest.mark.parametrize(("servers", "workers"), [(1, 1), (1, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("servers", "workers"), [(1, 2), (3, 1)])
 @both
 def test_every_worker_of_every_server_gets_every_version(kind: str, servers: int, workers: int) -> None:
     training = Training(kind, servers, workers=workers)
@@ -127,15 +126,17 @@ def test_what_a_server_is_told(kind: str, training: Training) -> None:
     assert server.calls == CONVERSATIONS[kind]
 
 
-@both
-def test_a_strategy_file_names_servers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "deltas"), [("vllm", False), ("vllm", True), ("vllm-nccl", False), ("sglang", False)])
+def test_a_strategy_file_names_servers(kind: str, deltas: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reinforcement_learning, "VllmNcclServer", NcclOnCpu)
     training = Training(kind)
-    named = {"kind": kind, "urls": [each.url for each in training.fakes]}
+    named = {"kind": kind, "urls": [each.url for each in training.fakes], "deltas": deltas}
     strategy = Strategy.load("resident", overrides={"roles.rollout": {"servers": named, "timeout_s": 10}})
     model = strategy.prepare_model(make_model())
-    assert strategy.publish_weights(model) == 1
+    assert [strategy.publish_weights(model) for _ in range(2)] == [1, 2]
     assert all(torch.equal(training.fakes[0].process.weights[n], p.bfloat16()) for n, p in model.named_parameters())
+    report = strategy.wait_for_publication()
+    assert report is not None and (report.nbytes == 0) == deltas and report.whole_nbytes > 0
     strategy.close()
     training.close()
 
@@ -162,8 +163,7 @@ def test_arguments_that_make_no_sense(settings: dict[str, Any]) -> None:
         SglangServer("http://host", pause="wait")
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@every_value(kind=KINDS, wait=[True, False])
 def test_experts_have_the_names_that_files_have(kind: str, wait: bool, tmp_path: Path) -> None:
     """transformers joins the experts of a layer, and those of a file have names of their own."""
     torch.manual_seed(0)
@@ -184,8 +184,7 @@ def test_experts_have_the_names_that_files_have(kind: str, wait: bool, tmp_path:
 # -- what a server refuses, before anything is sent --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", ["unknown", "missing"])
-@both
+@every_value(kind=KINDS, change=["unknown", "missing"])
 def test_names_are_compared_before_the_first_byte(kind: str, change: str, training: Training) -> None:
     (server,) = training.fakes
     if change == "unknown":
@@ -199,8 +198,13 @@ def test_names_are_compared_before_the_first_byte(kind: str, change: str, traini
     assert not server.process.paused and not server.process.updating and server.process.version == "default"
 
 
-@pytest.mark.parametrize("software", ["0.5.20", "0.27.1", "0.34.0", "1.2"])
-@both
+@pytest.mark.parametrize(
+    ("kind", "software"),
+    [
+        *[("vllm", "0.27.1"), ("vllm", "0.34.0"), ("vllm-nccl", "0.31.2"), ("vllm-nccl", "0.34.0")],
+        *[("sglang", "0.5.20"), ("sglang", "0.6")],
+    ],
+)
 def test_other_versions_are_refused(kind: str, software: str, training: Training) -> None:
     training.fakes[0].software = software  # type: ignore[attr-defined]
     with pytest.raises(WeightTransferError, match=rf"{software}; the protocols of"):
@@ -259,8 +263,7 @@ FIRST = {"vllm": 2}
 """The plugin's first call compares names."""
 
 
-@pytest.mark.parametrize("bucket", [0, 1, 2])
-@both
+@every_value(kind=KINDS, bucket=[0, 1, 2])
 def test_a_failed_bucket_leaves_the_server_paused_until_a_set_is_complete(
     kind: str, bucket: int, training: Training
 ) -> None:
@@ -304,10 +307,9 @@ def test_answers_that_vllm_has_not_read_do_no_harm(kind: str, monkeypatch: pytes
     training.close()
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-@both
+@pytest.mark.parametrize(("kind", "how"), [("vllm", "dies"), ("vllm-nccl", "dies"), ("sglang", "hangs")])
 def test_a_server_that_is_gone_is_noticed_in_time_and_may_be_replaced(kind: str, how: str) -> None:
-    timeout_s = 5.0 if how == "hangs" else 60.0
+    timeout_s = 3.0 if how == "hangs" else 60.0
     training = Training(kind, servers=2, timeout_s=timeout_s)
     training.publish()
     training.step()
@@ -326,8 +328,9 @@ def test_a_server_that_is_gone_is_noticed_in_time_and_may_be_replaced(kind: str,
     training.close()
 
 
-@pytest.mark.parametrize("same_model", [True, False], ids=["the same model", "another model"])
-@both
+@pytest.mark.parametrize(
+    ("kind", "same_model"), [*((kind, True) for kind in KINDS), ("vllm", False), ("sglang", False)]
+)
 def test_a_trainer_died_between_two_buckets(kind: str, same_model: bool, training: Training) -> None:
     """The next one's set is served, or refused. In neither case is half of the first one's."""
     (server,) = training.fakes
@@ -366,8 +369,7 @@ def other_model(training: Training, change: str) -> dict[str, Tensor]:
     return other
 
 
-@pytest.mark.parametrize("change", ["unknown", "missing"])
-@both
+@every_value(kind=KINDS, change=["unknown", "missing"])
 def test_a_restarted_server_with_another_model_is_refused(kind: str, change: str, training: Training) -> None:
     (server,) = training.fakes
     training.publish()
@@ -375,32 +377,6 @@ def test_a_restarted_server_with_another_model_is_refused(kind: str, change: str
     with pytest.raises(WeightTransferError, match=r"1.bias is unknown|9.extra gets nothing"):
         training.publish()
     assert not server.process.paused and not server.process.updating and server.process.version == "default"
-
-
-@both
-def test_servers_that_are_killed_at_random_moments_never_serve_half_a_set(kind: str) -> None:
-    chance = random.Random(0)
-    training = Training(kind, timeout_s=10.0)
-    (server,) = training.fakes
-    for attempt in range(12):
-        training.step()
-        timer = threading.Timer(chance.random() * 0.12, server.restart, [training.initial])
-        timer.start()
-        begin = time.monotonic()
-        try:
-            training.publish()
-        except WeightTransferError:
-            assert time.monotonic() - begin < 30, attempt
-        timer.join()
-        known = server.process.weights
-        whole = [training.initial, training.weights()]
-        assert server.process.paused or any(all(torch.equal(known[n], t) for n, t in one.items()) for one in whole), (
-            attempt
-        )
-    training.step()
-    training.publish()
-    assert training.serves(str(training.strategy.rollout._version))
-    training.close()
 
 
 def test_nobody_answers() -> None:
@@ -416,21 +392,15 @@ def test_nobody_answers() -> None:
 # -- files
 
 
-CALL = """
-import sys
-from lightstep.rollout.server_protocols import Sglang
-Sglang(sys.argv[1], timeout_s=60, api_key=None).resume()
-"""
-
-
 @pytest.mark.parametrize("end", ["answered", "given up", "killed"])
 def test_a_call_that_nobody_waits_for_leaves_nothing_to_send(end: str) -> None:
     """Its connection is reset: else TCP sends the call again until the server has it, maybe in the middle of a set."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        process: subprocess.Popen[bytes] | None = None
+        process: Any = None
         if end == "killed":
-            process = subprocess.Popen([sys.executable, "-c", CALL, url])
+            process = multiprocessing.get_context("fork").Process(target=Sglang(url, timeout_s=60, api_key=None).resume)
+            process.start()
         else:
             call = _in_thread(Sglang(url, timeout_s=0.5 if end == "given up" else 60, api_key=None).resume)
         peer, _ = listening.accept()
@@ -445,7 +415,7 @@ def test_a_call_that_nobody_waits_for_leaves_nothing_to_send(end: str) -> None:
                 return
             if process is not None:
                 process.kill()
-                process.wait()
+                process.join()
             else:
                 with pytest.raises(WeightTransferError, match="did not answer: timed out"):
                     call.result()
@@ -490,14 +460,13 @@ def test_a_set_in_a_folder_that_is_refused_or_breaks(tmp_path: Path) -> None:
     server.kill()
 
 
-@pytest.mark.parametrize("change", ["unknown", "missing"])
-def test_a_folder_is_not_loaded_by_a_restarted_server_with_another_model(change: str, tmp_path: Path) -> None:
+def test_a_folder_is_not_loaded_by_a_restarted_server_with_another_model(tmp_path: Path) -> None:
     training = Training("sglang")
     (server,) = training.fakes
     training.servers = SglangFolder(server.url, tmp_path, timeout_s=10.0)
     training.publish()
-    server.restart(other_model(training, change))
-    with pytest.raises(WeightTransferError, match=r"1.bias is unknown|9.extra gets nothing"):
+    server.restart(other_model(training, "missing"))
+    with pytest.raises(WeightTransferError, match=r"9.extra gets nothing"):
         training.publish()
     assert not server.process.paused and server.process.version == "default"
     server.kill()
