@@ -8,7 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,13 +67,6 @@ def _run(*arguments: Any) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
 
 
-def _fork(folder: Path, script: str, *arguments: Any) -> tuple[int, str]:
-    """Exit status and output of a script in a process of its own, which has imported what training takes."""
-    (folder / "fork").mkdir()
-    words = tuple(map(str, arguments))
-    return run_script(Script(Path("script.py"), 1, "python", 0, script.splitlines(), words), folder / "fork")
-
-
 def _sentence(result: Result, code: int) -> str:
     """The one line that a mistake gets."""
     assert result.exit_code == code, result.output
@@ -85,16 +81,8 @@ def _sentence(result: Result, code: int) -> str:
 def test_train_and_resume(file: Path, tmp_path: Path) -> None:
     result = _run("train", file, "--strategy", "resident", "--set", "name=a", "--set", "strategy.clipping.max_norm=0.5")
     assert result.exit_code == 0, result.output
-    for said in (
-        "strategy resident",
-        "planned: ",
-        "validation loss before",
-        "step 4/4",
-        "measured: ",
-        "validation loss after",
-        "sample 1 of 1",
-    ):
-        assert said in result.stdout
+    expected = ("strategy resident", "planned: ", "step 4/4", "measured: ", "sample 1 of 1")
+    assert all(said in result.stdout for said in (*expected, "validation loss before", "validation loss after"))
     settings = yaml.safe_load((tmp_path / "runs/a/config.yaml").read_text())
     assert settings["strategy"] == "resident" and settings["strategy_overrides"] == {"clipping.max_norm": 0.5}
     again = _run("train", file, "--resume", "--set", "name=a", "--set", "steps=5")
@@ -106,7 +94,6 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
     [
         (["--strategy", "residnt"], "'residnt' is neither a strategy nor a file, did you mean 'resident'"),
         (["--set", "stepz=3"], "unknown key 'stepz' (value 3), did you mean 'steps'"),
-        (["--set", "batch.size=3"], "unknown key 'batch.size' (value 3)"),
         (["--set", "steps=many"], "'steps' is 'many'"),
         (["--set", "steps"], "--set steps: key=value is needed"),
         (["--set", "steps=[1"], "is not a valid YAML value"),
@@ -141,8 +128,7 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
         (["--set", "strategy.cpu=resident"], "strategy is 'fp32', one for every device; write --set strategy=NAME"),
         (["--set", "strategy.cpu.clipping.max_norm=1"], "strategy.cpu is not a mapping; write --set strategy.clip"),
         (["--resume"], "holds no complete checkpoint; start without --resume"),
-        (["--set", "optimizer.name=Adamm"], "optimizer.name is 'Adamm', did you mean"),
-        (["--set", "optimizer.name=Adamm", "--set", "data=nowhere"], "optimizer.name is 'Adamm'"),
+        (["--set", "optimizer.name=Adamm", "--set", "data=nowhere"], "optimizer.name is 'Adamm', did you mean"),
         (
             ["--set", "optimizer.arguments.bettas=1", "--set", "data=nowhere"],
             "optimizer: AdamW got an unexpected keyword argument 'bett",
@@ -238,7 +224,10 @@ def test_a_process_that_is_killed_while_saving_resumes_from_the_checkpoint_befor
         "save.write_tensors = killed; app(sys.argv[1:])"
     )
     logged = ("--set", "steps=6", "--set", "name=killed", "--set", "trackers=[tensorboard]")
-    status, said = _fork(tmp_path, script, "train", file, *logged)
+    (tmp_path / "fork").mkdir()
+    words = ("train", str(file), *logged)
+    killed = Script(Path("script.py"), 1, "python", 0, script.splitlines(), words)
+    status, said = run_script(killed, tmp_path / "fork")
     folder = tmp_path / "runs/killed"
     assert status == -signal.SIGKILL and any(folder.glob(".checkpoint-4*")), said
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
@@ -272,34 +261,36 @@ def test_resume_auto_takes_the_newest_that_is_undamaged(file: Path, tmp_path: Pa
     assert "all checkpoints in" in _sentence(_run("train", file, "--resume=auto", *longer), 2)
 
 
+@pytest.fixture
+def own_signal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SIGINT interrupts, as in a process that is no background process."""
+    monkeypatch.delenv("RANK", raising=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("own_signal")
 def test_a_signal_saves_and_exits(file: Path, tmp_path: Path) -> None:
     """SIGTERM does in test_trainer.py, and under torchrun."""
-    script = (
-        "import os, pathlib, runpy, signal, sys, threading, time, torch\n"
-        "torch.set_num_threads(1); sys.stdout.reconfigure(line_buffering=True)\n"
-        "def interrupt():\n"
-        "    while 'step 1/' not in pathlib.Path('output-0').read_text(): time.sleep(0.05)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "threading.Thread(target=interrupt, daemon=True).start()\n"
-        "runpy.run_module('lightstep', run_name='__main__', alter_sys=True)"
-    )
-    endless = ("--set", "steps=100000", "--set", "log_every=1", "--set", "checkpoint.every=0")
-    status, said = _fork(tmp_path, script, "train", file, *endless)
-    assert status == 128 + signal.SIGINT and "Traceback" not in said, said
+
+    def interrupt() -> None:
+        while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    result = _run("train", file, "--set", "steps=100000", "--set", "checkpoint.every=0")
+    thread.join()
+    said = " ".join(result.output.split())
+    assert result.exit_code == 128 + signal.SIGINT, result.output
     found = re.search(r"SIGINT: stopped after step (\d+); continue from .*checkpoint-\1 with --resume", said)
     assert found and (tmp_path / "runs/train" / f"checkpoint-{found[1]}" / "lightstep.json").is_file()
 
 
+@pytest.mark.usefixtures("own_signal")
 def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    own = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore it
-    try:
-        _signal_twice(monkeypatch)
-    finally:
-        signal.signal(signal.SIGINT, own)
-
-
-def _signal_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     with Interrupt() as interrupt:
         signal.raise_signal(signal.SIGINT)
         assert interrupt.received() == signal.SIGINT
@@ -312,6 +303,7 @@ def _signal_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("own_signal")
 @pytest.mark.parametrize("noted", [True, False], ids=["after a signal", "without one"])
 def test_a_collective_that_fails_after_a_signal_ends_at_once(noted: bool) -> None:
     """torchrun ends the ranks that are left when one is gone, and waits for them before it starts them again."""
@@ -322,12 +314,8 @@ def test_a_collective_that_fails_after_a_signal_ends_at_once(noted: bool) -> Non
                 signal.raise_signal(signal.SIGINT)
             raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
-    own = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt if noted else RuntimeError):
-            fail()
-    finally:
-        signal.signal(signal.SIGINT, own)
+    with pytest.raises(KeyboardInterrupt if noted else RuntimeError):
+        fail()
 
 
 # -- paths
@@ -337,16 +325,11 @@ def test_a_collective_that_fails_after_a_signal_ends_at_once(noted: bool) -> Non
     "arguments",
     [
         ["train", "missing"],
-        ["train", EXAMPLE, "--strategy", "missing/missing.yaml"],
         ["train", EXAMPLE, "--set", "model=missing"],
-        ["train", EXAMPLE, "--set", "data=missing"],
         ["params", "missing"],
         ["strategies", "missing"],
         ["plan", "missing"],
         ["plan", "Llama-3.2-3B", "--strategy", "missing.yaml"],
-        ["plan", "--against", "missing"],
-        ["plan", "Llama-3.2-3B", "--plot", "missing/plan.png"],
-        ["bench", "--strategies", "missing.yaml"],
         ["checkpoint", "verify", "missing"],
         ["checkpoint", "verify", "."],
         ["checkpoint", "inspect", "missing"],
@@ -354,7 +337,6 @@ def test_a_collective_that_fails_after_a_signal_ends_at_once(noted: bool) -> Non
         ["checkpoint", "convert", "missing", "new", "--to", "torch"],
         ["checkpoint", "convert", ".", "../new", "--to", "torch"],
         ["checkpoint", "convert", "missing", "new", "--to", "torch", "--names", "missing.json"],
-        ["checkpoint", "convert", "missing", "new", "--to", "torch", "--model", "missing"],
         ["checkpoint", "convert", "missing", "s3://missing/run.pt", "--to", "torch"],
         ["checkpoint", "convert", "memory://missing", "new", "--to", "torch"],
         ["checkpoint", "verify", "memory://missing"],
@@ -431,6 +413,11 @@ def test_the_version_and_the_environment() -> None:
     assert str(ROOT) not in said and str(Path.home()) not in said
 
 
+def test_bench_takes_its_own_options() -> None:
+    result = _run("bench", "--help")
+    assert result.exit_code == 0 and "--strategies" in result.output and "--peers" in result.output
+
+
 @pytest.mark.parametrize("name", SINGLE)
 def test_costs_are_what_the_optimizer_reports(name: str, one_pass_on_cpu: Counter[str]) -> None:
     """On a device where the update runs in one pass, as it does on a GPU."""
@@ -491,20 +478,17 @@ def _main(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_the_terminal_cannot_show_ends_no_run() -> None:
-    done = _main("print('2 × cpu')", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2 ? cpu\n", "")
-
-
-def test_a_signal_while_python_exits_is_no_success() -> None:
-    done = _main("atexit.register(signal.raise_signal, signal.SIGINT)")
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
-
-
-def test_bench_takes_its_own_options() -> None:
-    result = _run("bench", "--help")
-    assert result.exit_code == 0 and "--strategies" in result.output and "--peers" in result.output
-    assert _run("bench", "--strategies", "nonsense").exit_code == 2
+@pytest.mark.parametrize(
+    ("body", "environment", "expected"),
+    [
+        ("print('2 × cpu')", {"PYTHONIOENCODING": "ascii"}, (0, "2 ? cpu\n", "")),
+        ("atexit.register(signal.raise_signal, signal.SIGINT)", {}, (-signal.SIGINT, "", "")),
+    ],
+    ids=["a terminal without ×", "a signal while Python exits"],
+)
+def test_how_the_console_script_ends(body: str, environment: dict[str, str], expected: tuple[int, str, str]) -> None:
+    done = _main(body, **environment)
+    assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ KEEP = ("glm4_moe", "ernie4_5_moe", "lfm2_moe", "flint", "solar_open", "ctrl", "
 """Buffers or parameters stay fp32."""
 FOLLOW = ("xglm", "openai-gpt", "minimax", "falcon_mamba", "recurrent_gemma", "gemma3_text")
 """Buffers have to follow the parameters."""
-OTHERS = ("gpt2", "llama", "qwen3_moe", "mixtral", "bloom", "opt")
+OTHERS = ("gpt2", "qwen3_moe", "bloom")
 
 
 def _needs(model_type: str) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -13,21 +14,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.python import python
 from tests.unit.test_extras import HIDDEN
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (CHECKOUT / "strategies").glob("*.yaml"))
 
-# Run without `site` (-S), which would bring in whatever lightstep this interpreter has installed.
+# Whatever lightstep this interpreter has installed is behind the one at ``where``.
 LIST_PRESETS = """
-import site, sys
+import sys
 from pathlib import Path
-where, *libraries = sys.argv[1:]
-sys.path += libraries
+where = sys.argv[1]
 sys.path.insert(0, where)
-site.addsitedir(where)
 import lightstep
-assert Path(lightstep.__file__).resolve().is_relative_to(Path(where).parent.resolve()), lightstep.__file__
+assert Path(lightstep.__file__).resolve().is_relative_to(Path(where).resolve()), lightstep.__file__
 for name in lightstep.available_strategies():
     lightstep.Strategy.load(name)
     print(name)
@@ -84,15 +84,9 @@ def _build(checkout: Path) -> Path:
 
 
 def _presets_found(where: Path, then: str = "") -> list[str]:
-    """What a Python finds whose only lightstep is the one at ``where``; it also runs ``then``."""
-    libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", LIST_PRESETS + then, str(where), *libraries],
-        cwd=where,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """What a Python finds that imports the lightstep at ``where``; it also runs ``then``."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = python("-c", LIST_PRESETS + then, str(where), cwd=where, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
