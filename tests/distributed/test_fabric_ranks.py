@@ -15,7 +15,6 @@ from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "fsdp2": {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": 0.5}},
     "ddp": {"sharding": {"kind": "ddp", "find_unused_parameters": True}, "clipping": {"max_norm": 0.5}},
     "fsdp2 on the host": {
         "sharding": {"kind": "fsdp2"},

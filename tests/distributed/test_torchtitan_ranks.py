@@ -41,23 +41,20 @@ def check_sharded(rank: int, world_size: int, folder: str) -> None:
             fully_shard(part)
         return parts, create(parts)
 
-    def train_and_resume(strategy: Strategy, path: Path) -> None:
-        expected, plain = build(lambda parts: torch.optim.AdamW(parameters_of(parts), lr=1e-2, fused=True))
-        parts, container = build(lambda parts: OptimizersContainer(strategy, parts, lr=1e-2))
-        assert train(container, parts, range(3)) == train(plain, expected, range(3))
-        dcp.save({"optimizer": container}, checkpoint_id=path)
-        later, other = build(lambda parts: OptimizersContainer(strategy, parts, lr=1e-2))
-        for one, another in zip(parameters_of(later), parameters_of(parts), strict=True):
-            one.detach().copy_(another.detach())
-        dcp.load({"optimizer": other}, checkpoint_id=path)
-        train(other, later, range(3, 6))
-        train(plain, expected, range(3, 6))
-        for one, another in zip(whole(parameters_of(later)), whole(parameters_of(expected)), strict=True):
-            assert torch.equal(one, another)
-
-    for backend in ("resident", "stream"):
-        values = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
-        train_and_resume(Strategy.load({**values, "optimizer_state": {"backend": backend}}), Path(folder) / backend)
+    values = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
+    strategy = Strategy.load({**values, "optimizer_state": {"backend": "stream"}})
+    expected, plain = build(lambda parts: torch.optim.AdamW(parameters_of(parts), lr=1e-2, fused=True))
+    parts, container = build(lambda parts: OptimizersContainer(strategy, parts, lr=1e-2))
+    assert train(container, parts, range(2)) == train(plain, expected, range(2))
+    dcp.save({"optimizer": container}, checkpoint_id=folder)
+    later, other = build(lambda parts: OptimizersContainer(strategy, parts, lr=1e-2))
+    for one, another in zip(parameters_of(later), parameters_of(parts), strict=True):
+        one.detach().copy_(another.detach())
+    dcp.load({"optimizer": other}, checkpoint_id=folder)
+    train(other, later, range(2, 4))
+    train(plain, expected, range(2, 4))
+    for one, another in zip(whole(parameters_of(later)), whole(parameters_of(expected)), strict=True):
+        assert torch.equal(one, another)
 
 
 def test_parts_that_are_sharded_already(pool: Pool, tmp_path: Path) -> None:
@@ -250,12 +247,12 @@ def check_on_host(
     tested = run("host")
     assert tested.train(range(3), rank) == wanted
     dcp.save(tested.states(), checkpoint_id=f"{folder}/host")
-    wanted = expected.train(range(3, 6), rank)
+    wanted = expected.train(range(3, 5), rank)
     for saved, placement in ((None, "host"), ("device", "host"), ("host", "device")):
         later = tested if saved is None else run(placement)
         if saved is not None:
             dcp.load(later.states(), checkpoint_id=f"{folder}/{saved}")
-        assert later.train(range(3, 6), rank) == wanted
+        assert later.train(range(3, 5), rank) == wanted
         later.container.optimizer.synchronize()
         for one, another in zip(parameters_of(later.parts), parameters_of(expected.parts), strict=True):
             assert torch.equal(local_tensor(one).cpu(), local_tensor(another).cpu())
@@ -265,8 +262,7 @@ def check_on_host(
     ("ranks", "layers", "time", "compute"),
     [
         (1, [[0, 1, 2, 3]], "overlap", True),
-        (2, [[0, 1, 2, 3]], "next_forward", False),
-        (2, [[0, 1, 2, 3]], "overlap", True),
+        (2, [[0, 1, 2, 3]], "next_forward", True),
         (2, PARTS, "at_step", False),
         (4, [[0, 1, 2, 3]], "overlap", False),
     ],
@@ -398,6 +394,6 @@ def check_chunks(rank: int, world_size: int, time: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(tested, expected, strict=True))
 
 
-@pytest.mark.parametrize("time", ["at_step", "next_forward", "overlap"])
+@pytest.mark.parametrize("time", ["next_forward", "overlap"])
 def test_a_head_that_is_called_in_chunks(pool: Pool, time: str) -> None:
     pool.run(check_chunks, 2, time=time)

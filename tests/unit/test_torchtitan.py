@@ -213,10 +213,11 @@ def test_it_has_the_shape_that_torchtitan_works_with() -> None:
     container.init_cache_state_dict()
 
 
-@pytest.mark.parametrize("parameters", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
+@pytest.mark.parametrize(
+    ("parameters", "trained"), [("float32", True), ("bfloat16", False), ("bfloat16", True), ("float16", True)]
+)
 def test_a_checkpoint_goes_on_in_another_division(tmp_path: Path, parameters: str, trained: bool) -> None:
-    scale = {"kind": "dynamic", "init_scale": 64.0, "growth_interval": 3} if parameters == "float16" else "none"
+    scale = {"kind": "dynamic", "init_scale": 64.0, "growth_interval": 2} if parameters == "float16" else "none"
     settings: dict[str, Any] = {"precision": {"parameters": parameters, "loss_scale": scale, "reduce": "parameters"}}
 
     def run(container: OptimizersContainer, parts: Sequence[nn.Module], steps: range) -> None:
@@ -234,15 +235,13 @@ def test_a_checkpoint_goes_on_in_another_division(tmp_path: Path, parameters: st
         later[part].layers[number].load_state_dict(source.state_dict())
     other = container_of(later, strategy_for("stream", **settings))
     dcp.load({"optimizer": other}, checkpoint_id=tmp_path / "step", no_dist=True)
-    run(container, parts, range(2, 6))
-    run(other, later, range(2, 6))
+    run(container, parts, range(2, 4))
+    run(other, later, range(2, 4))
     same(parameters_of(later), parameters_of(parts))
     mine, theirs = other.state_dict(), container.state_dict()
     assert mine.keys() == theirs.keys()
-    assert {key: value for key, value in mine.items() if key.startswith("loss_scale")} == {
-        key: value for key, value in theirs.items() if key.startswith("loss_scale")
-    }
-    assert any(key.startswith("loss_scale") for key in mine) == (parameters == "float16")
+    scales = [{key: value for key, value in state.items() if key.startswith("loss_scale")} for state in (mine, theirs)]
+    assert scales[0] == scales[1] and bool(scales[0]) == (parameters == "float16")
 
 
 def test_a_state_of_other_groups_changes_nothing() -> None:
