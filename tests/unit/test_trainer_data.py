@@ -82,29 +82,27 @@ def test_the_default_text_is_the_standard_library_alone(tmp_path: Path, monkeypa
     assert sorted(_all(Data())) == [b"doc/intro.rst", b"json/decoder.py", b"notes.txt"]
 
 
-def test_json_lines_hold_one_document_each(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"text": f"line {n}", "body": f"body {n}"}) for n in range(5)) + "\n\n")
-    assert sorted(_all(Data(path=str(path)))) == [f"line {n}".encode() for n in range(5)]
-    assert sorted(_all(Data(path=str(path), text_key="body"))) == [f"body {n}".encode() for n in range(5)]
-
-
-def test_json_lines_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "first"}\n{"text": "second"}\n', encoding="utf-8-sig")
-    assert sorted(_all(Data(path=str(path)))) == [b"first", b"second"]
-
-
-def test_what_is_no_character_in_json_lines_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n{"text": "c\xffd"}\n')
-    assert sorted(_all(Data(path=str(path)))) == ["a\ufffdb".encode(), "c\ufffdd".encode(), "😀".encode()]
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'{"text": "first", "body": 1}\n{"text": "second"}\n\n', ["first", "second"]),
+        (b'\xef\xbb\xbf{"text": "first"}\n{"text": "second"}\n', ["first", "second"]),  # a byte-order mark
+        (b'{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n{"text": "c\xffd"}\n', ["a\ufffdb", "c\ufffdd", "😀"]),
+    ],
+    ids=["one each", "byte-order mark", "no characters"],
+)
+def test_json_lines_hold_one_document_each(tmp_path: Path, content: bytes, expected: list[str]) -> None:
+    for key in ("text", "body"):
+        path = tmp_path / f"{key}.jsonl"
+        path.write_bytes(content.replace(b'"body"', b'"other"').replace(b'"text"', f'"{key}"'.encode()))
+        assert sorted(_all(Data(path=str(path), text_key=key))) == [text.encode() for text in expected]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (None, b"", "missing does not exist"),
+        ("missing", b"", "missing does not exist"),
+        ("folder", b"", "folder holds no text"),
         ("empty.txt", b"", "empty.txt holds no text"),
         ("binary.bin", b"ab\0cd", "binary.bin is not text"),
         (
@@ -118,20 +116,15 @@ def test_what_is_no_character_in_json_lines_is_replaced(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "x"}\n{"text": "x"}\n', "only copies of one text"),
     ],
 )
-def test_unusable_text_is_refused_in_one_sentence(
-    tmp_path: Path, name: str | None, content: bytes, message: str
-) -> None:
-    path = tmp_path / (name or "missing")
-    if name is not None:
+def test_unusable_text_is_refused_in_one_sentence(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    elif name != "missing":
         path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         split_documents(Data(path=str(path)))
     assert message in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no text"):
-        split_documents(Data(path=str(tmp_path)))
 
 
 def test_settings_for_another_kind_of_path_are_refused(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightstep import ConfigError, Rule, Strategy
-from lightstep.integrations.transformers import LightstepTrainer
-from tests.reference.tiny_llama import Rows, make_llama, training_arguments
+from tests.reference.tiny_llama import make_llama
+from tests.unit.test_transformers_trainer import on_the_cpu, trainer_of  # noqa: F401
 
 MAPPINGS: list[dict[str, Any]] = [
     {"kinds": "hidden_matrices", "name": "Muon", "lr": 0.02, "arguments": {"momentum": 0.9}},
@@ -23,68 +23,54 @@ RULES = [
     Rule(torch.optim.AdamW, kinds=["norms", "biases"], weight_decay=0.0),
     Rule(torch.optim.AdamW, kinds="rest", lr=1e-3),
 ]
+VALUES = {"clipping": {"max_norm": 0.5}}
 MINIMAL = [{"kinds": "hidden_matrices", "name": "Muon", "lr": 0.02}, {"kinds": "rest"}]
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU, if there is one, is left alone."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
-
-
 def make(folder: Path, *, seed: int = 0, options: Any = None, backend: str = "stream", **arguments: Any) -> Any:
-    args = training_arguments(folder, **{"adam_beta2": 0.95, "train_sampling_strategy": "sequential"} | arguments)
-    values = {"clipping": {"max_norm": 0.5}, "optimizer_state": {"backend": backend}}
-    return LightstepTrainer(make_llama(seed), args, strategy=values, train_dataset=Rows(), **(options or {}))
+    values = VALUES | {"optimizer_state": {"backend": backend}}
+    given = {"adam_beta2": 0.95, **arguments}
+    return trainer_of(folder, values, options=options, model=make_llama(seed), **given)
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("spelling", ["mappings", "rules", "file", "optim_args"])
-def test_rules_train_as_those_of_the_strategy(tmp_path: Path, spelling: str) -> None:
-    """What they leave out is the Trainer's: 3e-3, a weight decay of 0.1, betas of 0.9 and 0.95."""
-    strategy, model = (
-        Strategy.load({"clipping": {"max_norm": 0.5}, "optimizer_state": {"backend": "stream"}}),
-        make_llama(),
-    )
+def test_rules_train_as_those_of_the_strategy(tmp_path: Path) -> None:
+    """However they are spelled. What they leave out is the Trainer's: 3e-3, a decay of 0.1, betas of 0.9 and 0.95."""
+    strategy, model = Strategy.load(VALUES | {"optimizer_state": {"backend": "stream"}}), make_llama()
     own = {"betas": (0.9, 0.95), "eps": 1e-8}
     full = [
         RULES[0],
         Rule(torch.optim.AdamW, kinds=["norms", "biases"], lr=3e-3, weight_decay=0.0, **own),
         Rule(torch.optim.AdamW, kinds="rest", lr=1e-3, weight_decay=0.1, **own),
     ]
-    args = training_arguments(tmp_path, train_sampling_strategy="sequential")
     optimizers = (strategy.create_optimizer(model, rules=full), None)
-    expected = LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), optimizers=optimizers)
+    expected = trainer_of(tmp_path, strategy, options={"optimizers": optimizers}, model=model, max_steps=2)
     expected.train()
 
     file = tmp_path / "rules.yaml"
     file.write_text(json.dumps({"rules": MAPPINGS}))
-    given = {"mappings": MAPPINGS, "rules": RULES, "file": file}
-    found = (
-        make(tmp_path, optim_args=f"rules={file}")
-        if spelling == "optim_args"
-        else make(tmp_path, options={"rules": given[spelling]})
-    )
-    found.train()
-    torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=0)
-    groups = found.optimizer.param_groups
-    assert [group["initial_lr"] for group in groups] == [0.02, 3e-3, 1e-3]
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.1]  # Muon's own, torch's
-    assert [group["optimizer_class"] for group in groups] == ["torch.optim.Muon", *["torch.optim.AdamW"] * 2]
+    spellings: list[dict[str, Any]] = [{"options": {"rules": rules}} for rules in (MAPPINGS, RULES, file)]
+    for spelling in (*spellings, {"optim_args": f"rules={file}"}):
+        found = make(tmp_path, max_steps=2, **spelling)
+        found.train()
+        torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=0)
+        groups = found.optimizer.param_groups
+        assert [group["initial_lr"] for group in groups] == [0.02, 3e-3, 1e-3]
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.1]  # Muon's own, torch's
+        assert [group["optimizer_class"] for group in groups] == ["torch.optim.Muon", *["torch.optim.AdamW"] * 2]
 
 
-@pytest.mark.parametrize("backend", ["resident", "stream"])
-@pytest.mark.parametrize("mode", [False, True], ids=["", "asynchronous_saves"])
-def test_a_run_with_rules_is_continued(tmp_path: Path, backend: str, mode: bool) -> None:
-    options = {"rules": MINIMAL, "asynchronous_saves": mode}
-    steps = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "warmup_steps": 2}
+@pytest.mark.parametrize(("backend", "asynchronous"), [("resident", False), ("stream", True)])
+def test_a_run_with_rules_is_continued(tmp_path: Path, backend: str, asynchronous: bool) -> None:
+    options = {"rules": MINIMAL, "asynchronous_saves": asynchronous}
+    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "warmup_steps": 2}
     through = make(tmp_path, options=options, backend=backend, **steps)
     through.train()
     resumed = make(tmp_path, seed=1, options=options, backend=backend, **steps)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     torch.testing.assert_close(weights(resumed), weights(through), rtol=0, atol=0)
     tested, expected = (one.optimizer.optimizer.state_dict() for one in (resumed, through))
     torch.testing.assert_close(tested["state"], expected["state"], rtol=0, atol=0)
@@ -138,6 +124,7 @@ def test_a_file_without_rules(tmp_path: Path) -> None:
         "- {kinds: rest}": "a.yaml holds a list; a mapping of keys is needed",
         "rules: {kinds: rest}": one_key,
         "optimizer: {rules: []}": one_key,
+        "rules: [{kinds: rest, lr: 0.1, lr: 0.2}]": r"a\.yaml is not valid YAML: .*'lr' is there twice",
     }.items():
         (tmp_path / "a.yaml").write_text(content)
         with pytest.raises(ConfigError, match=message):
@@ -148,7 +135,7 @@ def test_rules_beside_an_optimizer(tmp_path: Path) -> None:
     strategy, model = Strategy.load("resident"), make_llama()
     optimizers = (strategy.create_optimizer(model, lr=1e-3), None)
     with pytest.raises(ConfigError, match="both choose the optimizer"):
-        LightstepTrainer(model, training_arguments(tmp_path), strategy=strategy, optimizers=optimizers, rules=MINIMAL)
+        trainer_of(tmp_path, strategy, options={"optimizers": optimizers, "rules": MINIMAL}, model=model)
 
 
 def test_other_optim_args_still_count(tmp_path: Path) -> None:
@@ -167,9 +154,3 @@ def test_numbers_in_a_file_are_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "rules.yaml").write_text(text)
     (group,) = make(tmp_path, options={"rules": "~/rules.yaml"}).create_optimizer().param_groups
     assert (group["lr"], group["weight_decay"], group["eps"], group["betas"]) == (1e-3, 1e-2, 1e-8, [0.9, 0.95])
-
-
-def test_a_key_that_is_twice_in_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rules.yaml").write_text("rules: [{kinds: rest, lr: 0.1, lr: 0.2}]")
-    with pytest.raises(ConfigError, match=r"rules\.yaml is not valid YAML: .*'lr' is there twice"):
-        make(tmp_path, options={"rules": tmp_path / "rules.yaml"}).create_optimizer()

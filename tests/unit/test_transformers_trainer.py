@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
 import lightstep
-from lightstep import CheckpointError, ConfigError, Rule, Strategy
+from lightstep import CheckpointError, ConfigError, Strategy
 from lightstep.integrations.accelerate import LightstepOptimizer
 from lightstep.integrations.checks import check_arguments
 from lightstep.integrations.loading import load_adapters
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.optimizer.in_backward import FinalUpdates
-from tests.covering import every_pair
 from tests.reference import peft_stand_in
 from tests.reference.lion import Lion
 from tests.reference.pair import FP16_SCALE
@@ -37,6 +36,9 @@ FP16: dict[str, Any] = {
     "clipping": {"max_norm": 0.5},
 }
 STREAM = {"backend": "stream", "ring_mib": 0.05}
+NEXT_FORWARD = BF16 | {"optimizer_state": {**STREAM, "update": "next_forward"}}
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+EVALUATES: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -57,29 +59,25 @@ class Overflow(TrainerCallback):
         self.now = state.global_step in self.steps
 
 
-class Ran:
-    """A Trainer that has trained, and what it logged at each step."""
-
-    def __init__(
-        self, folder: Path, strategy: Any, *, overflow: set[int] = frozenset(), arguments: Any = None, **options: Any
-    ) -> None:
-        model = make_llama()
-        callbacks = [Overflow(model, set(overflow))]
-        args = training_arguments(folder, train_sampling_strategy="sequential", **(arguments or {}))
-        self.trainer = LightstepTrainer(
-            model, args, strategy=strategy, train_dataset=Rows(), callbacks=callbacks, **options
-        )
-        self.trainer.train()
-        self.model = self.trainer.model
-        self.logs = [entry for entry in self.trainer.state.log_history if "grad_norm" in entry]
-
-
 def trainer_of(
     folder: Path, strategy: Any = "resident", *, options: Any = None, model: Any = None, **arguments: Any
 ) -> LightstepTrainer:
-    args = training_arguments(folder, **arguments)
+    args = training_arguments(folder, **{"train_sampling_strategy": "sequential"} | arguments)
     model = make_llama() if model is None else model
-    return LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), **(options or {}))
+    data = Rows()
+    given = {"train_dataset": data, "eval_dataset": data, **(options or {})}
+    return LightstepTrainer(model, args, strategy=strategy, **given)
+
+
+class Ran:
+    """A Trainer that has trained, and what it logged at each step."""
+
+    def __init__(self, folder: Path, strategy: Any, *, overflow: set[int] = frozenset(), **arguments: Any) -> None:
+        self.model = make_llama()
+        options = {"callbacks": [Overflow(self.model, set(overflow))]}
+        self.trainer = trainer_of(folder, strategy, options=options, model=self.model, **arguments)
+        self.trainer.train()
+        self.logs = [entry for entry in self.trainer.state.log_history if "grad_norm" in entry]
 
 
 def same_weights(tested: nn.Module, expected: nn.Module) -> None:
@@ -146,7 +144,7 @@ def textbook(ran: Ran, values: dict[str, Any], dtype: torch.dtype, overflow: set
 @pytest.mark.parametrize("state", [{"backend": "resident"}, STREAM, {**STREAM, "update": "next_forward"}], ids=str)
 def test_weights_losses_and_norms_are_the_textbook_loop_s(tmp_path: Path, state: dict[str, Any]) -> None:
     """Over the end of an epoch, whose last step has one micro-batch."""
-    ran = Ran(tmp_path, BF16 | {"optimizer_state": state}, arguments={"max_steps": 9})
+    ran = Ran(tmp_path, BF16 | {"optimizer_state": state}, max_steps=8)
     assert not ran.trainer.optimizer.has_deferred_updates, "the caller may read what no callback has waited for"
     assert textbook(ran, BF16, torch.bfloat16).clipped_steps > 5
     assert isinstance(ran.trainer.optimizer, LightstepOptimizer)
@@ -192,45 +190,38 @@ def test_the_norm_is_read_only_when_it_is_logged(tmp_path: Path, monkeypatch: py
         return result
 
     monkeypatch.setattr(lightstep.MixedPrecisionOptimizer, "step", step)
-    ran = Ran(tmp_path, BF16, arguments={"max_steps": 4, "logging_steps": 2})
+    ran = Ran(tmp_path, BF16, max_steps=4, logging_steps=2)
     assert len(ran.logs) == 2
     assert len(reads) == 2
 
 
 @pytest.mark.parametrize(
     ("values", "file"),
-    [
-        (FP16 | {"optimizer_state": {"backend": "resident"}}, "optimizer.pt"),
-        (BF16 | {"optimizer_state": {**STREAM, "update": "next_forward"}}, "lightstep"),
-    ],
+    [(FP16 | {"optimizer_state": {"backend": "resident"}}, "optimizer.pt"), (NEXT_FORWARD, "lightstep")],
     ids=["optimizer.pt", "lightstep"],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, values: dict[str, Any], file: str) -> None:
     """Shuffled rows, dropout, a skipped step before the checkpoint and the end of an epoch behind it."""
-    options = {"max_steps": 9, "save_strategy": "steps", "save_steps": 3}
-
-    def trainer(seed: int) -> LightstepTrainer:
+    options = {"max_steps": 8, **SAVES, "save_steps": 3, "train_sampling_strategy": "random"}
+    runs = []
+    for seed, checkpoint in ((0, None), (1, str(tmp_path / "checkpoint-3"))):
         model = make_llama(seed, attention_dropout=0.2)
         callbacks = {"callbacks": [Overflow(model, {1})]}
-        return trainer_of(tmp_path / "run", values, options=callbacks, model=model, **options)
-
-    whole = trainer(0)
-    whole.train()
-    checkpoint = tmp_path / "run" / "checkpoint-3"
-    assert (checkpoint / file).exists()
-    second = trainer(1)
-    second.train(resume_from_checkpoint=str(checkpoint))
-    same_weights(second.model, whole.model)
+        runs.append(trainer_of(tmp_path, values, options=callbacks, model=model, **options))
+        runs[-1].train(resume_from_checkpoint=checkpoint)
+    assert (tmp_path / "checkpoint-3" / file).exists()
+    whole, resumed = runs
+    same_weights(resumed.model, whole.model)
     names = ("loss", "grad_norm", "learning_rate", "loss_scale")
-    figures = [[[e[name] for name in names] for e in one.state.log_history[:9]] for one in (whole, second)]
+    figures = [[[e[name] for name in names] for e in one.state.log_history[:8]] for one in runs]
     assert figures[0] == figures[1]
-    tested, expected = (one.optimizer.optimizer.state_dict() for one in (second, whole))
+    tested, expected = (one.optimizer.optimizer.state_dict() for one in (resumed, whole))
     torch.testing.assert_close(tested, expected, rtol=0, atol=0)  # bit for bit, nested
 
 
 def test_a_checkpoint_of_the_plain_trainer_is_continued(tmp_path: Path) -> None:
     """Its AdamW's state and its weights: what comes is what lightstep's fp32 strategy would have made of all steps."""
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "max_grad_norm": 0.5}
+    options = {**SAVES, "max_steps": 3, "max_grad_norm": 0.5, "train_sampling_strategy": "random"}
     plain = Trainer(make_llama(), training_arguments(tmp_path, **options), train_dataset=Rows())
     plain.train()
     values = BF16 | {"precision": {"parameters": "float32"}}
@@ -253,14 +244,13 @@ DTYPES: dict[str, dict[str, Any]] = {
 )
 def test_weights_change_dtype_through_fp32(tmp_path: Path, saved: str, loaded: str) -> None:
     """From `optimizer.pt` as from `lightstep/`, bit for bit: masters become weights, fp32 weights become masters."""
-    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    options = {"max_steps": 3, **SAVES}
     found = []
     for backend in ({"backend": "resident"}, STREAM):
         folder = tmp_path / backend["backend"]
-        Ran(folder, BF16 | DTYPES[saved] | {"optimizer_state": backend}, arguments=options)
+        trainer_of(folder, BF16 | DTYPES[saved] | {"optimizer_state": backend}, **options).train()
         strategy = BF16 | DTYPES[loaded] | {"optimizer_state": backend}
-        options_again = {**options, "train_sampling_strategy": "sequential"}
-        trainer = trainer_of(folder, strategy, model=make_llama(1), **options_again)
+        trainer = trainer_of(folder, strategy, model=make_llama(1), **options)
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
         found.append(trainer)
     same_weights(found[0].model, found[1].model)
@@ -279,7 +269,8 @@ class Average(TrainerCallback):
         self.parameters = list(kwargs["model"].parameters())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert not kwargs["optimizer"].has_deferred_updates
+        optimizer = kwargs["optimizer"]
+        assert isinstance(optimizer, LightstepOptimizer) and not optimizer.has_deferred_updates
         self.read.append([parameter.detach().clone() for parameter in self.parameters])
 
     on_log = on_optimizer_step = on_epoch_end = on_save = on_train_end = on_step_end
@@ -290,8 +281,7 @@ def test_callbacks_see_updated_weights(tmp_path: Path) -> None:
     read = []
     for update in ("at_step", "next_forward"):
         average, values = Average(), BF16 | {"optimizer_state": {**STREAM, "update": update}}
-        options = {"callbacks": [average]}
-        trainer = trainer_of(tmp_path / update, values, options=options, save_strategy="steps", save_steps=2)
+        trainer = trainer_of(tmp_path / update, values, options={"callbacks": [average]}, **SAVES)
         trainer.train()
         assert not trainer.optimizer.has_deferred_updates
         read.append(average.read)
@@ -311,15 +301,13 @@ def test_nothing_waits_for_callbacks_of_transformers(tmp_path: Path, monkeypatch
     assert waits
 
 
-@pytest.mark.parametrize("update", ["at_step", "next_forward"])
-def test_a_reference_model_and_vllm_get_updated_weights(tmp_path: Path, update: str) -> None:
+def test_a_reference_model_and_vllm_get_updated_weights(tmp_path: Path) -> None:
     """TRL's callback and iterator, at the end of each step."""
 
     class Mixed(LightstepMixin, ReferenceTrainer):
         pass
 
-    args = training_arguments(tmp_path)
-    values = BF16 | {"optimizer_state": {**STREAM, "update": update}}
+    args, values = training_arguments(tmp_path, max_steps=3), NEXT_FORWARD
     reference = make_llama(1).bfloat16()
     expected = [parameter.detach().clone() for parameter in reference.parameters()]
     trainer = Mixed(make_llama(), args, reference=reference, strategy=values, train_dataset=Rows())
@@ -337,22 +325,9 @@ def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:
 
     `save_total_limit` leaves the best checkpoint and the last one.
     """
-    values = BF16 | {"optimizer_state": {**STREAM, "update": "next_forward"}}
-    ran = Ran(
-        tmp_path,
-        values,
-        eval_dataset=Rows(),
-        arguments={
-            "eval_strategy": "steps",
-            "eval_steps": 1,
-            "save_strategy": "steps",
-            "save_steps": 1,
-            "max_steps": 4,
-            "load_best_model_at_end": True,
-            "save_total_limit": 1,
-        },
-    )
-    trainer = ran.trainer
+    best_and_last = {"load_best_model_at_end": True, "save_total_limit": 1, "save_steps": 1, "max_steps": 4}
+    trainer = trainer_of(tmp_path, NEXT_FORWARD, **EVALUATES, **SAVES | best_and_last)
+    trainer.train()
     losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
     best = min(losses, key=lambda step: losses[step])
     assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
@@ -360,31 +335,31 @@ def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == losses[best]
     assert trainer.predict(Rows()).metrics["test_loss"] == losses[best]
     trainer.save_model(str(tmp_path / "saved"))
-    loaded = type(ran.model).from_pretrained(tmp_path / "saved", dtype="auto")
+    loaded = type(trainer.model).from_pretrained(tmp_path / "saved", dtype="auto")
     assert loaded.dtype == torch.bfloat16
-    same_weights(loaded, ran.model)
+    same_weights(loaded, trainer.model)
 
 
 def test_a_crash_while_the_optimizer_s_files_are_replaced(tmp_path: Path) -> None:
     """Between the two renames the folder has another name. Without it no run goes on with a new optimizer."""
-    values = BF16 | {"optimizer_state": STREAM}
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    ran = Ran(tmp_path, values, arguments=options)
+    values, options = BF16 | {"optimizer_state": STREAM}, {"max_steps": 3, **SAVES}
+    whole = trainer_of(tmp_path, values, **options)
+    whole.train()
     replaced = tmp_path / "checkpoint-2"
     missing, incomplete = (shutil.copytree(replaced, tmp_path / name / replaced.name) for name in ("a", "b"))
     (replaced / "lightstep").rename(replaced / ".lightstep.replaced-0123abcd")
     shutil.rmtree(missing / "lightstep")
     (incomplete / "lightstep" / "state.pt").unlink()
-    again = trainer_of(tmp_path, values, model=make_llama(1), train_sampling_strategy="sequential", **options)
+    again = trainer_of(tmp_path, values, model=make_llama(1), **options)
     for checkpoint, message in ((missing, "lightstep is missing"), (incomplete, "state.pt is missing")):
         with pytest.raises(CheckpointError, match=message):
             again.train(resume_from_checkpoint=str(checkpoint))
     again.train(resume_from_checkpoint=str(replaced))
-    same_weights(again.model, ran.model)
+    same_weights(again.model, whole.model)
 
 
 def test_what_a_step_takes_is_said_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ran = Ran(tmp_path, BF16, arguments={"reports": True})
+    ran = Ran(tmp_path, BF16, reports=True, max_steps=2)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("planned:", "measured:", "no"))]
     assert [line.split(":")[0] for line in lines] == ["planned", "measured"]
     assert re.search(r"MB of memory for weights, gradients, optimizer state and activations; no time", lines[0])
@@ -408,17 +383,18 @@ def peft_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
 
 
-@every_pair(kind=["stand-in", "peft"], backend=["resident", "stream"], only_model=[False, True])
+@pytest.mark.parametrize(
+    ("kind", "backend", "only_model"),
+    [("stand-in", "resident", True), ("peft", "resident", False), ("peft", "stream", False)],
+)
 def test_the_best_adapter_is_trained_on(
     tmp_path: Path, kind: str, backend: str, only_model: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PEFT would put other parameters, of another dtype, in the place of those that the optimizer has."""
     model = peft_model(kind, monkeypatch)
-    steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    args = training_arguments(tmp_path, **steps, load_best_model_at_end=True, save_only_model=only_model)
+    best = {"load_best_model_at_end": True, "save_only_model": only_model, "max_steps": 4}
     values = BF16 | {"optimizer_state": {"backend": backend}}
-    data = Rows()
-    trainer = LightstepTrainer(model, args, strategy=values, train_dataset=data, eval_dataset=data)
+    trainer = trainer_of(tmp_path, values, model=model, **EVALUATES | {"eval_steps": 2}, **SAVES, **best)
     trainer.train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.bfloat16}
@@ -485,37 +461,6 @@ def test_an_optimizer_and_a_scheduler_that_the_strategy_made(tmp_path: Path) -> 
     assert next(model.parameters()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("backend", ["resident", "stream"])
-def test_an_optimizer_of_several_classes(tmp_path: Path, backend: str) -> None:
-    def made() -> LightstepTrainer:
-        strategy, model = Strategy.load({"optimizer_state": {"backend": backend}}), make_llama()
-        rules = [Rule(torch.optim.Muon, kinds="hidden_matrices", lr=1e-2), Rule(torch.optim.AdamW, kinds="rest")]
-        options = {"optimizers": (strategy.create_optimizer(model, rules=rules), None)}
-        saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-        return trainer_of(tmp_path, strategy, options=options, model=model, **saves)
-
-    through, resumed = made(), made()
-    through.train()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    pairs = zip(through.model.parameters(), resumed.model.parameters(), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs)
-    assert [group["optimizer_class"] for group in resumed.optimizer.param_groups] == [
-        "torch.optim.Muon",
-        "torch.optim.AdamW",
-    ]
-
-
-def test_callbacks_get_the_wrapped_optimizer(tmp_path: Path) -> None:
-    seen = []
-
-    class Look(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-            seen.append((type(optimizer), optimizer.result.applied, optimizer.memory_report()["parameters"]))
-
-    trainer_of(tmp_path, BF16, options={"callbacks": [Look()]}, max_steps=1).train()
-    assert seen == [(LightstepOptimizer, True, sum(p.numel() for p in make_llama().parameters()))]
-
-
 def test_the_mixin_stands_in_front_of_other_trainers(tmp_path: Path) -> None:
     """A class of the shape of TRL's: its own loss, its own backward, its own log."""
 
@@ -567,12 +512,10 @@ class OwnGroups(LightstepMixin, WithOwnGroups):
     pass
 
 
-@pytest.mark.parametrize("backend", ["resident", "stream"])
-def test_groups_that_a_class_returns_with_its_optimizer(tmp_path: Path, backend: str) -> None:
+def test_groups_that_a_class_returns_with_its_optimizer(tmp_path: Path) -> None:
     """Bit for bit those of an optimizer with the same groups, which the user has made."""
-    values = {"optimizer_state": {"backend": backend}}
-    saves = {"save_strategy": "steps", "save_steps": 2}
-    args = training_arguments(tmp_path, train_sampling_strategy="sequential", max_steps=3, **saves)
+    values = {"optimizer_state": STREAM}
+    args = training_arguments(tmp_path, train_sampling_strategy="sequential", max_steps=3, **SAVES)
     trainer = OwnGroups(model := make_llama(), args, strategy=values, train_dataset=Rows())
     trainer.loss = nn.ModuleDict({"model": model})
     trainer.train()
@@ -603,9 +546,9 @@ def test_weights_of_a_loss_are_refused(tmp_path: Path) -> None:
 def test_bf16_is_autocast_around_the_forward(tmp_path: Path) -> None:
     """The dtype of the weights stays the strategy's."""
     values = BF16 | {"precision": {"parameters": "float32"}}
-    ran = Ran(tmp_path, values, arguments={"bf16": True, "max_steps": 2})
+    ran = Ran(tmp_path, values, bf16=True, max_steps=1)
     assert ran.model.dtype == torch.float32
-    plain = Ran(tmp_path, values, arguments={"max_steps": 2})
+    plain = Ran(tmp_path, values, max_steps=1)
     assert ran.logs[0]["loss"] != plain.logs[0]["loss"]
     # bfloat16 has 8 bits: rounding errors of a forward are of the order of 2^-8.
     assert ran.logs[0]["loss"] == pytest.approx(plain.logs[0]["loss"], rel=2**-8)
@@ -645,19 +588,22 @@ def test_arguments_that_contradict_the_strategy(tmp_path: Path, arguments: dict[
             trainer_of(tmp_path, strategy, **arguments)
 
 
-@pytest.mark.parametrize("strategy", ["resident", "mapping", "optimizer"])
-def test_the_norm_of_a_preset_gives_way(tmp_path: Path, strategy: str) -> None:
+def test_ddp_arguments_are_the_strategy_s(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ddp_bucket_cap_mb=50 .* sharding.bucket_mib 25"):
+        trainer_of(tmp_path, "ddp", ddp_bucket_cap_mb=50)
+
+
+def test_the_norm_of_a_preset_gives_way(tmp_path: Path) -> None:
     """And a mapping's that says none. The weights are those of the strategy that has the norm."""
     expected = Ran(tmp_path, Strategy.load("resident", {"clipping.max_norm": 0.05}))
-    if strategy == "optimizer":
-        made, model = Strategy.load("resident"), make_llama()
-        optimizer = made.create_optimizer(model, lr=3e-3)
-        trainer_of(tmp_path, made, options={"optimizers": (optimizer, None)}, model=model, max_grad_norm=0.0)
-        assert optimizer.max_norm is None
-        return
-    ran = Ran(tmp_path, {} if strategy == "mapping" else strategy, arguments={"max_grad_norm": 0.05})
-    assert ran.trainer.optimizer.optimizer.max_norm == 0.05
-    same_weights(ran.model, expected.model)
+    for strategy in ("resident", {}):
+        ran = Ran(tmp_path, strategy, max_grad_norm=0.05)
+        assert ran.trainer.optimizer.optimizer.max_norm == 0.05
+        same_weights(ran.model, expected.model)
+    made, model = Strategy.load("resident"), make_llama()
+    optimizer = made.create_optimizer(model, lr=3e-3)
+    trainer_of(tmp_path, made, options={"optimizers": (optimizer, None)}, model=model, max_grad_norm=0.0)
+    assert optimizer.max_norm is None
 
 
 def test_norms_that_contradict_nothing(tmp_path: Path) -> None:
@@ -666,11 +612,6 @@ def test_norms_that_contradict_nothing(tmp_path: Path) -> None:
     assert trainer_of(tmp_path, values, max_grad_norm=0.3).strategy.config.clipping.scope == "unit"
     trainer_of(tmp_path, Strategy.load("resident", {"clipping.max_norm": 0.3}), max_grad_norm=0.3)
     trainer_of(tmp_path, Strategy.load("resident", {"clipping.max_norm": None}), max_grad_norm=0.0)
-
-
-def test_ddp_arguments_are_the_strategy_s(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ddp_bucket_cap_mb=50 .* sharding.bucket_mib 25"):
-        trainer_of(tmp_path, "ddp", ddp_bucket_cap_mb=50)
 
 
 def test_an_optimizer_of_another_library(tmp_path: Path) -> None:
