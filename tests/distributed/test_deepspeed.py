@@ -113,11 +113,11 @@ def _assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 
 @_alone
-def follow(rank: int, world_size: int, stage: int, cases: list[tuple[str, str, str]]) -> dict[str, Any]:
+def follow(rank: int, world_size: int, stage: int, cases: list[tuple[str, str, str]]) -> dict[str, list[Any]]:
     return {" ".join(case): _follow(rank, stage, *case) for case in cases}
 
 
-def _follow(rank: int, stage: int, dtype: str, reduce: str, offload: str) -> dict[str, Any]:
+def _follow(rank: int, stage: int, dtype: str, reduce: str, offload: str) -> list[Any]:
     strategy = _strategy(stage, dtype, precision={"reduce": reduce}, sharding={"offload": offload})
     model, optimizer, scheduler = _made(strategy)
     torch.manual_seed(0)
@@ -128,8 +128,8 @@ def _follow(rank: int, stage: int, dtype: str, reduce: str, offload: str) -> dic
     rule = {"loss_scale": HALF[dtype], "max_norm": 0.3, "reduce": reduce, **PLAIN}
     loop = DeepSpeedLoop(twin, groups, torch.optim.AdamW, stage=stage, offload=offload == "cpu", **rule)
     schedule = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1.0 / (1 + step))
-    scales, applied, norms = [], [], []
-    for step in range(6):
+    results = []
+    for step in range(6 if dtype == "float16" else 3):  # of which some are skipped
         for micro in range(MICRO_BATCHES):
             with strategy.accumulate(model, last=micro == MICRO_BATCHES - 1):
                 optimizer.backward(loss_of(model, step, micro, rank, strategy.device) / MICRO_BATCHES)
@@ -144,9 +144,7 @@ def _follow(rank: int, stage: int, dtype: str, reduce: str, offload: str) -> dic
             scheduler.step()
             schedule.step()
         assert all(parameter.grad is None for parameter in model.parameters())
-        scales.append(result.loss_scale)
-        applied.append(result.applied)
-        norms.append(float(result.grad_norm))
+        results.append((result.applied, float(result.grad_norm), result.loss_scale))
     found = _everything(model, optimizer)
     for name, parameter in twin.named_parameters():
         assert torch.equal(found[f"weight.{name}"], parameter.detach().cpu()), name
@@ -157,7 +155,7 @@ def _follow(rank: int, stage: int, dtype: str, reduce: str, offload: str) -> dic
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == [group["lr"] for group in loop.optimizer.param_groups]
     strategy.close()
-    return {"applied": applied, "scales": scales, "norms": norms, "rates": rates}
+    return results
 
 
 @pytest.mark.parametrize(
@@ -165,17 +163,18 @@ def _follow(rank: int, stage: int, dtype: str, reduce: str, offload: str) -> dic
     [
         (1, ["bfloat16 float32 none", "float16 float32 none", "bfloat16 float32 cpu"]),
         (2, ["bfloat16 float32 none", "float32 float32 none", "bfloat16 parameters none", "float16 float32 cpu"]),
-        (3, ["bfloat16 float32 none", "float16 float32 none", "bfloat16 float32 cpu"]),
+        (3, ["float16 float32 none", "bfloat16 float32 cpu"]),
     ],
 )
 def test_weights_and_masters_are_those_of_a_plain_loop(pool: Pool, stage: int, cases: list[str]) -> None:
     first, second = pool.run(follow, 2, stage=stage, cases=[tuple(case.split()) for case in cases])
     assert first == second, "the ranks agree"
     for case, found in first.items():
-        assert max(norm for norm in found["norms"] if norm != float("inf")) > 0.3, f"{case}: clipping was active"
+        applied, norms, scales = zip(*found, strict=True)
+        assert max(norm for norm in norms if norm != float("inf")) > 0.3, f"{case}: clipping was active"
         if case.startswith("float16"):
-            assert False in found["applied"] and True in found["applied"], f"{case}: a step was skipped for overflow"
-            assert len(set(found["scales"])) > 1, case
+            assert set(applied) == {False, True}, f"{case}: a step was skipped for overflow"
+            assert len(set(scales)) > 1, case
 
 
 # -- checkpoints
@@ -189,21 +188,17 @@ def resumes(rank: int, world_size: int, stage: int, dtype: str, folder: str) -> 
     torch.manual_seed(17 + rank)
     strategy.save_checkpoint(folder, *pieces, extra={"epoch": 3, "numbers": [1.5]})
     saved, drawn = _everything(*pieces[:2]), torch.rand(3)
-    whole = _train(strategy, *pieces, range(3, 6), rank)
+    whole = _train(strategy, *pieces, range(3, 5), rank)
     ends = _everything(*pieces[:2])
 
     again = _made(strategy)
-    extra = strategy.load_checkpoint(folder, *again)
-    assert extra == {"epoch": 3, "numbers": [1.5]} and torch.equal(torch.rand(3), drawn)
-    _assert_same(_everything(*again[:2]), saved)
-    assert again[2].last_epoch == pieces[2].last_epoch - sum(applied for applied, *_ in whole)
-    assert _train(strategy, *again, range(3, 6), rank) == whole
-    _assert_same(_everything(*again[:2]), ends)
-
-    strategy.load_checkpoint(folder, *again)  # an engine that has trained goes back too
-    _assert_same(_everything(*again[:2]), saved)
-    assert _train(strategy, *again, range(3, 6), rank) == whole
-    _assert_same(_everything(*again[:2]), ends)
+    for _ in range(2):  # an engine that has trained goes back too
+        extra = strategy.load_checkpoint(folder, *again)
+        assert extra == {"epoch": 3, "numbers": [1.5]} and torch.equal(torch.rand(3), drawn)
+        _assert_same(_everything(*again[:2]), saved)
+        assert again[2].last_epoch == pieces[2].last_epoch - sum(applied for applied, *_ in whole)
+        assert _train(strategy, *again, range(3, 5), rank) == whole
+        _assert_same(_everything(*again[:2]), ends)
 
     fresh = _made(strategy)
     strategy.load_checkpoint(folder, fresh[0])  # the weights alone, and masters from them
@@ -474,7 +469,7 @@ def adopts(rank: int, world_size: int) -> list[str]:
 
     strategy = _strategy(2, max_norm=0.3)
     own = _made(strategy)
-    expected = _train(strategy, *own, range(3), rank)
+    expected = _train(strategy, *own, range(2), rank)
 
     def engine(**changes: Any) -> Any:
         torch.manual_seed(0)
@@ -485,9 +480,8 @@ def adopts(rank: int, world_size: int) -> list[str]:
 
     model, optimizer = strategy.adopt_engine(engine())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    assert _train(strategy, model, optimizer, schedule, range(3), rank) == expected
-    found, known = _everything(model, optimizer), _everything(*own[:2])
-    assert [name for name in found if not torch.equal(found[name], known[name])] == []
+    assert _train(strategy, model, optimizer, schedule, range(2), rank) == expected
+    _assert_same(_everything(model, optimizer), _everything(*own[:2]))
     said = []
     for changes in (
         {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1},
@@ -540,42 +534,43 @@ def keeps_the_contract(rank: int, world_size: int, stage: int) -> None:
         optimizer.backward(loss_of(model, 0, 1, rank, device))
     assert optimizer.step() and all(p.grad is None for p in model.parameters())
     optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="create_optimizer"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    with pytest.raises(ValueError, match=r"sharding\.offload"):
-        optimizer.set_residency(1.0)
-    with pytest.raises(NotImplementedError, match="load_checkpoint"):
-        optimizer.load_state_dict({})
-    with pytest.raises(ValueError, match="without a closure"):
-        optimizer.step(lambda: None)
-    with pytest.raises(TypeError, match="save a checkpoint"):
-        copy.deepcopy(optimizer)
+    unsupported: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (
+            lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
+            RuntimeError,
+            "create_optimizer",
+        ),
+        (lambda: optimizer.set_residency(1.0), ValueError, r"sharding\.offload"),
+        (lambda: optimizer.load_state_dict({}), NotImplementedError, "load_checkpoint"),
+        (lambda: optimizer.step(lambda: None), ValueError, "without a closure"),
+        (lambda: copy.deepcopy(optimizer), TypeError, "save a checkpoint"),
+        (lambda: save_checkpoint("nowhere", model, optimizer), CheckpointError, r"strategy\.save_checkpoint"),
+        (lambda: optimizer.backward(torch.zeros(3, requires_grad=True)), ValueError, "one element"),
+    ]
+    for call, kind, message in unsupported:
+        with pytest.raises(kind, match=message):
+            call()
     optimizer.synchronize()
     optimizer.land()
     assert not optimizer.has_deferred_updates
-    with pytest.raises(CheckpointError, match=r"strategy\.save_checkpoint"):
-        save_checkpoint("nowhere", model, optimizer)
     report = optimizer.memory_report()
     trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
     assert trained / world_size <= report["parameters"] <= trained / world_size + 32, "but for what fills up"
     assert report["device_bytes_per_parameter"] + report["host_bytes_per_parameter"] == 12.0
 
     twin = _made(strategy)
-    results = [_train(strategy, *twin, range(4), rank)]
+    expected = _train(strategy, *twin, range(3), rank)
     again = _made(strategy)
-    results.append(_train(strategy, *again, range(2), rank))
+    found = _train(strategy, *again, range(2), rank)
     again[1].release_device_memory()
     again[1].release_device_memory()
-    results[1] += _train(strategy, *again, range(2, 4), rank)
-    assert results[0] == results[1]
+    assert found + _train(strategy, *again, range(2, 3), rank) == expected
     _assert_same(_everything(*twin[:2]), _everything(*again[:2]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostActivations, "SMALLEST", 1)
         for wanted in (True, "host"):
             recomputing = _strategy(stage, sharding={"activation_checkpointing": wanted})
-            assert _train(recomputing, *_made(recomputing), range(4), rank) == results[0]
-    with pytest.raises(ValueError, match="one element"):
-        again[1].backward(torch.zeros(3, requires_grad=True))
+            assert _train(recomputing, *_made(recomputing), range(3), rank) == expected
     loss = loss_of(again[0], 9, 0, rank, device)
     again[1].backward(loss)
     assert again[1].step()

@@ -188,18 +188,16 @@ def test_each_rank_reads_its_part_of_a_folder(pool: Pool, values: dict[str, Any]
     assert first["losses"] == pytest.approx(whole["losses"], rel=1e-2)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_text_that_is_missing_on_one_rank_ends_all(pool: Pool, values: dict[str, Any], rank: int) -> None:
+def test_what_one_rank_finds_wrong_ends_all(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
+    """Text that is missing on one of them, and a folder that is no run."""
     values["strategy"] = "fsdp2"
-    told = pool.run(refused, 2, group=False, values=values, missing_on=rank)
-    assert all("data.path nowhere does not exist" in text for text in told)
-    assert told[1 - rank].startswith(f"rank {rank}: ")
-
-
-def test_a_folder_that_is_no_run_ends_all(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
+    for rank in range(2):
+        told = pool.run(refused, 2, group=False, values=values, missing_on=rank)
+        assert all("data.path nowhere does not exist" in text for text in told)
+        assert told[1 - rank].startswith(f"rank {rank}: ")
     (tmp_path / "runs/train").mkdir(parents=True)
     (tmp_path / "runs/train/thesis.txt").write_text("precious")
-    told = pool.run(refused, 2, group=False, values={**values, "strategy": "fsdp2"}, missing_on=None)
+    told = pool.run(refused, 2, group=False, values=values, missing_on=None)
     assert all("is not a run of lightstep" in text for text in told)
     assert [path.name for path in (tmp_path / "runs/train").iterdir()] == ["thesis.txt"]
 
