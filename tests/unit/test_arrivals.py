@@ -127,3 +127,13 @@ def test_gradients_of_several_streams_are_all_waited_for(monkeypatch: pytest.Mon
             *("head", "norm", "side waits for main", "b", "a", "main waits for side", "embed"),
         ]
     assert len(made) == 1, "no event is made in the second backward"
+
+
+def test_a_gradient_that_comes_twice_counts_once() -> None:
+    """A layer is complete with the first gradient of its last parameter, and only then."""
+    two = [Counted().items[name] for name in ("a", "b")]
+    arrivals = Arrivals()
+    arrivals.set_layers([two], [Unit(0, tuple((item, 0, 1) for item in two))], batched=True)
+    arrived: dict[Managed, torch.Tensor] = {}
+    given = [two[0], two[0], two[1], two[1]]
+    assert [arrivals.add_gradient(item, item.local, arrived) for item in given] == [None, None, 0, None]

@@ -431,6 +431,24 @@ def test_what_happens_between_backward_and_step(
 
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+def test_while_the_graph_is_kept_nothing_is_updated(parameters: str, verdicts: Counter[str]) -> None:
+    """Its second backward reads the weights again."""
+    tested, expected = pair(parameters=parameters)
+    for training in (tested, expected):
+        training.train(3)
+        loss = training.loss()
+        verdicts.clear()
+        with training.strategy.accumulate(training.model, last=True):
+            training.optimizer.backward(loss, retain_graph=True)
+            assert not verdicts
+            training.optimizer.backward(loss)
+        training.optimizer.step()
+        training.steps += 1
+        training.train(1)
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
 def test_a_weight_that_is_not_tried_may_be_written_to(parameters: str, verdicts: Counter[str]) -> None:
     """There is room for a part of the units only; the masters of the others follow their weights in ``step()``."""
     tested, expected = pair(parameters=parameters, state={**OVERLAP, "spare_host_gib": 1e-5})
