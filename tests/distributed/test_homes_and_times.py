@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.covering import every_pair
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool
@@ -40,4 +42,20 @@ def test_the_same_bits(
         make=make,
         state={**HOMES[home], "update": time},
         clipping={"max_norm": LIMITS[limit], "scope": "unit" if in_backward else "global"},
+    )
+
+
+@pytest.mark.parametrize(("layout", "previous_weights"), [("copies", "device"), ("hsdp", "auto")])
+def test_what_comes_to_stay_on_the_device_is_not_tried(pool: Pool, layout: str, previous_weights: str) -> None:
+    """Replicas that share the state choose it when the step begins, and a state on the device has one version."""
+    world_size, sharding = LAYOUTS[layout]
+    pool.run(
+        check_same_bits,
+        world_size,
+        sharding=sharding,
+        precision=PRECISIONS["bf16"],
+        compute="parameters",
+        seeds=[2],
+        state={**HOMES["stream, some resident"], "update": "overlap", "previous_weights": previous_weights},
+        clipping={"max_norm": 0.3},
     )

@@ -116,13 +116,13 @@ def test_save_state_and_load_state(tmp_path: Path, values: dict[str, Any]) -> No
     first = Training(values, project_config=project)
     first.train(range(3))
     first.accelerator.save_state()
-    first.train(range(3, 5))
+    first.train(range(3, 6))
     assert (tmp_path / "checkpoints" / "checkpoint_0" / "lightstep" / "lightstep.json").is_file()
 
     AcceleratorState._reset_state(reset_partial_state=True)
     second = Training(values, seed=1, project_config=project)
     second.accelerator.load_state()
-    second.train(range(3, 5))
+    second.train(range(3, 6))
     for training in (first, second):
         training.optimizer.synchronize()
     same(second.model, first.model)

@@ -10,7 +10,7 @@ import threading
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -516,8 +516,8 @@ def regularise(run: Training, folder: Path) -> None:
     run.optimizer.step()
 
 
-def fail(run: Training, folder: Path) -> None:
-    for error in (ValueError, KeyboardInterrupt):
+def fail(run: Training, folder: Path, errors: Sequence[type[BaseException]] = (ValueError, KeyboardInterrupt)) -> None:
+    for error in errors:
 
         def raising(*_: Any, error: type[BaseException] = error) -> None:
             raise error("a user's hook")
@@ -803,7 +803,7 @@ def test_a_model_that_is_given_up_leaves_neither_memory_nor_threads(time: str, f
         run = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.02})
         run.train(2)
         if failed:
-            fail(run, Path())
+            fail(run, Path(), [ValueError])
         visits = PreparedModel.of(run.model).weight_visits
         assert visits is not None
         fields = [weakref.ref(field) for group in visits.weights.groups for field in group.fields]
