@@ -626,13 +626,11 @@ class Store:
         under way."""
         if not (units and self._on_host):
             return ()
-        if (
-            not self._prepared
-        ):  # with replicas: what comes to stay on the device has one version there, and is not tried
-            try:
-                self._prepare()
-            except torch.OutOfMemoryError:
-                return ()  # :meth:`begin` raises it, on all replicas
+        try:
+            if not self._prepared:  # with replicas
+                self._prepare()  # what comes to stay on the device has one version there, and is not tried
+        except torch.OutOfMemoryError:
+            return ()  # :meth:`begin` raises it, on all replicas
         waiting = {
             record for part, record in self._records.of_part.items() if part.expected_weight is not None
         }  # for weights
