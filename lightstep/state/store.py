@@ -44,7 +44,7 @@ from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.device_copies import DeviceCopies
 from lightstep.state.entries import Entries, was_rounded_from
 from lightstep.state.host_copy_pool import HostCopyPool
-from lightstep.state.host_memory import require
+from lightstep.state.host_memory import HostMemoryError, require
 from lightstep.state.host_weights import HostWeights, WeightGroup, groups_of
 from lightstep.state.lanes import LaneError, Lanes, LanesOfDevices
 from lightstep.state.record import (
@@ -629,8 +629,8 @@ class Store:
         try:
             if not self._prepared:  # with replicas
                 self._prepare()  # what comes to stay on the device has one version there, and is not tried
-        except torch.OutOfMemoryError:
-            return ()  # :meth:`begin` raises it, on all replicas
+        except (torch.OutOfMemoryError, HostMemoryError):
+            return ()  # :meth:`begin` raises it
         waiting = {
             record for part, record in self._records.of_part.items() if part.expected_weight is not None
         }  # for weights

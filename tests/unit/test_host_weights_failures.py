@@ -20,6 +20,7 @@ from lightstep.state.store import Store
 from tests.covering import every_pair
 from tests.patience import PATIENCE
 from tests.unit.test_host_weights import TIMES, make
+from tests.unit.test_next_forward import Training
 
 FAILURES = ["no room", "a copy", "interrupt"]
 
@@ -82,6 +83,24 @@ def test_a_run_goes_on_after_a_failure(
     run.optimizer.close()
 
 
+class Saved:
+    """A run as it is now, in a checkpoint and in state dicts."""
+
+    def __init__(self, run: Training, folder: Path) -> None:
+        self.folder, self.steps = folder, run.steps
+        run.strategy.save_checkpoint(folder, run.model, run.optimizer)
+        self.weights, self.state = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+
+    def load(self, run: Training, through_strategy: bool) -> None:
+        """From one of the two."""
+        if through_strategy:
+            run.strategy.load_checkpoint(self.folder, run.model, run.optimizer)
+        else:
+            run.optimizer.load_state_dict(self.state)
+            run.model.load_state_dict(self.weights)
+        run.steps = self.steps
+
+
 @every_pair(
     update=[("overlap", 3), ("in_backward", 5)],  # nobody waits for that one before step()
     placement=["device", "host"],
@@ -98,8 +117,7 @@ def test_a_load_takes_the_failure_of_a_step_that_is_known_as_broken(
     time, number = update
     run = make("stream", time, "not clipped", "bfloat16", {"placement": placement})
     run.train(2)
-    run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)
-    weights, state = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    saved = Saved(run, tmp_path / "c")
     wanted, acquire, fail, calls, told = run.train(2), Store.acquire, _Status.fail, [0], threading.Event()
 
     def failing(*arguments: Any) -> Any:
@@ -125,12 +143,7 @@ def test_a_load_takes_the_failure_of_a_step_that_is_known_as_broken(
             run.optimizer.step()
         run.optimizer.zero_grad()
         threading.Timer(0.1, told.set).start()
-        if through_strategy:
-            run.strategy.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
-        else:
-            run.optimizer.load_state_dict(state)
-            run.model.load_state_dict(weights)
-    run.steps = 2
+        saved.load(run, through_strategy)
     assert run.train(2) == wanted
     run.optimizer.close()
 
@@ -142,8 +155,7 @@ def test_a_load_takes_the_failure_of_an_update_that_is_under_way(
     """It fails while the load waits for it, and nobody has known before."""
     run = make("stream", "next_forward", "not clipped", "bfloat16", {"placement": "host"})
     run.train(2)
-    run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)
-    weights, state = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    saved = Saved(run, tmp_path / "c")
     wanted, begun, fail = run.train(2), threading.Event(), threading.Event()
 
     def failing(*_: Any) -> Any:
@@ -158,12 +170,7 @@ def test_a_load_takes_the_failure_of_an_update_that_is_under_way(
         run.optimizer.step()
         assert begun.wait(PATIENCE) and not run.optimizer.engine.broken
         threading.Timer(0.1, fail.set).start()
-        if through_strategy:
-            run.strategy.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
-        else:
-            run.optimizer.load_state_dict(state)
-            run.model.load_state_dict(weights)
-    run.steps = 2
+        saved.load(run, through_strategy)
     assert run.train(2) == wanted
     run.optimizer.close()
 
