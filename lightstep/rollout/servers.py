@@ -38,7 +38,7 @@ _TRIES, _AGAIN = 2, 32
 """Of deltas and of whole sets, and after how many sets the slower ones are tried again."""
 
 _GRACE = 2.0
-"""Seconds in which a server's own error may arrive, after the broadcast has failed."""
+"""Seconds in which a call's own error may arrive, after the broadcast has failed or the time is over."""
 
 
 class _Servers(WeightTransport):
@@ -208,11 +208,10 @@ class ServerTransport(_Servers):
         return told if changed is None else {**told, "changed": changed}
 
     def _wait_for(self, calls: Sequence[Future[Any]], broadcast: Future[None] | None) -> None:
-        """Wait for all, or raise the first error: a server's own, if there is one, says most."""
+        """Wait for all, or raise the first error: that of a call, if there is one, says most."""
         work = [*calls, *([] if broadcast is None else [broadcast])]
         wait(work, self._timeout, FIRST_EXCEPTION)
-        if broadcast is not None and broadcast.done() and broadcast.exception() is not None:
-            wait(calls, _GRACE, FIRST_EXCEPTION)
+        wait(calls, _GRACE, FIRST_EXCEPTION)
         what, cause = self._failure(work)
         if what:
             raise WeightTransferError(

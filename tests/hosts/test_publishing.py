@@ -178,7 +178,8 @@ def test_the_link_goes_down_in_the_middle_of_a_set(hosts: Hosts, tmp_path: Path)
     assert found == {name: last[name] for name in found}
     assert sum(half[name] == first[name] for name in half) not in (0, len(half))
     assert sentence == (
-        f"no answer within {LIMIT:g} s. Training can go on; {URL} will stay paused until a complete set arrives"
+        f"{URL}/update_weights did not answer: timed out. Training can go on; {URL} will stay paused until a complete "
+        "set arrives"
     )
     assert other == f"trainer 0: WeightTransferError: {sentence}"
     assert seconds < 4 * LIMIT
