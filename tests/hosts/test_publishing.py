@@ -154,6 +154,12 @@ def asked(hosts: Hosts, path: str) -> Any:
         return None
 
 
+def unanswered(path: str) -> str:
+    """What is said of a call that took too long in the middle of a set."""
+    consequence = f"Training can go on; {URL} will stay paused until a complete set arrives"
+    return f"{URL}{path} did not answer: timed out. {consequence}"
+
+
 def test_what_is_received_has_the_bits_of_trainers_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     with receiver(hosts, tmp_path):
         hosts.run(check_both)
@@ -177,9 +183,6 @@ def test_the_link_goes_down_in_the_middle_of_a_set(hosts: Hosts, tmp_path: Path)
         found = asked(hosts, "/answer")
     assert found == {name: last[name] for name in found}
     assert sum(half[name] == first[name] for name in half) not in (0, len(half))
-    assert sentence == (
-        f"{URL}/update_weights did not answer: timed out. Training can go on; {URL} will stay paused until a complete "
-        "set arrives"
-    )
+    assert sentence == unanswered("/update_weights")
     assert other == f"trainer 0: WeightTransferError: {sentence}"
     assert seconds < 4 * LIMIT
