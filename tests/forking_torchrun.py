@@ -18,7 +18,7 @@ from torch.distributed.run import config_from_args, parse_args
 import lightstep.strategy.fsdp2  # noqa: F401  (by the strategy's first use)
 
 IMPORTED = {"lightstep": "lightstep.trainer.session", "tests.elastic_run": "tests.distributed.models"}
-"""What programs import."""
+"""What programs import. :mod:`tests.hosts.rank` imports the module of its check."""
 
 
 def _rank(program: str, *arguments: str) -> None:
@@ -37,7 +37,8 @@ def _rank(program: str, *arguments: str) -> None:
 if __name__ == "__main__":
     config, _, command = config_from_args(parse_args(sys.argv[1:]))
     program, *arguments = command[1:]  # after -u, for the interpreter that torchrun would start
-    if program in IMPORTED:
-        importlib.import_module(IMPORTED[program])
+    imported = arguments[0].partition(":")[0] if program == "tests.hosts.rank" else IMPORTED.get(program)
+    if imported is not None:
+        importlib.import_module(imported)
     config.start_method = "fork"
     elastic_launch(config, _rank)(program, *arguments)

@@ -28,6 +28,7 @@ ADDRESSES = ("10.213.0.1", "10.213.0.2")
 RANKS = 2
 """Ranks of each host."""
 LINK = "link0"
+TORCHRUN = "torch.distributed.run"
 PORT = 29400
 
 
@@ -152,6 +153,7 @@ class Hosts:
         check: Callable[..., Any],
         timeout_s: float = PATIENCE,
         on: Sequence[int] = range(len(NAMES)),
+        forks: bool = True,
         **arguments: Any,
     ) -> Iterator[Run]:
         """torchrun on both hosts, which calls ``check(rank, world_size, **arguments)`` on every rank.
@@ -160,15 +162,15 @@ class Hosts:
             check: importable.
             timeout_s: of one collective.
             on: the hosts; with the first one.
+            forks: ranks are forked, and need not import torch.
             arguments: as JSON has them.
         """
         answers = self.folder / f"answers-{time.monotonic_ns()}"
         answers.mkdir()
         program = [f"{check.__module__}:{check.__qualname__}", json.dumps(arguments), str(answers), str(timeout_s)]
-        module = ["-m", "tests.hosts.rank", *program]
-        processes = [
-            self.torchrun(host, answers, module, rdzv_conf=f"is_host={1 - host}", nnodes=len(on)) for host in on
-        ]
+        options = {"nnodes": len(on), "launcher": "tests.forking_torchrun" if forks else TORCHRUN}
+        module = [*([] if forks else ["-m"]), "tests.hosts.rank", *program]
+        processes = [self.torchrun(host, answers, module, rdzv_conf=f"is_host={1 - host}", **options) for host in on]
         try:
             yield Run(answers, processes)
         finally:
@@ -183,7 +185,7 @@ class Hosts:
         answers: Path,
         program: Sequence[str],
         environment: Mapping[str, str] | None = None,
-        launcher: str = "torch.distributed.run",
+        launcher: str = TORCHRUN,
         **changes: Any,
     ) -> subprocess.Popen[bytes]:
         """torchrun on one host. Its output is added to a log in ``answers``, whose name is that of the run.
