@@ -16,7 +16,7 @@ if not torch.accelerator.is_available():
         module._lazy_call = lambda *_, **__: None  # type: ignore[attr-defined]
 
 # By the one process that ranks and examples are forked from. (GPUs cannot be used after a fork: ranks that see some
-# import these themselves.)
+# import these themselves.) Only the last list counts: no other module may set one.
 multiprocessing.set_forkserver_preload(
     [
         "torch._dynamo",
@@ -27,6 +27,7 @@ multiprocessing.set_forkserver_preload(
         "lightstep.strategy.base",
         "lightstep.sharding",
         "lightstep.checkpoint",
+        "tests.rollout_faults",
         "tests.snippets",
         "tests.distributed.models",
     ]

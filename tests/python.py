@@ -1,7 +1,8 @@
 """``python`` as a user starts it, in a fork of one that has imported torch (and transformers, for those that need it):
 that takes longer than most scripts do.
 
-This file is the process that forks, too. It is asked by lines of JSON, and answers with exit statuses.
+This file is the process that forks, too. It is asked by lines of JSON, and answers with exit statuses. What has
+imported more is itself a fork of what has imported less, and gets its requests from that one.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import tempfile
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 STREAMS = ("stdin", "stdout", "stderr")
+IMPORTS = ("torch", "torch.distributed.fsdp", "torch._dynamo", "transformers.trainer")
+"""Each imports those in front of it."""
 
 
 def python(
@@ -36,36 +39,55 @@ def python(
     The variables that the interpreter reads when it starts have no effect, but for ``PYTHONPATH``.
 
     Args:
-        imported: the module that has been imported already.
+        imported: what has been imported already, one of :data:`IMPORTS`.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "stdin").write_text(stdin, encoding="utf-8")
         where = {"cwd": str(cwd), "env": dict(os.environ if env is None else env), "folder": folder}
-        server = _server(imported)
+        server = _server()
         assert server.stdin is not None and server.stdout is not None
-        server.stdin.write(json.dumps({"arguments": arguments, **where}) + "\n")
-        server.stdin.flush()
-        status = int(server.stdout.readline())
+        request = {"level": IMPORTS.index(imported), "arguments": arguments, **where}
+        status = int(_ask(server.stdin, server.stdout, json.dumps(request) + "\n"))
         said = [Path(folder, name).read_text(encoding="utf-8") for name in STREAMS[1:]]
     return subprocess.CompletedProcess(arguments, status, *said)
 
 
 @functools.cache
-def _server(imported: str) -> subprocess.Popen[str]:
+def _server() -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    server = subprocess.Popen([sys.executable, __file__, imported], stdin=pipe, stdout=pipe, text=True)
+    server = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True)
     atexit.register(server.kill)
     return server
 
 
-def _next_request() -> dict[str, Any] | None:
-    """In a fork, what to do there. In the process that forks nothing, when nobody asks any more."""
-    while line := sys.stdin.readline():
-        child = os.fork()
-        if not child:
-            return json.loads(line)
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
-        sys.stdout.flush()
+def _ask(requests: IO[str], answers: IO[str], line: str) -> str:
+    requests.write(line)
+    requests.flush()
+    return answers.readline()
+
+
+def _next_request(level: int, requests: IO[str], answers: IO[str]) -> dict[str, Any] | None:
+    """In a fork, what to do there. In the processes that fork nothing, when nobody asks any more."""
+    importlib.import_module(IMPORTS[level])
+    gc.freeze()  # an interpreter that ends collects a million objects otherwise
+    following: tuple[IO[str], IO[str]] | None = None
+    while line := requests.readline():
+        request: dict[str, Any] = json.loads(line)
+        if request["level"] > level:
+            if following is None:
+                (asked, ask), (answer, answered) = os.pipe(), os.pipe()
+                if not os.fork():
+                    os.close(ask), os.close(answer)
+                    return _next_request(level + 1, os.fdopen(asked), os.fdopen(answered, "w"))
+                os.close(asked), os.close(answered)
+                following = os.fdopen(ask, "w"), os.fdopen(answer)
+            status = _ask(*following, line)
+        elif child := os.fork():
+            status = f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n"
+        else:
+            return request
+        answers.write(status)
+        answers.flush()
     return None
 
 
@@ -91,7 +113,6 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], folder: str) -> No
 
 
 if __name__ == "__main__":
-    importlib.import_module(sys.argv[1])
-    gc.freeze()  # an interpreter that ends collects a million objects otherwise
-    if (request := _next_request()) is not None:
+    if (request := _next_request(0, sys.stdin, sys.stdout)) is not None:
+        del request["level"]
         _run(**request)

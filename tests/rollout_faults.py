@@ -37,7 +37,6 @@ TRIES = 5
 """Publications with the short limit, of which one has to arrive."""
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload([__name__])
 
 
 class ServedModel(Protocol):

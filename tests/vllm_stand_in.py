@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,11 @@ class Generating(FakeVllm):
         return {"choices": choices}
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path)
     parser.add_argument("--port", type=int)
-    args, _ = parser.parse_known_args()
+    args, _ = parser.parse_known_args(arguments)
     torch.set_num_threads(1)
     Generating(args.model, args.port)
     threading.Event().wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,8 +68,13 @@ def _module_name(path: Path, package: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def _imports(path: Path, package: Path) -> list[tuple[int, str]]:
     """``(line, full module name)`` of every import in a file, those inside functions too."""
+    return list(_imports_in(path, package))
+
+
+def _imports_in(path: Path, package: Path) -> Iterator[tuple[int, str]]:
     here = _module_name(path, package).split(".")
     if path.name != "__init__.py":
         here = here[:-1]
@@ -194,21 +200,19 @@ torch.distributed.init_process_group = forbidden("torch.distributed.init_process
 torch.distributed.new_group = forbidden("torch.distributed.new_group")
 
 import lightstep
-if %(everything)r:
-    for module in pkgutil.walk_packages(lightstep.__path__, "lightstep."):
-        if not module.name.endswith("__main__"):
-            try:
-                importlib.import_module(module.name)
-            except ModuleNotFoundError as error:
-                if error.name not in %(optional)r:
-                    raise
+for module in pkgutil.walk_packages(lightstep.__path__, "lightstep."):
+    if not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name not in %(optional)r:
+                raise
 assert not torch.cuda.is_initialized(), "CUDA was initialised"
 assert not torch.distributed.is_initialized(), "a process group was started"
 """
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["lightstep", "every module"])
-def test_importing_touches_no_device_and_prints_nothing(everything: bool) -> None:
-    code = IMPORT_WITHOUT_DEVICES % {"everything": everything, "optional": OPTIONAL_LIBRARIES}
-    done = python("-c", code, cwd=PACKAGE.parent)
+def test_importing_touches_no_device_and_prints_nothing() -> None:
+    code = IMPORT_WITHOUT_DEVICES % {"optional": OPTIONAL_LIBRARIES}
+    done = python("-c", code, cwd=PACKAGE.parent, imported="transformers.trainer")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -7,7 +7,6 @@ import configparser
 import pickle
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def test_importing_lightstep_brings_nothing_along() -> None:
         "lightstep.Strategy.load('stream')\n"
         "assert not set(heavy) & (set(sys.modules) - before), set(heavy) & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    done = python("-c", code, cwd=CHECKOUT, imported="torch")
     assert done.returncode == 0, done.stderr
 
 

@@ -71,7 +71,7 @@ def test_everything_is_freed_at_once(kind: str, parameters: str, scale: Any) -> 
 
 def deep() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(5, 5) for _ in range(40)))
+    return nn.Sequential(*(nn.Linear(5, 5) for _ in range(20)))
 
 
 def trained(state: dict[str, Any], phases: int, seed: int | None = None) -> dict[str, Tensor]:
