@@ -19,6 +19,7 @@ if not torch.accelerator.is_available():
 # import these themselves.) Only the last list counts: no other module may set one.
 multiprocessing.set_forkserver_preload(
     [
+        "pytest",
         "torch._dynamo",
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint",
