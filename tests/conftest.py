@@ -25,6 +25,7 @@ multiprocessing.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "transformers.trainer",
         "transformers.models.llama.modeling_llama",
+        "deepspeed",
         "lightstep.strategy.base",
         "lightstep.sharding",
         "lightstep.checkpoint",

@@ -130,7 +130,7 @@ class AtStart(TrainerCallback):
 
 def resumed(folder: Path, backend: str, checkpoint: Path) -> dict[str, Any]:
     at_start = AtStart()
-    at_start.trainer = make(folder, backend, seed=1, callbacks=[at_start], save_strategy="no", max_steps=5)
+    at_start.trainer = make(folder, backend, seed=1, callbacks=[at_start], save_strategy="no", max_steps=4)
     at_start.trainer.train(resume_from_checkpoint=str(checkpoint))
     return at_start.found
 
@@ -145,10 +145,10 @@ def names(folder: Path) -> list[str]:
 
 def test_each_checkpoint_is_that_of_a_synchronous_save(tmp_path: Path, slow: None) -> None:
     backend = "stream-overlap"
-    make(tmp_path / "waited", backend, asynchronous_saves=False).train()
-    make(tmp_path / "asked", backend).train()
-    assert names(tmp_path / "asked") == [f"checkpoint-{step}" for step in range(1, 5)]
-    for step in (1, 4):  # the first, beside whose writing training goes on, and the last
+    make(tmp_path / "waited", backend, asynchronous_saves=False, max_steps=3).train()
+    make(tmp_path / "asked", backend, max_steps=3).train()
+    assert names(tmp_path / "asked") == [f"checkpoint-{step}" for step in range(1, 4)]
+    for step in (1, 3):  # the first, beside whose writing training goes on, and the last
         folders = [tmp_path / name / f"checkpoint-{step}" for name in ("waited", "asked")]
         expected, found = (resumed(folder.parent, backend, folder) for folder in folders)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)  # bit for bit, nested
@@ -210,8 +210,8 @@ def test_callbacks_that_read_the_folder_find_it_whole(tmp_path: Path, slow: None
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             found.append((folder / "lightstep" / "lightstep.json").is_file())
 
-    make(tmp_path, callbacks=[Reader()]).train()
-    assert found == [True] * 4
+    make(tmp_path, callbacks=[Reader()], max_steps=2).train()
+    assert found == [True] * 2
 
 
 def test_reporting_callbacks_that_upload_nothing_are_not_waited_for() -> None:
@@ -254,7 +254,7 @@ def test_an_error_of_the_writer_ends_training(
 
     def late(pending: PendingFolder, writers: Ranks) -> None:
         """The error is known for a while before the hidden folder is removed."""
-        time.sleep(0.2)
+        time.sleep(0.1)
         complete(pending, writers)
 
     class Last(TrainerCallback):
