@@ -229,6 +229,9 @@ def _name_of(path: str) -> str:
 _WRITTEN_FIRST = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_", "coalesced_")
 """Collectives, by the end of their names, whose first argument is written."""
 
+_SHAPES = ("empty_like", "new_empty")
+"""What the tensor holds is not read."""
+
 _WAITS = ("_local_scalar_dense", "equal", "is_nonzero")
 """The host waits for the device."""
 
@@ -265,13 +268,13 @@ class _Watch(TorchDispatchMode):
 
 @functools.cache
 def _arguments_of(func: Any) -> list[tuple[str, bool, bool]]:
-    """The name of each argument, and whether it is written or read: others are viewed."""
+    """The name of each argument, and whether it is written or read: others are viewed, or only their shapes count."""
     collective = func.namespace == "c10d" and func._opname.endswith(_WRITTEN_FIRST)
     found = []
     for number, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
         writes = (alias is not None and alias.is_write) or (collective and number == 0)
-        found.append((argument.name, writes, alias is None))
+        found.append((argument.name, writes, alias is None and func._opname not in _SHAPES))
     return found
 
 

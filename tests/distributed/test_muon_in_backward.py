@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightstep.optimizer import queue
 from lightstep.optimizer.overlap import SpeculativeUpdates
+from tests.distributed.failing_rank import train_as
 from tests.distributed.models import loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.test_sharded_muon import STATES, assert_same, beside_a_loop, round_moments, slow_lanes
-from tests.python import python
 
 Act = Callable[[int, SpeculativeUpdates], contextlib.AbstractContextManager[Any]]
 
@@ -91,7 +93,6 @@ def read_before_step(rank: int, optimizer: Any) -> None:
 
 STEPS: list[tuple[Act, Any, float, str]] = [
     (nothing, None, 1e6, ""),  # state is made
-    (nothing, None, 1e6, "commit"),
     (nothing, None, 0.05, "redo"),
     (other_order, None, 1e6, "commit"),
     (read_in_backward, None, 1e6, "redo"),
@@ -162,7 +163,7 @@ def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize(("world_size", "moments", "copies"), [(3, "bfloat16", 1), (4, "float32", 2)])
+@pytest.mark.parametrize(("world_size", "moments", "copies"), [(2, "bfloat16", 1), (4, "float32", 2)])
 def test_the_same_on_all_ranks(pool: Pool, world_size: int, moments: str, copies: int) -> None:
     """With copies of the shards, what is said of rank 1 is so of one copy, or of one rank of it."""
     pool.run(check_tried, world_size, moments=moments, copies=copies)
@@ -170,9 +171,14 @@ def test_the_same_on_all_ranks(pool: Pool, world_size: int, moments: str, copies
 
 def test_a_rank_that_fails_ends(tmp_path: Path) -> None:
     """With its own error, and the others with it: neither waits for the other until the process group gives up."""
-    without_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = python("-m", "tests.distributed.failing_rank", str(tmp_path), cwd=Path.cwd(), env=without_gpu)
-    assert ended.returncode and (tmp_path / "rank1").exists(), ended.stderr
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    ranks = [context.Process(target=train_as, args=(rank, str(tmp_path))) for rank in range(2)]
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+        for rank in ranks:
+            rank.start()
+    for rank in ranks:
+        rank.join()
+    assert all(rank.exitcode for rank in ranks)
     failed, waiting = ((tmp_path / name).read_text() for name in ("rank1", "rank0"))
     assert "no more room); other ranks wait for this one until its process ends" in failed
     assert "imed out" not in waiting

@@ -187,18 +187,17 @@ def check_overflow_anywhere(rank: int, world_size: int, placed: list[Any], devic
     """An inf or NaN on one rank, in each parameter it has a part of, is an overflow on all."""
     sharded = [number for number, (_, mesh, _) in enumerate(placed) if mesh is not None]
     for number in sharded:
-        for norm_type in (2.0, math.inf):
-            for value in (math.inf, math.nan):
-                parameters = make_parameters(placed, whole_values(placed, device))
-                gradient = parameters[number].grad
-                local = torch.empty(0) if gradient is None else local_tensor(gradient)
-                has_part = torch.tensor([float(local.numel() > 0)] * world_size, device=device)
-                if rank == world_size - 1 and local.numel():
-                    local.view(-1)[0] = value
-                dist.broadcast(has_part, src=world_size - 1)
-                gradients = [local_gradient(parameter) for parameter in parameters]
-                _, overflow = GradientNorm(parameters, norm_type)(gradients)
-                assert float(overflow) == float(has_part[0]), (number, norm_type, value)
+        for norm_type, value in ((2.0, math.inf), (math.inf, math.nan)):
+            parameters = make_parameters(placed, whole_values(placed, device))
+            gradient = parameters[number].grad
+            local = torch.empty(0) if gradient is None else local_tensor(gradient)
+            has_part = torch.tensor([float(local.numel() > 0)] * world_size, device=device)
+            if rank == world_size - 1 and local.numel():
+                local.view(-1)[0] = value
+            dist.broadcast(has_part, src=world_size - 1)
+            gradients = [local_gradient(parameter) for parameter in parameters]
+            _, overflow = GradientNorm(parameters, norm_type)(gradients)
+            assert float(overflow) == float(has_part[0]), (number, norm_type, value)
 
 
 def check_torchs_bits(rank: int, world_size: int) -> None:

@@ -15,7 +15,7 @@ from lightstep.distributed import local_tensor
 from lightstep.optimizer.overlap import SpeculativeUpdates
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import DDP, HSDP
+from tests.distributed.sharding_runs import DDP
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Training, check_same_bits
 from tests.distributed.test_replicas import Run, same_runs
 from tests.unit.test_stream import random_delays, random_sleeps
@@ -41,7 +41,7 @@ def check_verdicts(rank: int, world_size: int, expected: list[str], **settings: 
 
     patches: Any = {"_apply_verdict": applied, "_roll_back": rolled_back, "_update_pause": never_pauses}
     with mock.patch.multiple(SpeculativeUpdates, **patches):
-        check_same_bits(rank, world_size, **settings, state=STATE, compute="parameters", seeds=[1])
+        check_same_bits(rank, world_size, **settings, state=STATE, compute="parameters", seed=1)
     assert [verdict for verdict, number in sorted(found.items()) if number] == expected, found
 
 
@@ -50,8 +50,7 @@ def check_verdicts(rank: int, world_size: int, expected: list[str], **settings: 
     [
         ("fsdp2-checkpointed", "bf16", 1e6, ["commit"]),
         ("fsdp2-named-units", "bf16-reduced-in-bf16", 0.05, ["redo"]),
-        ("hsdp", "fp32", 0.05, ["redo"]),
-        ("copies", "bf16", 1e6, ["commit"]),
+        ("copies", "fp32", 0.05, ["redo"]),
         ("ddp", "bf16", 1e6, []),
         ("ddp-alone", "bf16", 1e6, []),
     ],
@@ -63,11 +62,11 @@ def test_what_becomes_of_updates(pool: Pool, layout: str, precision: str, max_no
     pool.run(check_verdicts, world_size, expected=expected, **settings)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp"])
+@pytest.mark.parametrize("layout", ["fsdp2", "copies"])
 def test_overflows(pool: Pool, layout: str) -> None:
     world_size, sharding = LAYOUTS[layout]
     settings = {"sharding": sharding, "clipping": {"max_norm": 1e6}}
-    scale = {"kind": "dynamic", "init_scale": 2.0**16, "growth_interval": 1}
+    scale = {"kind": "dynamic", "init_scale": 2.0**17, "growth_interval": 1}
     precision = {"parameters": "float16", "loss_scale": scale}
     pool.run(check_verdicts, world_size, expected=["commit", "drop"], **settings, precision=precision)
 
@@ -81,14 +80,14 @@ class Wide(TinyTransformer):
 
 def check_parts(rank: int, world_size: int) -> None:
     """Each replica has room for other units; of a tensor whose last part was tried, the first may be left."""
-    tested, expected = Run(HSDP, STATE, make_model=Wide), Run(HSDP, {"backend": "resident"}, make_model=Wide)
+    tested, expected = (Run(LAYOUTS["copies"][1], s, make_model=Wide) for s in (STATE, {"backend": "resident"}))
     tested.optimizer.max_norm = expected.optimizer.max_norm = 1e6
     tested.train(1)
     lanes = tested.backend.lanes
     (random_delays if lanes.device.type == "cpu" else random_sleeps)(lanes, rank)
     units, able, partly = list(tested.backend.units()), tested.backend.reserve_speculation, 0
     for step in range(4):
-        chosen = {unit for number, unit in enumerate(units) if (number + step + rank // 2) % 2}
+        chosen = {unit for number, unit in enumerate(units) if (number + step + rank) % 2}
         with mock.patch.object(
             tested.backend, "reserve_speculation", lambda units, chosen=chosen: able(chosen & {*units})
         ):
@@ -103,7 +102,7 @@ def check_parts(rank: int, world_size: int) -> None:
 
 
 def test_parts_of_what_replicas_send(pool: Pool) -> None:
-    pool.run(check_parts, 4)
+    pool.run(check_parts, 2)
 
 
 def check_redone_twice(rank: int, world_size: int) -> None:
@@ -113,12 +112,12 @@ def check_redone_twice(rank: int, world_size: int) -> None:
         values = {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": 1e6}, "optimizer_state": state}
         training = Training(rank, world_size, values)
         parameters = list(training.inner.parameters())
-        for step in range(8):
+        for step in range(6):
             if step == 1:
                 training.delay(rank)
-            training.optimizer.max_norm = 0.05 if step == 5 else 1e6
+            training.optimizer.max_norm = 0.05 if step == 4 else 1e6
             training.optimizer.backward(loss_of(training.model, step, 0, rank, training.device))
-            if step == 3:
+            if step == 2:
                 for gradient in [p.grad for p in parameters if p.grad is not None]:
                     local_tensor(gradient).data.mul_(0.5)
             result = training.optimizer.step()
@@ -145,10 +144,10 @@ def check_resumed(rank: int, world_size: int, sharding: dict[str, Any], folder: 
     choose = random.Random(seed)  # the same on all ranks
     where = {"previous_weights": choose.choice(["device", "host"])}
     tested, expected = new({**STATE, **where}), new({"backend": "resident"})
-    resumes_at = choose.randrange(6, 10)
-    forced = {3: (1e6, 1.0), 4: (0.05, 1.0), 5: (1e6, float("inf")), 13: (0.05, 1.0)}
+    resumes_at = choose.randrange(5, 7)
+    forced = {2: (1e6, 1.0), 3: (0.05, 1.0), 4: (1e6, float("inf")), 9: (0.05, 1.0)}
     with mock.patch.object(SpeculativeUpdates, "_update_pause", lambda self: setattr(self, "_pause", 0)):
-        for step in range(15):
+        for step in range(10):
             if step == resumes_at:
                 tested.strategy.save_checkpoint(folder, tested.model, tested.optimizer)
                 redone = tested.optimizer.engine.queue.redone
@@ -172,7 +171,6 @@ def check_resumed(rank: int, world_size: int, sharding: dict[str, Any], folder: 
     tested.optimizer.close()
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2-named-units"])
-def test_random_verdicts_and_a_resume(pool: Pool, layout: str, tmp_path: Path) -> None:
-    world_size, sharding = LAYOUTS[layout]
-    pool.run(check_resumed, world_size, sharding=sharding, folder=tmp_path / "half", seed=len(layout))
+def test_random_verdicts_and_a_resume(pool: Pool, tmp_path: Path) -> None:
+    world_size, sharding = LAYOUTS["fsdp2-named-units"]
+    pool.run(check_resumed, world_size, sharding=sharding, folder=tmp_path / "half", seed=0)

@@ -271,7 +271,7 @@ def check_program(rank: int, world_size: int, seed: int, sharding: dict[str, Any
     case = {"optimizer_state": STATES[state], "precision": PRECISIONS[precision]}
     program = Program(rank, world_size, seed, sharding, case)
     try:
-        program.run(length=20)
+        program.run(length=14)
         program.check(-1)
     except BaseException as error:
         raise AssertionError(f"seed {seed}: {program.calls}") from error
@@ -279,11 +279,15 @@ def check_program(rank: int, world_size: int, seed: int, sharding: dict[str, Any
 
 
 CASES = [
-    (sharding, state, [*PRECISIONS][(row + column) % 3])
-    for row, sharding in enumerate(SHARDINGS)
-    for column, state in enumerate(["stream", "next_forward", "overlap"])
+    ("ddp", "stream", "bf16"),
+    ("ddp", "next_forward", "fp16"),
+    ("ddp", "overlap", "fp32"),
+    ("fsdp2", "stream", "fp16"),
+    ("fsdp2", "next_forward", "fp32"),
+    ("fsdp2", "overlap", "bf16"),
+    ("hsdp", "overlap", "fp16"),
 ]
-"""Every pair meets. A program gets to resident state by a move."""
+"""A program gets to resident state, and to other update times, by a move."""
 
 
 @pytest.mark.parametrize(("sharding", "state", "precision"), CASES)

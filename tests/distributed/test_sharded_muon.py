@@ -44,11 +44,11 @@ ADAMW = {"lr": 3e-3, "weight_decay": 0.1}
 
 
 class WithExperts(TinyTransformer):
-    """Three experts, so that a rank of four has none; a matrix of one row, so that most have none of it."""
+    """Four experts, so that a rank of three has none; a matrix of one row, so that most have none of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.Parameter(torch.randn(3, 7, 7))
+        self.experts = nn.Parameter(torch.randn(4, 7, 7))
         self.row = nn.Linear(7, 1, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -93,10 +93,11 @@ def content(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def train(strategy: Any, model: Any, optimizer: Any, rank: int, steps: range, loop: Any = None) -> None:
+    """Of one micro-batch, and of two."""
     short = strategy.config.optimizer_state.moments == "bfloat16"
     for step in steps:
-        for micro in range(2):
-            with strategy.accumulate(model, last=micro == 1):
+        for micro in range(1 + step % 2):
+            with strategy.accumulate(model, last=micro == step % 2):
                 optimizer.backward(loss_of(model, step, micro, rank, strategy.device) / 2)
             if loop is not None:
                 loop.backward(loss_of(loop.model, step, micro, rank, strategy.device) / 2)
@@ -175,7 +176,7 @@ def check_exact(
     optimizer.synchronize()
     for exchange in optimizer.engine.classes.exchanges.values():
         exchange.retain(frozenset(optimizer.engine.managed))  # as for new parameters
-    train(strategy, model, optimizer, rank, range(2, 4), loop)
+    train(strategy, model, optimizer, rank, range(2, 3), loop)
     optimizer.synchronize()
     if world_size > 1:
         _check_exchange(optimizer)
@@ -205,10 +206,9 @@ def _seeded() -> nn.Module:
         (1, STATES["stream, overlap"], {}, groups_of),
         (2, STATES["bulk"], {}, groups_of),
         (3, STATES["stream, short moments"], {}, groups_of),
-        (4, STATES["resident"], {}, groups_of),
+        (2, STATES["resident"], {}, other_settings),
         (4, STATES["stream, overlap"], {"mesh": {"replicate": 2, "shard": 2}}, groups_of),
-        (3, {**STATES["stream, next forward"], "ring_mib": 0.006}, {}, few_matrices),
-        (3, STATES["stream, overlap"], {}, other_settings),
+        (2, {**STATES["stream, next forward"], "ring_mib": 0.006}, {}, few_matrices),
     ],
 )
 def test_the_bits_of_whole_matrices(
@@ -228,8 +228,9 @@ def test_layers_that_are_clipped_by_themselves(rank: int, world_size: int) -> No
         optimizer._backend.WHOLE_UNIT = optimizer._backend._ring_plan.BULK_UNIT = 150
         train(strategy, model, optimizer, 0, range(1))
         first[run] = content(model, optimizer)
-        train(strategy, model, optimizer, 0, range(1, 4))
-        last[run] = content(model, optimizer)
+        if run != "whole":
+            train(strategy, model, optimizer, 0, range(1, 3))
+            last[run] = content(model, optimizer)
         optimizer.close()
     for name, value in first["whole"].items():
         if name.endswith("momentum_buffer"):
@@ -252,10 +253,10 @@ def test_replicas_of_whole_matrices(rank: int, world_size: int, state: dict[str,
     strategy, model, optimizer = made({"kind": "ddp", "find_unused_parameters": True}, state, two_dimensions)
     trained = [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in two_dimensions(replica)]
     loop = ReplicatedLoop(replica, trained, SeveralClasses, units=[list(replica.parameters())], max_norm=0.5)  # type: ignore[arg-type]
-    train(strategy, model, optimizer, rank, range(2), loop)
+    train(strategy, model, optimizer, rank, range(1), loop)
     if state["backend"] == "stream":
         slow_lanes(strategy, optimizer, rank)
-    train(strategy, model, optimizer, rank, range(2, 4), loop)
+    train(strategy, model, optimizer, rank, range(1, 3), loop)
     assert_same(strategy.unwrap_model(model), optimizer, loop)
     optimizer.close()
 
@@ -316,8 +317,8 @@ def check_gathered(rank: int, world_size: int, optimizer_class: Any, settings: d
 @pytest.mark.parametrize(
     ("name", "world_size", "state"),
     [
-        ("adafactor", 4, "stream, next forward"),
-        ("adafactor, by its own rate", 3, "stream, overlap"),
+        ("adafactor", 3, "stream, next forward"),
+        ("adafactor, by its own rate", 2, "stream, overlap"),
         ("lamb", 2, "resident"),
     ],
 )
@@ -394,27 +395,31 @@ def test_the_benchs_loop_by_hand_does_the_same(rank: int, world_size: int) -> No
     ours.close()
 
 
-def check_checkpoint(rank: int, world_size: int, folder: str, saves: bool, groups: Any) -> None:
+def check_checkpoints(rank: int, world_size: int, folder: str, saves: bool) -> None:
+    for groups in (groups_of, adafactors):
+        check_checkpoint(rank, Path(folder, groups.__name__), saves, groups)
+
+
+def check_checkpoint(rank: int, folder: Path, saves: bool, groups: Any) -> None:
     run = made({}, STATES["stream" if saves else "stream, next forward"], groups)
     strategy, model, optimizer = run
-    kept = Path(folder, "content.pt")
+    kept = folder / "content.pt"
     if saves:
         train(*run, rank, range(2))
-        strategy.save_checkpoint(Path(folder, "a"), model, optimizer)
+        strategy.save_checkpoint(folder / "a", model, optimizer)
         found = content(model, optimizer)
         if rank == 0:
             torch.save(found, kept)
         return
-    strategy.load_checkpoint(Path(folder, "a"), model, optimizer)
+    strategy.load_checkpoint(folder / "a", model, optimizer)
     expected = torch.load(kept)
     assert all(torch.equal(value, expected[key]) for key, value in content(model, optimizer).items())
     train(*run, rank, range(2, 3))
 
 
-@pytest.mark.parametrize("groups", [groups_of, adafactors], ids=["muon", "adafactor"])
-def test_a_checkpoint_goes_to_another_number_of_ranks(pool: Pool, tmp_path: Path, groups: Any) -> None:
-    pool.run(check_checkpoint, 3, folder=str(tmp_path), saves=True, groups=groups)
-    pool.run(check_checkpoint, 2, folder=str(tmp_path), saves=False, groups=groups)
+def test_a_checkpoint_goes_to_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_checkpoints, 3, folder=str(tmp_path), saves=True)
+    pool.run(check_checkpoints, 2, folder=str(tmp_path), saves=False)
 
 
 class CountingLamb(Lamb):

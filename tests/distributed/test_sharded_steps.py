@@ -38,7 +38,7 @@ REDUCTIONS = {"allreduce_", "_reduce_scatter_base_", "reduce_scatter_tensor_coal
 # -- gradients
 
 
-@on_ranks(4, "sharding", [FSDP2, HSDP, {"kind": "ddp"}])
+@on_ranks(None, ("ranks", "sharding"), [(2, FSDP2), (4, HSDP), (2, {"kind": "ddp"})])
 def test_gradients_are_never_rounded(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Ranks and micro-batches whose sum needs more than bf16's 8 bits."""
     for synced in ([False, False, True], [True, True], [True]):
@@ -58,13 +58,13 @@ def test_gradients_are_never_rounded(rank: int, world_size: int, sharding: dict[
         assert torch.equal(-found, expected), (synced, found, expected)
 
 
-@on_ranks(4, ("sharding", "reductions", "norm"), [(FSDP2, 4, 2), (HSDP, 8, 2), (DDP, 1, 0)])
+@on_ranks(None, ("ranks", "sharding", "reductions", "norm"), [(2, FSDP2, 4, 2), (4, HSDP, 8, 2), (2, DDP, 1, 0)])
 def test_what_is_sent(rank: int, world_size: int, sharding: dict[str, Any], reductions: int, norm: int) -> None:
     """No reduction before the last micro-batch; in ``step`` one all-reduce on the one mesh and one for the flag."""
     strategy = load(sharding)
     model = strategy.prepare_model(TinyTransformer())
     optimizer = strategy.create_optimizer(model)
-    train(strategy, model, optimizer)
+    train(strategy, model, optimizer, steps=1)
     with collectives() as counted, strategy.accumulate(model, last=False):
         optimizer.backward(loss_of(model, 0, 0, rank, strategy.device))
     assert not REDUCTIONS & counted.keys(), counted
@@ -78,16 +78,16 @@ def test_what_is_sent(rank: int, world_size: int, sharding: dict[str, Any], redu
     assert counted == Counter({"allreduce_": norm + 1}), counted
 
 
-@on_ranks(4, "sharding", [FSDP2, HSDP, DDP])
+@on_ranks(None, ("ranks", "sharding"), [(3, FSDP2), (4, HSDP), (2, DDP)])
 def test_overflow_on_one_rank_skips_on_all(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """An inf that only the last rank has, in its shard or in its copy."""
     strategy = load(sharding)
     model = strategy.prepare_model(TinyTransformer())
     optimizer = strategy.create_optimizer(model, lr=1e-2)
-    train(strategy, model, optimizer, steps=1)
+    train(strategy, model, optimizer, steps=1, micro_batches=1)
     before = weights_of(strategy, model)
     for name, parameter in strategy.unwrap_model(model).named_parameters():
-        if name.startswith(("dead", "frozen")):
+        if name.startswith(("dead", "frozen", "blocks.0", "blocks.1")):
             continue
         local = torch.zeros_like(local_tensor(parameter))
         if rank == world_size - 1 and local.numel():
@@ -101,12 +101,12 @@ def test_overflow_on_one_rank_skips_on_all(rank: int, world_size: int, sharding:
         same_weights(before, weights_of(strategy, model))
 
 
-@on_ranks(4, ("sharding", "backend"), [(FSDP2, "bulk"), (HSDP, "stream")])
+@on_ranks(None, ("ranks", "sharding", "backend"), [(2, FSDP2, "bulk"), (4, HSDP, "stream")])
 def test_a_deep_copy_goes_on_by_itself(rank: int, world_size: int, sharding: dict[str, Any], backend: str) -> None:
     strategy = load(sharding, optimizer_state={"backend": backend})
     model = strategy.prepare_model(TinyTransformer())
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
-    train(strategy, model, optimizer)
+    train(strategy, model, optimizer, steps=1)
     twin = copy.deepcopy(optimizer)
     pairs = [
         (p, q)
@@ -238,7 +238,7 @@ def test_the_gradient_is_in_place(rank: int, world_size: int, sharding: dict[str
             assert p.grad is None and torch.equal(full(optimizer.state[p]["master"]).cpu(), expected[name])
 
     first = "blocks.0.first"
-    for _ in range(2):  # DDP moves its buckets after the first backward
+    for _ in range(2 if sharding["kind"] == "ddp" else 1):  # it moves its buckets after the first backward
         sums = dict.fromkeys(trained, backward(0) + backward(1))
         check_step(sums)
         # edits after the last backward, in place and by assignment; one parameter's gradient is removed
@@ -371,12 +371,12 @@ def test_a_penalty_on_the_shards(rank: int, world_size: int, sharding: dict[str,
 
 
 @on_ranks(
-    4,
-    ("sharding", "parameters"),
+    None,
+    ("ranks", "sharding", "parameters"),
     [
-        ({**FSDP2, "wrap": ["Single", "Slope"]}, "float32"),
-        ({**HSDP, "wrap": ["Single", "Slope"]}, "bfloat16"),
-        ({"kind": "ddp"}, "float32"),
+        (2, {**FSDP2, "wrap": ["Single", "Slope"]}, "float32"),
+        (4, {**HSDP, "wrap": ["Single", "Slope"]}, "bfloat16"),
+        (2, {"kind": "ddp"}, "float32"),
     ],
 )
 def test_gradients_that_were_not_reduced_are_refused(
@@ -496,7 +496,7 @@ def test_an_accumulation_can_be_dropped(rank: int, world_size: int, sharding: di
             with strategy.accumulate(model, last=last):
                 optimizer.backward(loss_of(model, 9, micro, rank, strategy.device) * 100)
         optimizer.zero_grad()
-        norms.append([float(result.grad_norm) for result in train(strategy, model, optimizer)])
+        norms.append([float(result.grad_norm) for result in train(strategy, model, optimizer, steps=1)])
     assert all(found == norms[0] for found in norms)
 
 

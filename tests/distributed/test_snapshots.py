@@ -56,7 +56,7 @@ def check_snapshots(rank: int, world_size: int, folder: str, values: dict[str, A
     [
         ("ddp", "bf16", {"update": "next_forward", "spare_host_gib": 0.0}),
         ("fsdp2", "bf16", {"update": "overlap"}),
-        ("hsdp", "bf16", {}),
+        ("copies", "bf16", {}),
     ],
 )
 def test_what_is_saved_is_the_moment_of_asking(

@@ -18,6 +18,7 @@ HOST = {"placement": "host", "device_mib": 0.001}
 STAYING = {**HOST, "gradients_gib": 1}
 """Gradients do not leave the device, unless they must."""
 UNITS = {**FSDP2, "wrap": ["Block", "embed", "head"]}
+COPIES = {**FSDP2, "mesh": {"replicate": 2, "shard": 1}}
 
 
 def check_order(
@@ -46,8 +47,8 @@ def check_order(
         optimizer: Any = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
         wait_on_host()
         for step in range(3):
-            for micro in range(2):
-                with strategy.accumulate(model, last=micro == 1):
+            for micro in range(1 + step % 2):
+                with strategy.accumulate(model, last=micro == step % 2):
                     optimizer.backward(loss_of(model, step, micro, rank, strategy.device) / 2)
                 if evicts:
                     optimizer.engine._host_weights.free()
@@ -63,24 +64,27 @@ def check_order(
     assert not accesses.conflicts, "\n".join(accesses.conflicts)
 
 
-CASES = {"fsdp2": (2, FSDP2), "units": (2, UNITS), "ddp": (2, DDP), "hsdp": (4, HSDP)}
+CASES = {"units": (2, UNITS), "ddp": (2, DDP), "copies": (2, COPIES), "hsdp": (4, HSDP)}
+TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
 
 
-@pytest.mark.parametrize("update", ["at_step", "next_forward", "overlap", "in_backward"])
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize(
+    ("layout", "update"),
+    [*((layout, update) for layout in ("units", "ddp", "copies") for update in TIMES), ("hsdp", "overlap")],
+)
 def test_everything_is_ordered(pool: Pool, layout: str, update: str) -> None:
     world_size, sharding = CASES[layout]
     pool.run(check_order, world_size, cpu=True, sharding=sharding, update=update)
 
 
-@pytest.mark.parametrize("layout", ["units", "hsdp"])
+@pytest.mark.parametrize("layout", ["units", "copies"])
 def test_an_evaluation_before_step_is_behind_what_it_rolls_back(pool: Pool, layout: str) -> None:
     world_size, sharding = CASES[layout]
     pool.run(check_order, world_size, cpu=True, sharding=sharding, update="overlap", evaluates=True)
 
 
 @every_value(
-    update=["at_step", "next_forward", "overlap", "in_backward"],
+    update=TIMES,
     home=["resident", "bulk", "host", "staying", "evicted"],
 )
 def test_every_home_of_state_and_weights_is_ordered(pool: Pool, home: str, update: str) -> None:
