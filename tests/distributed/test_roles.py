@@ -368,8 +368,8 @@ def check_failures(rank: int, world_size: int) -> None:
             strategy.receive_weights(engine, timeout=0.1)
         dist.barrier()
         dist.barrier()
-        with pytest.raises(TrainingEnded):  # an offer that nobody waits for any more is none
-            impatient.receive_weights(engine, timeout=60)
+        with pytest.raises(TrainingEnded):  # an offer that nobody waits for any more is none, and is not refused
+            impatient.receive_weights(TransformersEngine(other), timeout=60)
         assert all(torch.equal(tensor, after[name]) for name, tensor in copied(model.state_dict()).items())
         return
     model = prepared(strategy)
