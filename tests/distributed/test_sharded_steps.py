@@ -138,13 +138,14 @@ class Routed(nn.Module):
         return ((self.first + getattr(self, branch)) * values).sum()
 
 
-# By micro-batch: the branch that each rank takes, and whether gradients are reduced.
+# By micro-batch: the branch that each rank takes, and whether gradients are reduced. None: nor does DDP see the forward.
 ROUTES = {
     "reduced-twice": [("left", "left", True), ("left", "left", True)],
     "another-branch": [("left", "left", True), ("right", "right", True)],
     "one-rank-changes": [("left", "left", True), ("left", "right", True)],
     "back-again": [("left", "right", True), ("right", "left", True), ("left", "left", True)],
     "summed-first": [("left", "right", False), ("left", "left", True)],
+    "summed-unseen": [("left", "right", None), ("left", "right", None), ("left", "left", True)],
     "summed-between": [("right", "right", True), ("left", "right", False), ("left", "left", True)],
 }
 
@@ -160,8 +161,9 @@ def test_weights_that_some_micro_batches_leave_out(rank: int, world_size: int, b
         used = set()
         for micro, (*branches, reduced) in enumerate(micro_batches):
             values = [torch.full((5, 3), 2.0 ** (-5 * micro - 9 * r)) for r in range(world_size)]
-            with strategy.accumulate(model, last=reduced):
-                loss = model(values[rank].to(strategy.device, torch.bfloat16), branches[rank])
+            with strategy.accumulate(model, last=bool(reduced)):
+                forward = strategy.unwrap_model(model) if reduced is None else model
+                loss = forward(values[rank].to(strategy.device, torch.bfloat16), branches[rank])
                 loss.backward() if by_hand else optimizer.backward(loss)
             for value, branch in zip(values, branches, strict=True):
                 for name in ("first", branch):
