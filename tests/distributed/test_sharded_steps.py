@@ -138,7 +138,7 @@ class Routed(nn.Module):
         return ((self.first + getattr(self, branch)) * values).sum()
 
 
-# By micro-batch: the branch that each rank takes, and whether gradients are reduced. None: nor does DDP see the forward.
+# By micro-batch: each rank's branch, and whether gradients are reduced. None: nor does DDP see the forward.
 ROUTES = {
     "reduced-twice": [("left", "left", True), ("left", "left", True)],
     "another-branch": [("left", "left", True), ("right", "right", True)],
