@@ -7,11 +7,15 @@ that many can be tried.
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import os
 import runpy
 import signal
 import sys
+from pathlib import Path
 
-import torch._dynamo  # noqa: F401  (by FSDP2 in every rank)
+import torch
+import torch._dynamo
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
@@ -34,11 +38,54 @@ def _rank(program: str, *arguments: str) -> None:
             raise
 
 
-if __name__ == "__main__":
-    config, _, command = config_from_args(parse_args(sys.argv[1:]))
+class Torchrun:
+    """torchrun in a fork of the process that ranks of the pool are forked from, where all is imported that tests need.
+
+    The methods are those of ``subprocess.Popen``.
+
+    Args:
+        log: a file to which all of its processes append what they say.
+    """
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self._process = multiprocessing.get_context("forkserver").Process(target=_run_on_cpu, args=(arguments, log))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, f"torchrun runs after {timeout} s"
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+
+def _run_on_cpu(arguments: list[str], log: Path) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)  # OpenMP has read the variable already
+    run(arguments)
+
+
+def run(arguments: list[str]) -> None:
+    config, _, command = config_from_args(parse_args(arguments))
     program, *arguments = command[1:]  # after -u, for the interpreter that torchrun would start
     imported = arguments[0].partition(":")[0] if program == "tests.hosts.rank" else IMPORTED.get(program)
     if imported is not None:
         importlib.import_module(imported)
     config.start_method = "fork"
     elastic_launch(config, _rank)(program, *arguments)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from lightstep.checkpoint import latest_checkpoint
 from tests.elastic_run import PHASES, Options, Step, place_of, steps_of
+from tests.forking_torchrun import Torchrun
 from tests.hosts.hosts import ADDRESSES, NAMES, PORT, RANKS, Hosts
 from tests.patience import PATIENCE
 
@@ -123,12 +124,15 @@ class OneHost:
 
     def __init__(self, folder: Path, launcher: Launcher = TORCHRUN) -> None:
         self._folder, self._launcher = folder, launcher
-        self._torchrun: subprocess.Popen[bytes] | None = None
+        self._torchrun: subprocess.Popen[bytes] | Torchrun | None = None
 
     def start(self, options: Options) -> None:
         switches = [*ALONE, f"--nproc-per-node={self.ranks}", f"--max-restarts={RESTARTS}"]
-        program = [*self._launcher.program, options.text]
-        command = [sys.executable, "-m", self._launcher.module, *switches, *program]
+        arguments = [*switches, *self._launcher.program, options.text]
+        if self._launcher is FORKING:
+            self._torchrun = Torchrun(arguments, self._folder / "log")
+            return
+        command = [sys.executable, "-m", self._launcher.module, *arguments]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         with (self._folder / "log").open("ab") as log:
             self._torchrun = subprocess.Popen(command, env=environment, stdout=log, stderr=log)

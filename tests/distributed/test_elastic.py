@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tests import elastic_run
 from tests.distributed.ranks import Pool
 from tests.distributed.test_trainer_ranks import _contents, run
 from tests.elastic_run import Options, training_file
+from tests.forking_torchrun import Torchrun
 from tests.measure_kills import ALONE, FORKING, Found, Kill, OneHost, checksums, run_with_kills
 from tests.patience import PATIENCE
 
@@ -26,14 +27,14 @@ KILLS = {
     "synchronous": [
         Kill(rank=1, phase="forward", delay=0, steps=1),
         Kill(rank=0, phase="save", delay=0.01, steps=2),
-        Kill(rank=0, phase="step", delay=0, steps=4),
+        Kill(rank=0, phase="step", delay=0, steps=1),
     ],
     "asynchronous": [
         Kill(rank=1, phase="backward", delay=0, steps=4),
         Kill(rank=1, phase="save", delay=0.03, steps=1),
     ],
 }
-STEPS = 24
+STEPS = 15
 
 
 def _options(folder: Path, asynchronous: bool = False) -> Options:
@@ -68,7 +69,7 @@ def test_kills_in_every_phase(tmp_path: Path, saves: str, expected: dict[int, in
     assert found.equal_ends == found.runs
     for number in range(found.runs):
         left = {path.name for path in (tmp_path / f"killed-{number}/checkpoints").iterdir()}
-        assert left == {"step-21", "step-24"}
+        assert left == {"step-12", "step-15"}
 
 
 LATE = """
@@ -102,31 +103,37 @@ def test_a_rank_that_asked_and_then_ended_is_named() -> None:
         launch._fresh_prefix(store, rank=0, world_size=2)
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return training_file(tmp_path, output=tmp_path / "runs", steps=STEPS)
-
-
-def test_lightstep_train_goes_on_by_itself(pool: Pool, config: Path, tmp_path: Path) -> None:
-    pool.run(run, 2, group=False, values={**yaml.safe_load(config.read_text()), "name": "whole"})
+def test_lightstep_train_goes_on_by_itself(pool: Pool, tmp_path: Path) -> None:
+    """After a rank was killed, until torchrun gets a signal. One rank reports."""
+    config = training_file(tmp_path, output=tmp_path / "runs", steps=100_000)
     program = ["lightstep", "train", str(config), "--resume", "auto"]
-    killed = _torchrun(["--max-restarts=1", *program, "--set", "name=killed"], tmp_path)
-    end = time.monotonic() + PATIENCE
-    while not (tmp_path / "runs/killed/checkpoint-4").exists():
-        assert killed.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
-        time.sleep(0.01)
-    os.kill(_children(killed.pid)[-1], signal.SIGKILL)
-    assert killed.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
-    assert "continuing from" in (tmp_path / "log").read_text()
-    runs = [tmp_path / "runs" / name / f"checkpoint-{STEPS}" for name in ("whole", "killed")]
+    killed = _torchrun(["--max-restarts=1", *program, "--set", "name=killed", "--set", "log_every=1"], tmp_path)
+
+    def wait_until(happened: Callable[[], object]) -> None:
+        end = time.monotonic() + PATIENCE
+        while not happened():
+            assert killed.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.01)
+
+    log = tmp_path / "log"
+    try:
+        wait_until((tmp_path / "runs/killed/checkpoint-4").exists)
+        os.kill(_children(killed.pid)[-1], signal.SIGKILL)
+        wait_until(lambda: re.search(r"continuing from.*\bstep \d+/", log.read_text(), re.DOTALL))
+    finally:
+        killed.terminate()
+    assert killed.wait(PATIENCE) == 1, "torchrun's own"
+    said = log.read_text()
+    found = re.findall(r"SIGTERM: stopped after step (\d+); continue from \S*checkpoint-\1 with --resume", said)
+    assert len(found) == said.count("continuing from") == said.count("validation loss before") - 1 == 1, said
+    values = {**yaml.safe_load(config.read_text()), "name": "whole", "checkpoint": {"every": 0}}
+    pool.run(run, 2, group=False, values=values, stop_at=int(found[0]))
+    runs = [tmp_path / "runs" / name / f"checkpoint-{found[0]}" for name in ("whole", "killed")]
     assert _contents(runs[0]) == _contents(runs[1])
 
 
-def _torchrun(arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", FORKING.module, *ALONE, "--nproc-per-node=2", *arguments]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    with (folder / "log").open("ab") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+def _torchrun(arguments: list[str], folder: Path) -> Torchrun:
+    return Torchrun([*ALONE, "--nproc-per-node=2", *arguments], folder / "log")
 
 
 def _children(process: int) -> list[int]:

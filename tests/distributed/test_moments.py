@@ -46,7 +46,7 @@ def train(optimizer: Any, tested: list[Tensor], expected: list[Tensor], referenc
     dtype = torch.bfloat16 if isinstance(reference, NearestMoments) else torch.float32
     dtype = torch.float32 if isinstance(reference, Int8Moments) else dtype
     generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
+    for _ in range(2):
         for mine, theirs in zip(tested, expected, strict=True):
             theirs.grad = torch.randn(theirs.shape, generator=generator).to(theirs)
             mine.grad = placed_like(mine, theirs.grad)
@@ -125,14 +125,12 @@ def check_layout(
     [
         (2, "fsdp2", None, {"rounding_seed": 0}),
         (3, "fsdp2", "next_forward", {}),
-        (2, "ddp", "at_step", {}),
-        (4, "hsdp", "at_step", {"rounding_seed": 1}),
         (3, "fsdp2", "at_step", {"moments": "int8"}),
         (4, "hsdp", "next_forward", {"moments": "int8"}),
         (2, "fsdp2", None, {"moments": "int8", "master_weights": "stochastic"}),
         (3, "fsdp2", "next_forward", {"master_weights": "stochastic"}),
         (2, "ddp", "at_step", {"moments": "int8", "master_weights": "stochastic"}),
-        (4, "hsdp", "at_step", {"master_weights": "stochastic"}),
+        (4, "hsdp", "at_step", {"master_weights": "stochastic", "rounding_seed": 1}),
     ],
 )
 def test_codes_and_noise_do_not_depend_on_the_division(

@@ -41,7 +41,7 @@ def check_failures(rank: int, world_size: int, folder: str) -> None:
     path = Path(folder, "saved")
     for place in PLACES:
         for asynchronous in (False, True):
-            for failing in ({0}, {1, 2}) if asynchronous else ({1}, {0, 1, 2}):
+            for failing in ({0}, {1}) if asynchronous else ({1}, {0, 1}):
                 fails = rank in failing
                 error = OSError if fails else CheckpointError
                 with pytest.raises(error, match="No space left on device"):
@@ -53,7 +53,7 @@ def check_failures(rank: int, world_size: int, folder: str) -> None:
             assert pending.result(PATIENCE) == path
             pending.finish()
             torch.distributed.barrier()
-            assert {file.name for file in path.glob("*.txt")} == {"0.txt", "1.txt", "2.txt"}
+            assert {file.name for file in path.glob("*.txt")} == {"0.txt", "1.txt"}
             torch.distributed.barrier()
             if rank == 0:
                 path.rename(Path(folder).parent / f"{place}, {asynchronous}")
@@ -62,7 +62,7 @@ def check_failures(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_rank_that_fails(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    pool.run(check_failures, 3, folder=str(tmp_path / "folder"))
+    pool.run(check_failures, 2, folder=str(tmp_path / "folder"))
 
 
 def check_accelerate(rank: int, world_size: int, folder: str) -> None:

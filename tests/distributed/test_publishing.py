@@ -80,21 +80,21 @@ def check_all_sets(rank: int, sharding: dict[str, Any], state: dict[str, Any], f
     transport.takes_device = on_device
     strategy, expected = training.strategy, {}
     transport.go.set()
-    for version in range(1, 10):
+    for version in range(1, 7):
         training.step()
         expected[version] = training.weights()
         training.be_late()
         replace = version % 3 > 0
         assert strategy.publish_weights(training.model, transport, wait=False, replace=replace) == version
         training.be_late()
-        if version == 5:
+        if version == 4:
             strategy.save_checkpoint(Path(folder) / "saved", training.model, training.optimizer, asynchronous=True)
         training.step()  # its collectives run beside those of the threads
     report = strategy.wait_for_publication()
-    assert report is not None and report.version == 9 and (report.nbytes > 0) == (rank == 0)
+    assert report is not None and report.version == 6 and (report.nbytes > 0) == (rank == 0)
     if rank == 0:
         assert list(transport.received) == sorted(transport.received)
-        assert {2, 5, 8, 9} <= transport.received.keys()  # the others may have been replaced before they were begun
+        assert {2, 5, 6} <= transport.received.keys()  # the others may have been replaced before they were begun
         wanted = sum(tensor.numel() for tensor in expected[1].values())
         for version, found in transport.received.items():
             assert sum(tensor.numel() for tensor in found.values()) < wanted  # tied weights once
@@ -115,10 +115,14 @@ def test_every_set_is_one_steps(
     pool.run(check_sets, world_size, sharding=sharding, state=state, folder=str(tmp_path))
 
 
-@pytest.mark.parametrize("mapped", [NOTHING, 2, EVERYTHING], ids=["nothing", "one trainer's", "everything"])
-def test_the_first_trainer_puts_sets_together_on_its_device(pool: Pool, mapped: str | int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world_size", "mapped"), [(2, NOTHING), (3, 2)], ids=["nothing", "one trainer's"])
+def test_the_first_trainer_puts_sets_together_on_its_device(
+    pool: Pool, world_size: int, mapped: str | int, tmp_path: Path
+) -> None:
     """Shards in memory that it cannot map are sent to it."""
-    pool.run(check_sets, 3, sharding=FSDP2, state=RESIDENT, folder=str(tmp_path), mapped=mapped, on_device=True)
+    pool.run(
+        check_sets, world_size, sharding=FSDP2, state=RESIDENT, folder=str(tmp_path), mapped=mapped, on_device=True
+    )
 
 
 def check_late_replacement(rank: int, world_size: int) -> None:
@@ -257,10 +261,10 @@ def check_deltas(rank: int, world_size: int, sharding: dict[str, Any], state: di
     servers = VllmServer(url[0], backend="gloo", timeout_s=60, deltas=True)  # the stand-in has no GPU
     for group in training.optimizer.param_groups:
         group["lr"] = 1e-5
-    for version in range(1, 7):
+    for version in range(1, 6):
         training.step()
         expected = training.weights()
-        wait = version % 3 == 0
+        wait = version == 3
         strategy.publish_weights(training.model, servers, wait=wait)
         training.be_late()
         training.step()
@@ -268,8 +272,8 @@ def check_deltas(rank: int, world_size: int, sharding: dict[str, Any], state: di
         assert report is not None
         if fake is not None:
             assert fake.process.version == str(version) and same(fake.process.weights, expected)
-            assert (report.nbytes < report.whole_nbytes) == (version not in (1, 5)), version
-            if version == 4:
+            assert (report.nbytes < report.whole_nbytes) == (version not in (1, 4)), version
+            if version == 3:
                 fake.restart(shapes)
     keeps_bits = training.optimizer.engine.updater.changed is not None
     assert keeps_bits == (state != RESIDENT and sharding == FSDP2)  # 16 bits, and no other replica writes them
@@ -281,7 +285,7 @@ def check_deltas(rank: int, world_size: int, sharding: dict[str, Any], state: di
 
 @pytest.mark.parametrize(
     ("world_size", "sharding", "state"),
-    [(3, FSDP2, RESIDENT), (3, FSDP2, OVERLAP), (4, HSDP, DEFERRED), (2, DDP, OVERLAP)],
+    [(3, FSDP2, RESIDENT), (2, FSDP2, OVERLAP), (4, HSDP, DEFERRED), (2, DDP, OVERLAP)],
     ids=["fsdp2", "fsdp2-overlap", "hsdp-deferred", "ddp-overlap"],
 )
 def test_trainers_send_what_changed_in_their_shards(

@@ -161,10 +161,10 @@ def _local(tree: Any) -> Any:
 def test_equal_to_resident(
     rank: int, world_size: int, sharding: dict[str, Any], precision: str, state: dict[str, Any]
 ) -> None:
-    overflows = (0, 3) if precision == "fp16" else (3,)
+    overflows = (0, 2) if precision == "fp16" else (2,)
     tested, expected = Run(sharding, state, precision), Run(sharding, RESIDENT, precision)
     assert tested.backend._share is not None
-    for step in range(5):
+    for step in range(4):
         results = [run.step(overflow=step in overflows) for run in (tested, expected)]
         assert bool(results[0]) is bool(results[1]) is (step not in overflows)
         assert torch.equal(results[0].grad_norm.nan_to_num(), results[1].grad_norm.nan_to_num())
@@ -231,7 +231,7 @@ def test_parameters_that_join(rank: int, world_size: int, sharding: dict[str, An
         run.optimizer.add_param_group({"params": list(run.inner.blocks.parameters()), "lr": 5e-3})
         if sharding["kind"] == "fsdp2":
             run.inner.frozen.requires_grad_(True)
-        run.train(3)
+        run.train(2)
     assert set(owned) < set(tested.owned())
     same_runs("joined", tested, expected)
 
@@ -268,12 +268,12 @@ def check_without_share(
         return Run(sharding, state, make_model=make_model, groups=groups, scope=scope, seed=seed)
 
     runs = [make({**STREAM, "update": update}), make(RESIDENT)]
-    for step in range(5):
-        results = [run.step(overflow=step == 3) for run in runs]
+    for step in range(4):
+        results = [run.step(overflow=step == 2) for run in runs]
         assert torch.equal(results[0].grad_norm.nan_to_num(), results[1].grad_norm.nan_to_num())
         if step == 1:
             _delay_lanes(runs[0].backend.lanes, seed=rank)
-        if step % 2:
+        if step > 1:
             same_weights(f"rank {rank}, step {step}", *runs)
     owned = runs[0].backend._share.replicas.gather_objects(len(runs[0].owned()))
     assert sum(owned) == len(runs[0].optimizer.managed()) and owned[-1] == 0
@@ -284,7 +284,7 @@ def check_without_share(
     loaded.steps = runs[0].steps
     runs[0].optimizer.load_state_dict(through_bytes(runs[0].optimizer.state_dict()))
     for run in (loaded, *runs):
-        run.train(2)
+        run.train(1)
         run.optimizer.release_device_memory()
         run.train(1)
     same_runs(f"rank {rank}, its state dict loaded", *runs)
@@ -474,7 +474,6 @@ def test_state_dict_of_torch_distributed_checkpoint(rank: int, world_size: int, 
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "ddp-1": (1, DDP, STREAM),
     "ddp-2": (2, DDP, STREAM),
     "hsdp-4": (4, HSDP, CUT),
     "fsdp2-2": (2, {"kind": "fsdp2"}, STREAM),
@@ -516,7 +515,7 @@ def check_content(where: str, found: dict[str, dict[str, Tensor]], expected: dic
 
 
 def check_load(rank: int, world_size: int, folder: str, layout: str) -> None:
-    for other in SAVING:
+    for other in SAVING if layout in SAVING else SAVING[:2]:
         expected = torch.load(Path(folder, f"{other}.pt"))
         run = _layout(layout, 1 + rank)
         with replaced(Store, "gather", _refuse_to_gather):
