@@ -16,12 +16,15 @@ from tests.distributed.test_integrations import STRATEGIES, accelerated, fresh_s
 from tests.patience import PATIENCE
 
 FOLDERS = SavedFolders("a test's folder", "saved-", ("*.txt",), lambda _: True, lambda _: True)
+KEPT: list[PendingFolder] = []
+"""So that no collector removes their hidden folders."""
 PLACES = ["before the checkpoint", "after the checkpoint", "without a checkpoint"]
 
 
 def save(path: Path, run: tuple[Strategy, Any, Any], place: str, fails: bool, asynchronous: bool) -> PendingFolder:
     strategy, model, optimizer = run
     with PendingFolder(path, FOLDERS, lambda: None) as pending:
+        KEPT.append(pending)
         if fails and place != "after the checkpoint":
             raise OSError(28, "No space left on device")
         (pending.folder / f"{strategy.rank}.txt").parent.mkdir(exist_ok=True)
