@@ -38,7 +38,7 @@ from tests.reference.pair import FP16_SCALE, same_tree, through_bytes
 RESIDENT = {"backend": "resident"}
 STREAM = {"backend": "stream", "ring_mib": 1}
 CUT = {"backend": "stream", "ring_mib": 0.01}
-"""A ring so small that tensors go through it in parts."""
+"""A ring so small that wide tensors go through it in parts."""
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"parameters": "bfloat16"},
@@ -173,6 +173,26 @@ def test_equal_to_resident(
         if step == 1:
             _delay_lanes(tested.backend.lanes, seed=rank)
     assert 0 < len(tested.owned()) < len(tested.optimizer.managed())
+    same_runs(f"rank {rank}", tested, expected)
+
+
+@on_ranks(2)
+def test_a_weight_is_sent_when_all_its_parts_are_updated(rank: int, world_size: int) -> None:
+    """Each replica gets what a weight is when its sending begins."""
+    tested, expected = (Run(DDP, state, make_model=lambda: TinyTransformer(width=40)) for state in (CUT, RESIDENT))
+    start = Replicas.broadcast
+
+    def send_at_once(replicas: Replicas, tensor: Tensor, owner: int) -> dist.Work | None:
+        work = start(replicas, tensor, owner)
+        replicas.wait([work])
+        return work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replicas, "broadcast", send_at_once)
+        tested.train(2)
+        tested.optimizer.synchronize()
+    expected.train(2)
+    assert any(len({unit for unit in tested.backend.units() if item in unit.owners}) > 1 for item in tested.owned())
     same_runs(f"rank {rank}", tested, expected)
 
 
