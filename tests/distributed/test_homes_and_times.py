@@ -54,10 +54,10 @@ def test_the_same_bits(
     )
 
 
-@pytest.mark.parametrize(("layout", "previous_weights"), [("copies", "device"), ("copies", "auto")])
-def test_what_comes_to_stay_on_the_device_is_not_tried(pool: Pool, layout: str, previous_weights: str) -> None:
+@pytest.mark.parametrize("previous_weights", ["device", "auto"])
+def test_what_comes_to_stay_on_the_device_is_not_tried(pool: Pool, previous_weights: str) -> None:
     """Replicas that share the state choose it when the step begins, and a state on the device has one version."""
-    world_size, sharding = LAYOUTS[layout]
+    world_size, sharding = LAYOUTS["copies"]
     pool.run(
         check_same_bits,
         world_size,
