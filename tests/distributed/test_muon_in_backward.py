@@ -20,6 +20,7 @@ from tests.distributed.failing_rank import train_as
 from tests.distributed.models import loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.test_sharded_muon import STATES, assert_same, beside_a_loop, round_moments, slow_lanes
+from tests.patience import PATIENCE
 
 Act = Callable[[int, SpeculativeUpdates], contextlib.AbstractContextManager[Any]]
 
@@ -172,12 +173,12 @@ def test_the_same_on_all_ranks(pool: Pool, world_size: int, moments: str, copies
 def test_a_rank_that_fails_ends(tmp_path: Path) -> None:
     """With its own error, and the others with it: neither waits for the other until the process group gives up."""
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    ranks = [context.Process(target=train_as, args=(rank, str(tmp_path))) for rank in range(2)]
+    ranks = [context.Process(target=train_as, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]
     with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
         for rank in ranks:
             rank.start()
     for rank in ranks:
-        rank.join()
+        rank.join(PATIENCE)
     assert all(rank.exitcode for rank in ranks)
     failed, waiting = ((tmp_path / name).read_text() for name in ("rank1", "rank0"))
     assert "no more room); other ranks wait for this one until its process ends" in failed
