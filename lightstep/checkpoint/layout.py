@@ -135,8 +135,8 @@ def find_checkpoint(path: Path) -> Path:
         newest = _newest_complete(leftovers(path))
         if newest is not None:
             return newest
-        if not path.exists():  # else another process has just put it there
-            raise NotFoundError(f"{path} does not exist")
+        if is_nothing(path):  # else another process has just put it there
+            raise NotFoundError(f"{path} does not exist or is an empty folder")
     if not (path / MANIFEST).exists() and (newest := latest_checkpoint(path)) is not None:
         raise NotFoundError(f"{path} is a folder of checkpoints; the newest is {newest}")
     read_manifest(path)

@@ -165,8 +165,8 @@ def lost(ranks: str, host: str, why: str) -> Callable[[str], str]:
 
 
 SENTENCES = {
-    "lost-b": lost("2, 3", "host-b", "does not exist"),
-    "lost-a": lost("0, 1", "host-a", "does not exist"),
+    "lost-b": lost("2, 3", "host-b", "does not exist or is an empty folder"),
+    "lost-a": lost("0, 1", "host-a", "does not exist or is an empty folder"),
     "file-gone": lost("2, 3", "host-b", "is not a complete checkpoint: __2_0_0.distcp is missing"),
     "mixed": lost("2, 3", "host-b", "is of another save"),
     "whole": lambda path: "loaded",

@@ -22,6 +22,7 @@ from torch.optim import lr_scheduler
 
 import lightstep
 from lightstep.checkpoint import (
+    CheckpointError,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -30,6 +31,7 @@ from lightstep.checkpoint import (
     verify_checkpoints,
 )
 from lightstep.checkpoint.formats import read_checkpoint
+from lightstep.checkpoint.layout import find_checkpoint
 from lightstep.checkpoint.optimizer_state import OptimizerContent
 from lightstep.checkpoint.saved import SavedCheckpoint
 from lightstep.checkpoint.storage import ask_server, is_nothing
@@ -678,6 +680,9 @@ def test_a_folder_that_comes_and_goes_is_nothing(tmp_path: Path) -> None:
     asking.start()
     try:
         assert all(is_nothing(path) for _ in range(3000))
+        for _ in range(1000):
+            with pytest.raises(CheckpointError, match="does not exist or is an empty folder"):
+                find_checkpoint(path)
     finally:
         is_over.set()
         asking.join()
