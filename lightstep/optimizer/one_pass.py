@@ -65,9 +65,9 @@ class OnePass:
         if self._values is not values:
             self._values, self._known = values, {}
         settings = [self._settings_of(segment, values) for segment in segments]
-        form = _form(segments, gradients, settings, scaling)
-        plan = segments[0].prepared
-        if plan is None or any(segment.prepared is not plan for segment in segments) or plan.form != form:
+        form, kind = _form(segments, gradients, settings), _kind_of(scaling)
+        plan = segments[0].prepared.get(kind)
+        if plan is None or any(segment.prepared.get(kind) is not plan for segment in segments) or plan.form != form:
             plan = self._plan(kernels, segments, gradients, settings, scaling, form)
         if any(segments[i].gather() is not row for i, row in plan.gathered):  # the memory for rows is another one
             plan = self._plan(kernels, segments, gradients, settings, scaling, form)
@@ -152,7 +152,7 @@ class OnePass:
         updated = [i for one in batches for i in one.segments]
         plan = _Plan(form, batches, updated, sorted(left), [one for one in gathered if one[0] in updated])
         for segment in segments:
-            segment.prepared = plan
+            segment.prepared[_kind_of(scaling)] = plan
         return plan
 
     def _settings_of(self, segment: Segment, values: GroupValues) -> AdamSettings | None:
@@ -211,17 +211,22 @@ def _form(
     segments: Sequence[Segment],
     gradients: Sequence[Sequence[Tensor]],
     settings: Sequence[AdamSettings | None],
-    scaling: Scaling,
 ) -> tuple[Any, ...]:
-    """What a plan depends on, apart from the segments' memory. Values that schedulers change (learning rate, betas,
-    decay) are arguments of the kernel."""
+    """What a plan depends on, apart from the segments' memory and the kind of scaling. Values that schedulers change
+    (learning rate, betas, decay) are arguments of the kernel."""
     fingerprints = next((one.fingerprints.data_ptr() for one in segments if one.fingerprints is not None), 0)
     return (
         [None if one is None else (isinstance(one.lr, Tensor), one.weight_decay == 0, *one[5:]) for one in settings],
         [segment.parts[0].keys for segment in segments],
         [(gradient.dtype, gradient.is_contiguous()) for own in gradients for gradient in own],
-        (scaling.divisor is None, scaling.factor is None, fingerprints),
+        fingerprints,
     )
+
+
+def _kind_of(scaling: Scaling) -> tuple[bool, bool]:
+    """Updates in backward assume a factor of 1, and those in the next forward have one on the device: the same unit can
+    have either in turn."""
+    return scaling.divisor is None, scaling.factor is None
 
 
 def _memories(segment: Segment, amsgrad: bool, by_part: bool) -> list[AdamMemory] | None:

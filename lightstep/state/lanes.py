@@ -267,7 +267,7 @@ class CopyLane(StreamLane):
     """
 
     PIECE: ClassVar[int] = 32 << 20
-    """Bytes."""
+    """Bytes, about: a copy of up to half as many more is one piece."""
 
     def __init__(
         self, name: str, status: _Status, stream: torch.Stream, other: torch.Stream, in_pieces: bool = True
@@ -279,7 +279,9 @@ class CopyLane(StreamLane):
         if not self._in_pieces:
             super().copy(target, source, label)
             return
-        for piece, origin in zip(target.split(self.PIECE), source.split(self.PIECE), strict=True):
+        count = round(target.nbytes / self.PIECE)
+        pieces = zip(target.chunk(count), source.chunk(count), strict=True) if count > 1 else [(target, source)]
+        for piece, origin in pieces:
             self.stream.record_event(self._reached)
             self._other.wait_event(self._reached)
             self.stream, self._other = self._other, self.stream

@@ -63,7 +63,7 @@ class Views:
                 row = rows[entry.key]
                 self.entries[entry.key] = row if entry.shape is not None else row.view(segment.shape)
         self.masters = [] if self.master is None else segment.parts_of(self.master)
-        self.prepared: Any = None
+        self.prepared: dict[Any, Any] = {}
 
 
 class Piece(NamedTuple):
@@ -304,15 +304,11 @@ class Segment(Run):
         return self.weights(self._staging)  # even if it is only written: an overflow leaves it as it is
 
     @property
-    def prepared(self) -> Any:
-        """What the update has made of :meth:`pieces`, without a reference to segments. It is kept as long as the
-        record is at the same place."""
-        return None if self._views is None else self._views.prepared
-
-    @prepared.setter
-    def prepared(self, value: Any) -> None:
+    def prepared(self) -> dict[Any, Any]:
+        """What updates have made of :meth:`pieces`, by kind of update, without a reference to segments. It is kept as
+        long as the record is at the same place."""
         assert self._views is not None, "the segment is not open"
-        self._views.prepared = value
+        return self._views.prepared
 
     def _piece(self, number: int, place: tuple[int, int], weight: Tensor) -> Piece:
         views, (start, stop) = self._views, place

@@ -251,6 +251,20 @@ def test_betas_that_a_scheduler_cycles_are_read_and_not_planned(backend: str, pl
     assert counts["OneCycleLR"] == counts["CyclicLR"] == counts["none"] > 0
 
 
+@pytest.mark.usefixtures("one_pass_on_cpu")
+def test_units_that_are_updated_in_backward_or_in_the_forward_in_turn_are_planned_once_for_each(
+    plans: list[None],
+) -> None:
+    training = Training({"backend": "stream", "update": "overlap", "ring_mib": 0.02}, clipping={"max_norm": 1e6})
+    for step in range(12):
+        training.optimizer.engine.queue.early._link_share.fraction = (1.0, 0.3)[step % 2]
+        training.train(1)
+        if step == 7:
+            assert plans
+            plans.clear()
+    assert not plans
+
+
 def test_betas_may_leave_what_the_kernel_supports_and_come_back(one_pass_on_cpu: Counter[str]) -> None:
     pair = Pair(torch.optim.AdamW, {"lr": 1e-2}, {"lr": 1e-3}, backend="stream", max_norm=None)
     for betas in [(0.9, 0.999)] * 2 + [(0.9, 0.9999999)] * 2 + [(0.8, 0.99)] * 2:

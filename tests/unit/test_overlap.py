@@ -178,7 +178,14 @@ def train_with_random_verdicts(make: type[Training], name: str, parameters: str,
         if step in (1, resumes_at):
             tested.delays(step)
         max_norm, factor = choose.choice([1e6, 1e6, 0.05]), choose.choice([1.0, 1.0, 1.0, float("inf")])
-        forced = {2: (1e6, 1.0), 3: (0.05, 1.0), 4: (1e6, float("inf")), 8: (0.05, 1.0), 9: (1e6, float("inf"))}
+        forced = {
+            1: (1e6, 1.0),
+            2: (1e6, 1.0),
+            3: (0.05, 1.0),
+            4: (1e6, float("inf")),
+            8: (0.05, 1.0),
+            9: (1e6, float("inf")),
+        }
         max_norm, factor = forced.get(step, (max_norm, factor))  # every verdict at least once
         for training in (tested, expected):
             training.optimizer.max_norm = max_norm

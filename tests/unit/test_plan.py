@@ -88,7 +88,10 @@ def one_run_for_all_tests() -> Iterator[None]:
 def test_plans_are_within_the_goals_of_what_was_measured() -> None:
     rows = against.compare(DOCS / "benchmarks")
     assert {"resident", "stream-overlap", "fsdp2-stream-overlap", "fsdp2-in-backward"} <= {r.strategy for r in rows}
-    missed = {"h200-x4-8b-4k.json": "collectives are not hidden"}
+    missed = {
+        "h200-x4-8b-4k.json": "collectives are not hidden",
+        "h200-x2-8b-4k-int8.json": "the host needs as long as the device",
+    }
     assert {row.file for row in rows if not row.within} == missed.keys()
     page = (DOCS / "plan.md").read_text()
     assert against.as_markdown(rows) in page, "make the table again: lightstep plan --against docs/benchmarks"
