@@ -36,7 +36,7 @@ from lightstep.checkpoint import (
     verify_checkpoints,
 )
 from lightstep.checkpoint.background import finish_pending
-from lightstep.checkpoint.layout import seal
+from lightstep.checkpoint.layout import holds_checkpoint, seal
 from tests.checkpoint_runs import Run, values_of
 from tests.patience import PATIENCE
 
@@ -49,8 +49,10 @@ Counts = Counter[str]
 class SavingRun(Run):
     """A tiny run that saves after each step, and resumes from its newest checkpoint."""
 
-    def __init__(self, asynchronous: bool) -> None:
-        super().__init__("stream", 0, nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)))
+    def __init__(self, asynchronous: bool, placement: str) -> None:
+        torch.manual_seed(0)  # whatever this process has drawn before
+        model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))
+        super().__init__("stream", 0, model, weights={"placement": placement})
         self.asynchronous = asynchronous
 
     def resume(self, folder: Path) -> None:
@@ -72,16 +74,25 @@ class SavingRun(Run):
 
 
 def kills(
-    folder: Path, count: int, ranks: int, *, asynchronous: bool = False, alone: bool = False, by_trainer: bool = False
+    folder: Path,
+    count: int,
+    ranks: int,
+    *,
+    asynchronous: bool = False,
+    alone: bool = False,
+    by_trainer: bool = False,
+    placement: str = "device",
 ) -> Counts:
     """Kill a run of ``ranks`` processes ``count`` times at random moments; each time what is left has to go on.
 
     Args:
         alone: one of the ranks is killed, and the others have to end by themselves.
         by_trainer: the run is one of the Trainer.
+        placement: of the weights, but for the Trainer's.
     """
     chance, counts = random.Random(0), Counts()
-    train, prefix = (_train_by_trainer, "checkpoint") if by_trainer else (_train, "step")
+    train: Callable[[Path, bool], dict[str, Tensor]]
+    train, prefix = (_train_by_trainer, "checkpoint") if by_trainer else (partial(_train, placement), "step")
     expected, took = train(folder / "expected", asynchronous), 0.5
     for number in range(count):
         place = folder / f"{ranks}-{number}"
@@ -106,7 +117,7 @@ def kills(
         for process in processes:
             process.join()
         last = place / f"{prefix}-{STEPS}"
-        was_over = last.exists()
+        was_over = holds_checkpoint(last)
         whole = list(place.glob("checkpoint-*")) if by_trainer else [*filter(None, [latest_checkpoint(place)])]
         counts["no checkpoint yet"] += not whole
         counts["left a damaged checkpoint"] += any(each.damage for path in whole for each in verify_checkpoints(path))
@@ -116,9 +127,9 @@ def kills(
     return counts
 
 
-def _train(folder: Path, asynchronous: bool) -> dict[str, Tensor]:
+def _train(placement: str, folder: Path, asynchronous: bool) -> dict[str, Tensor]:
     """From the newest checkpoint, if there is one, to the last step; what the run ends with."""
-    run = SavingRun(asynchronous)
+    run = SavingRun(asynchronous, placement)
     run.resume(folder)
     return run.finish(folder)
 
@@ -323,6 +334,10 @@ def main() -> None:
             "kill -9, 2 ranks": lambda place: kills(place, asked.kills, 2),
             "kill -9, 1 rank, asynchronous": lambda place: kills(place, asked.kills, 1, asynchronous=True),
             "kill -9, 2 ranks, asynchronous": lambda place: kills(place, asked.kills, 2, asynchronous=True),
+            "kill -9, weights on the host": lambda place: kills(place, asked.kills, 1, placement="host"),
+            "kill -9, weights on the host, asynchronous": lambda place: kills(
+                place, asked.kills, 1, asynchronous=True, placement="host"
+            ),
             "kill -9 of the Trainer": lambda place: kills(place, asked.kills, 1, by_trainer=True),
             "kill -9 of the Trainer, asynchronous": lambda place: kills(
                 place, asked.kills, 1, asynchronous=True, by_trainer=True
