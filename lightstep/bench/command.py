@@ -127,7 +127,7 @@ def bench(
         typer.Option(
             "--timeline",
             help="Write a profiler trace of a few iterations of each, for ui.perfetto.dev, and say how much of the "
-            "copies ran beside the computation. Needs a GPU.",
+            "copies ran beside the computation, and what that waited for. Needs a GPU.",
         ),
     ] = False,
     tensors: Annotated[

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightstep.bench.contender import OPTIMIZERS, Contender
 from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
-from lightstep.bench.machine import hidden_copies, write_timeline
+from lightstep.bench.machine import read_timeline, write_timeline
 from lightstep.bench.peers import CpuAdamW, DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2Offload, TorchFsdp2, TorchResident
 from lightstep.bench.qwen_moe import MoeShape, QwenMoe
 from lightstep.bench.report import BY_HAND, Column, Panel, Values, View, size
@@ -168,7 +168,7 @@ class TimelineTask(IterationTask):
             name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(entry.name).name if "/" in entry.name else entry.name)
             file = self.folder / f"{name}-{self.case}-timeline.json"
             write_timeline(iterate, effort.steps, file)
-            said = hidden_copies(json.loads(file.read_text())["traceEvents"])
+            said = read_timeline(json.loads(file.read_text())["traceEvents"])
             measurement.row.extra = {
                 "said": [f"{file} written", *(f"{entry.label}, {self.case} tokens: {each}" for each in said)]
             }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import re
@@ -258,8 +259,9 @@ def write_timeline(iterate: Callable[[], object], iterations: int, path: Path) -
             profiler.step()
 
 
-def hidden_copies(events: Sequence[Event]) -> list[str]:
-    """For each direction, how much of the copies ran beside the kernels of the busiest stream.
+def read_timeline(events: Sequence[Event]) -> list[str]:
+    """What a trace says of the main stream, the one whose kernels take longest: how much of the copies ran beside its
+    kernels, and what it waited for.
 
     Raises:
         ValueError: the trace of these events holds no kernel.
@@ -270,14 +272,31 @@ def hidden_copies(events: Sequence[Event]) -> list[str]:
             kernels[event["args"]["stream"]].append(event)
     if not kernels:
         raise ValueError("the trace has no GPU kernel: the profiler recorded nothing on the device")
-    computing = max((_merged(of_stream) for of_stream in kernels.values()), key=_length)
+    computing = {stream: _merged(of_stream) for stream, of_stream in kernels.items()}
+    main = max(computing, key=lambda stream: _length(computing[stream]))
     said = []
     for way, name in (("HtoD", "host → device"), ("DtoH", "device → host")):
         copies = _merged(event for event in events if event.get("cat") == _COPY and way in event["name"])
-        hidden = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in copies for b in computing)
+        hidden = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in copies for b in computing[main])
         if copies:
             said.append(f"{hidden:.1f} of {_length(copies):.1f} ms of copies {name} beside the main stream's kernels")
+    launches, device = _idle_times(events, main)
+    said.append(f"the main stream waited {launches:.1f} ms for launches and {device:.1f} ms for other work")
     return said
+
+
+def _idle_times(events: Sequence[Event], stream: Any) -> tuple[float, float]:
+    """How long (ms) a stream was empty: until its next work had been launched, and from then until it began."""
+    calls = {event["args"]["correlation"]: event for event in events if event.get("cat") in _CALLS}
+    work = [event for event in events if event.get("cat") in _WORK and event["args"]["stream"] == stream]
+    late = waited = 0.0
+    for before, event in itertools.pairwise(sorted(work, key=lambda event: float(event["ts"]))):
+        end, begin = before["ts"] + before["dur"], event["ts"]
+        call = calls.get(event["args"].get("correlation"))
+        if begin > end:
+            launched = end if call is None else min(max(call["ts"] + call["dur"], end), begin)
+            late, waited = late + launched - end, waited + begin - launched
+    return late / 1e3, waited / 1e3
 
 
 def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:

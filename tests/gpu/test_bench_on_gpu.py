@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightstep.bench.command import measure, plan
-from lightstep.bench.machine import FORWARD, STEP, StepProfile, hidden_copies, pinned_bytes, profile_step
+from lightstep.bench.machine import FORWARD, STEP, StepProfile, pinned_bytes, profile_step, read_timeline
 from lightstep.plan.measure import measure_link
 
 pytestmark = pytest.mark.gpu
@@ -133,7 +133,8 @@ def test_a_timeline_shows_copies_beside_the_computation(device: torch.device, tm
     events = json.loads(file.read_text())["traceEvents"]
     ranges = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert ranges.count(FORWARD) == ranges.count(STEP) == 2
-    for said in (sentences := hidden_copies(events)):
+    *copies, waits = read_timeline(events)
+    for said in copies:
         hidden, all_copies = map(float, re.findall(r"[\d.]+", said)[:2])
         assert 0 < hidden <= all_copies, said
-    assert len(sentences) == 2
+    assert len(copies) == 2 and re.fullmatch(r"the main stream waited [\d.]+ ms for launches and .*", waits)

@@ -670,7 +670,8 @@ TIMELINE = [  # in µs
     event("cpu_op", "aten::mm", 0, 100_000),
     event("kernel", "gemm", 10_000, 20_000, stream=7),
     event("kernel", "gemm", 29_000, 1_000, stream=7),
-    event("kernel", "gemm_backward", 40_000, 20_000, stream=7),
+    event("cuda_runtime", "cudaLaunchKernel", 33_000, 1_000, correlation=2),
+    event("kernel", "gemm_backward", 40_000, 20_000, stream=7, correlation=2),
     event("kernel", "ncclDevKernel_AllGather", 11_000, 90_000, stream=9),
     event("kernel", "multi_tensor_apply<FusedAdamMathFunctor>", 12_000, 4_000, stream=13),
     event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 5_000, 10_000, stream=14),
@@ -687,7 +688,7 @@ def test_times_are_relative_to_state_on_the_device_and_never_to_deepspeed() -> N
     assert [entry.resident for entry in parse_strategies(names, task)] == [False, False, False, False, True, True]
 
 
-def test_a_timeline_is_written_and_says_which_copies_were_hidden(
+def test_a_timeline_is_written_and_says_which_copies_were_hidden_and_what_was_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The profiler sees no device here, so it is told what it saw."""
@@ -707,9 +708,10 @@ def test_a_timeline_is_written_and_says_which_copies_were_hidden(
         f"{written} written",
         "stream ring_mib=4, 32 tokens: 10.0 of 20.0 ms of copies host → device beside the main stream's kernels",
         "stream ring_mib=4, 32 tokens: 3.0 of 3.0 ms of copies device → host beside the main stream's kernels",
+        "stream ring_mib=4, 32 tokens: the main stream waited 4.0 ms for launches and 6.0 ms for other work",
     ]
     with pytest.raises(ValueError, match="recorded nothing on the device"):
-        machine.hidden_copies(TIMELINE[:1])
+        machine.read_timeline(TIMELINE[:1])
 
 
 def test_page_locked_memory_is_what_the_allocator_holds(monkeypatch: pytest.MonkeyPatch) -> None:
