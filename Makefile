@@ -52,7 +52,7 @@ train: $(VENV)/.train
 test: $(VENV)/.dev
 	@for each in $(TESTS); do case $$each in *.py|*.py::*|*/) \
 		test -e "$${each%%::*}" || { echo "TESTS: $$each does not exist" >&2; exit 2; };; esac; done
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --quiet $(TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --quiet --durations 20 --durations-min 5 $(TESTS)
 
 # Two hosts, played by network namespaces. They need root and Linux; where they cannot be made, the tests say why.
 test-hosts: $(VENV)/.dev

@@ -97,8 +97,10 @@ def test_a_wait_is_not_for_records_after_it(lanes: Lanes) -> None:
     lanes.host_to_device.run(gate.wait)
     lanes.host_to_device.record(event)
     late.set()
-    assert done.wait(30)
-    gate.set()
+    try:
+        assert done.wait(30)
+    finally:
+        gate.set()
     lanes.synchronize()
 
 
