@@ -24,6 +24,7 @@ import lightstep
 from lightstep.checkpoint import (
     CheckpointError,
     latest_checkpoint,
+    layout,
     load_checkpoint,
     save_checkpoint,
     tensors,
@@ -31,7 +32,6 @@ from lightstep.checkpoint import (
     verify_checkpoints,
 )
 from lightstep.checkpoint.formats import read_checkpoint
-from lightstep.checkpoint.layout import find_checkpoint
 from lightstep.checkpoint.optimizer_state import OptimizerContent
 from lightstep.checkpoint.saved import SavedCheckpoint
 from lightstep.checkpoint.storage import ask_server, is_nothing
@@ -680,11 +680,20 @@ def test_a_folder_that_comes_and_goes_is_nothing(tmp_path: Path) -> None:
     asking.start()
     try:
         assert all(is_nothing(path) for _ in range(3000))
-        for _ in range(1000):
-            with pytest.raises(CheckpointError, match="does not exist or is an empty folder"):
-                find_checkpoint(path)
     finally:
         is_over.set()
         asking.join()
     path.write_text("a file")
     assert not is_nothing(path) and is_nothing(path / "below a file")
+
+
+def test_a_folder_that_comes_between_two_looks_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(path: Path) -> list[Path]:
+        path.mkdir()
+        return []
+
+    monkeypatch.setattr(layout, "leftovers", made)
+    with pytest.raises(CheckpointError, match="step-1 does not exist or is an empty folder"):
+        layout.find_checkpoint(tmp_path / "step-1")
