@@ -287,7 +287,8 @@ def read_timeline(events: Sequence[Event]) -> list[str]:
 
 def _idle_times(events: Sequence[Event], stream: Any) -> tuple[float, float]:
     """How long (ms) a stream was empty: until its next work had been launched, and from then until it began."""
-    calls = {event["args"]["correlation"]: event for event in events if event.get("cat") in _CALLS}
+    called = [event for event in events if event.get("cat") in _CALLS and "correlation" in event["args"]]
+    calls = {event["args"]["correlation"]: event for event in called}
     work = [event for event in events if event.get("cat") in _WORK and event["args"]["stream"] == stream]
     late = waited = 0.0
     for before, event in itertools.pairwise(sorted(work, key=lambda event: float(event["ts"]))):

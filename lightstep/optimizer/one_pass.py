@@ -65,9 +65,9 @@ class OnePass:
         if self._values is not values:
             self._values, self._known = values, {}
         settings = [self._settings_of(segment, values) for segment in segments]
-        form, kind = _form(segments, gradients, settings), _kind_of(scaling)
-        plan = segments[0].prepared.get(kind)
-        if plan is None or any(segment.prepared.get(kind) is not plan for segment in segments) or plan.form != form:
+        form, scaled = _form(segments, gradients, settings), _scaled_by(scaling)
+        plan = segments[0].prepared.get(scaled)
+        if plan is None or any(segment.prepared.get(scaled) is not plan for segment in segments) or plan.form != form:
             plan = self._plan(kernels, segments, gradients, settings, scaling, form)
         if any(segments[i].gather() is not row for i, row in plan.gathered):  # the memory for rows is another one
             plan = self._plan(kernels, segments, gradients, settings, scaling, form)
@@ -152,7 +152,7 @@ class OnePass:
         updated = [i for one in batches for i in one.segments]
         plan = _Plan(form, batches, updated, sorted(left), [one for one in gathered if one[0] in updated])
         for segment in segments:
-            segment.prepared[_kind_of(scaling)] = plan
+            segment.prepared[_scaled_by(scaling)] = plan
         return plan
 
     def _settings_of(self, segment: Segment, values: GroupValues) -> AdamSettings | None:
@@ -212,7 +212,7 @@ def _form(
     gradients: Sequence[Sequence[Tensor]],
     settings: Sequence[AdamSettings | None],
 ) -> tuple[Any, ...]:
-    """What a plan depends on, apart from the segments' memory and the kind of scaling. Values that schedulers change
+    """What a plan depends on, apart from the segments' memory and :func:`_scaled_by`. Values that schedulers change
     (learning rate, betas, decay) are arguments of the kernel."""
     fingerprints = next((one.fingerprints.data_ptr() for one in segments if one.fingerprints is not None), 0)
     return (
@@ -223,10 +223,10 @@ def _form(
     )
 
 
-def _kind_of(scaling: Scaling) -> tuple[bool, bool]:
-    """Updates in backward assume a factor of 1, and those in the next forward have one on the device: the same unit can
-    have either in turn."""
-    return scaling.divisor is None, scaling.factor is None
+def _scaled_by(scaling: Scaling) -> tuple[bool, bool]:
+    """Whether gradients are divided, and multiplied. A unit has a plan for each case: an update in backward assumes a
+    factor of 1, one in the next forward has a factor on the device, and the unit can have either in turn."""
+    return scaling.divisor is not None, scaling.factor is not None
 
 
 def _memories(segment: Segment, amsgrad: bool, by_part: bool) -> list[AdamMemory] | None:

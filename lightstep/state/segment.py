@@ -305,7 +305,7 @@ class Segment(Run):
 
     @property
     def prepared(self) -> dict[Any, Any]:
-        """What updates have made of :meth:`pieces`, by kind of update, without a reference to segments. It is kept as
+        """What the update has made of :meth:`pieces`, by its own keys, without a reference to segments. It is kept as
         long as the record is at the same place."""
         assert self._views is not None, "the segment is not open"
         return self._views.prepared
