@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightstep.precision import adam_kernel
-from lightstep.precision.adam_batch import AdamBatch, AdamMemory, AdamTensors
+from lightstep.precision.adam_batch import AdamBatch, AdamCall, AdamMemory, AdamTensors
 
 COUNT = 1 << 27
 KEPT = {
@@ -100,8 +100,8 @@ def main() -> None:
         memory, gradient, nbytes = memory_of(kind)
         for launch in ["", *options.launches]:
             kernels.plain, kernels.coding = (launcher_of(launch),) * 2 if launch else usual
-            batch, settings, scaling = AdamBatch([memory], marks), kind.settings(1e-4, 0.9, 0.95, 1e-8), kind.scaling()
-            run = functools.partial(batch.update, kernels, [gradient], [step], settings, scaling)
+            batch, call = AdamBatch([memory], marks), AdamCall(kind.settings(1e-4, 0.9, 0.95, 1e-8), kind.scaling())
+            run = functools.partial(batch.update, kernels, [gradient], [step], call)
             found = milliseconds(run)
             share = nbytes * COUNT / found / 1e6 / rate
             sys.stdout.write(

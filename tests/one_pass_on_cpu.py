@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightstep.optimizer import arithmetic, one_pass
 from lightstep.precision import adam_kernel
-from lightstep.precision.adam_batch import AdamBatch, AdamMemory
+from lightstep.precision.adam_batch import AdamBatch, AdamCall, AdamMemory
 from lightstep.precision.moments import BFloat16
 from lightstep.precision.moments_int8 import Int8
 from lightstep.precision.noise import Noise
@@ -27,18 +27,10 @@ used: Counter[str] = Counter()
 """How often it ran, by how masters and moments are kept."""
 
 
-def update(
-    batch: AdamBatch,
-    gradients: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    shared: tuple[Tensor | None, ...],
-    numbers: tuple[float, ...],
-    *constants: Any,
-) -> None:
+def update(batch: AdamBatch, gradients: Sequence[Tensor], steps: Sequence[Tensor], call: AdamCall) -> None:
     """See :func:`lightstep.precision.adam_triton.update`."""
     for memory, gradient, step in zip(batch.memories, gradients, steps, strict=True):
-        assert constants[3:] == (memory.block, memory.noise, memory.noisy)
-        _update(memory, gradient.view(-1), step, shared, numbers, *constants[:3])
+        _update(memory, gradient.view(-1), step, call.shared, call.numbers, *call.constants)
         if batch.fingerprints is not None:
             found, place = torch.zeros(1, dtype=torch.int32), batch.fingerprints[memory.number : memory.number + 1]
             Splitter(memory.written.device).fingerprints(memory.written, memory.first, [(0, memory.n)], found)

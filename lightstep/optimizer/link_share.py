@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _STEP = 0.05
 
 _HELD = 16
-"""Backwards before more is tried again, after one in which the model waited for weights or gradients."""
+"""Backwards before more is tried again, after one that was late: each share has other units, which are laid out anew."""
 
 
 class LinkShare:
@@ -99,7 +99,6 @@ class LinkShare:
         layer = span / batches
         last = next((n for n in range(batches - 2, 0, -1) if ready[n].elapsed_time(ready[-1]) > layer / 2), 1)
         late = ready[last].elapsed_time(done[last - 1])
-        self._held = _HELD if waited > layer / 2 else max(self._held - 1, 0)
         logger.debug(
             "updated in backward: %.2f of the units; the lane was %.1f ms behind %.1f, of which the model waited %.1f",
             self.fraction,
@@ -107,7 +106,9 @@ class LinkShare:
             span,
             waited,
         )
+        self._held = max(self._held - 1, 0)
         if max(late, 0.0) + waited > layer / 2:
+            self._held = _HELD
             kept = (span - waited) / (span + max(late, 0.0))
             self.fraction = max(self.fraction * max(kept, 0.5), 0.05)
             self._step = _STEP

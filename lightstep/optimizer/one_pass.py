@@ -17,7 +17,15 @@ from lightstep.distributed import Window
 from lightstep.optimizer.arithmetic import ADAMS
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.precision.adam_batch import AdamBatch, AdamMemory, AdamSettings, AdamTensors, Scaling, corrections
+from lightstep.precision.adam_batch import (
+    AdamBatch,
+    AdamCall,
+    AdamMemory,
+    AdamSettings,
+    AdamTensors,
+    Scaling,
+    corrections,
+)
 from lightstep.precision.adam_kernel import CODECS, fused_kernel_on, kind_of, runs_in_one_pass
 from lightstep.precision.gradient_stage import GradientStage
 from lightstep.state.record import Layout
@@ -45,6 +53,7 @@ class OnePass:
         self._classes, self._stage = classes, stage
         self._values: GroupValues | None = None  # of the step
         self._known: dict[int, AdamSettings | None] = {}  # by group, in this step
+        self._calls: dict[tuple[int, int], AdamCall] = {}  # by group and scaling, which they refer to, in this step
 
     def update(
         self,
@@ -63,7 +72,7 @@ class OnePass:
         if kernels is None:
             return list(segments)
         if self._values is not values:
-            self._values, self._known = values, {}
+            self._values, self._known, self._calls = values, {}, {}
         settings = [self._settings_of(segment, values) for segment in segments]
         form, scaled = _form(segments, gradients, settings), _scaled_by(scaling)
         plan = segments[0].prepared.get(scaled)
@@ -75,7 +84,7 @@ class OnePass:
                 segments[i].gather()
         if plan.batches:
             counters = [segments[i].kept_values["step"] for i in plan.updated]
-            self._run(kernels, plan, segments, gradients, settings, scaling)
+            self._run(kernels, plan, segments, gradients, scaling)
             self._count(segments, plan.updated, counters, scaling)
         return [segments[i] for i in plan.left]
 
@@ -85,7 +94,6 @@ class OnePass:
         plan: _Plan,
         segments: Sequence[Segment],
         gradients: Sequence[Sequence[Tensor]],
-        settings: Sequence[AdamSettings | None],
         scaling: Scaling,
     ) -> None:
         for batch, places, numbers in plan.batches:
@@ -93,9 +101,7 @@ class OnePass:
                 gradients[i][j] if j is not None else self._stage.gathered(segments[i], gradients[i]) for i, j in places
             ]
             steps = [segments[i].kept_values["step"] for i, _ in places]
-            own = settings[numbers[0]]
-            assert own is not None
-            batch.update(kernels, rows, steps, own, scaling)
+            batch.update(kernels, rows, steps, self._call_for(segments[numbers[0]].group, scaling))
             for i in numbers:
                 segments[i].written(batch.fingerprints is not None)
 
@@ -154,6 +160,16 @@ class OnePass:
         for segment in segments:
             segment.prepared[_scaled_by(scaling)] = plan
         return plan
+
+    def _call_for(self, group: dict[str, Any], scaling: Scaling) -> AdamCall:
+        """What the updates of a group with this scaling have in common."""
+        key = id(group), id(scaling)
+        call = self._calls.get(key)
+        if call is None:
+            settings = self._known[key[0]]
+            assert settings is not None
+            call = self._calls[key] = AdamCall(settings, scaling)
+        return call
 
     def _settings_of(self, segment: Segment, values: GroupValues) -> AdamSettings | None:
         """The settings of the segment's group, which are the same in the whole step."""

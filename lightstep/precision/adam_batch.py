@@ -15,7 +15,7 @@ from torch import Tensor
 from lightstep.distributed import Window
 from lightstep.precision.triton_launch import is_aligned
 
-__all__ = ["AdamBatch", "AdamMemory", "AdamSettings", "AdamTensors", "Noise", "Scaling", "corrections"]
+__all__ = ["AdamBatch", "AdamCall", "AdamMemory", "AdamSettings", "AdamTensors", "Noise", "Scaling", "corrections"]
 
 Noise = Literal["none", "window", "jumps", "listed"]
 
@@ -133,8 +133,7 @@ class AdamBatch:
         kernels: ModuleType,
         gradients: Sequence[Tensor],
         steps: Sequence[Tensor],
-        settings: AdamSettings,
-        scaling: Scaling,
+        call: AdamCall,
     ) -> None:
         """Update each run once with ``kernels``, which :func:`runs_in_one_pass` has accepted for their kind.
 
@@ -145,15 +144,7 @@ class AdamBatch:
         """
         for marks in self._marks:
             marks.zero_()  # the kernel adds to them
-        lr, device = settings.lr, steps[0].device
-        table = corrections(settings.beta1, settings.beta2, device)
-        assert table is not None
-        rate = lr if isinstance(lr, Tensor) else None
-        shared = (scaling.overflow, table, rate, scaling.divisor, scaling.factor)
-        numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
-        decays, (memory, *_) = settings.weight_decay != 0, self.memories
-        constants = decays, settings.decoupled, settings.maximize, memory.block, memory.noise, memory.noisy
-        kernels.update(self, gradients, steps, shared, numbers, *constants)
+        kernels.update(self, gradients, steps, call)
         torch.autograd.graph.increment_version(self._written)  # autograd then refuses older graphs
 
 
@@ -180,6 +171,35 @@ class Scaling(NamedTuple):
     factor: Tensor | None
     overflow: Tensor
     counted: Tensor
+
+
+_forms: dict[Any, int] = {}
+"""A number for each :attr:`AdamCall.form`, which is quicker to look up."""
+
+
+class AdamCall:
+    """The kernel's arguments that all runs of a group have in common in a step.
+
+    Attributes:
+        scaling: as given; the call keeps it, so that no other one has its ``id``.
+        shared: ``overflow``, ``corrections``, ``learning_rate``, ``divisor``, ``factor``.
+        numbers: ``lr``, ``beta1``, ``beta2``, ``weight_decay``, ``eps``, and the length of ``corrections``.
+        constants: whether weights decay, apart from the gradient, and whether the step goes up.
+        form: calls with the same number are of one form: constants, and dtypes and alignments of :attr:`shared`.
+    """
+
+    __slots__ = ("constants", "form", "numbers", "scaling", "shared")
+
+    def __init__(self, settings: AdamSettings, scaling: Scaling) -> None:
+        self.scaling, lr = scaling, settings.lr
+        table = corrections(settings.beta1, settings.beta2, scaling.overflow.device)
+        assert table is not None
+        rate = lr if isinstance(lr, Tensor) else None
+        self.shared: tuple[Tensor | None, ...] = (scaling.overflow, table, rate, scaling.divisor, scaling.factor)
+        self.numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
+        self.constants = settings.weight_decay != 0, settings.decoupled, settings.maximize
+        tensors = [None if one is None else (one.dtype, is_aligned(one.data_ptr())) for one in self.shared]
+        self.form = _forms.setdefault((self.constants, *tensors), len(_forms))
 
 
 @functools.lru_cache(maxsize=64)

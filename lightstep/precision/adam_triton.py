@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightstep.distributed import Window
-from lightstep.precision.adam_batch import AdamBatch, AdamMemory, Noise
+from lightstep.precision.adam_batch import AdamBatch, AdamCall, AdamMemory
 from lightstep.precision.moments_int8_triton import (
     decode_positive,
     decode_signed,
@@ -37,6 +37,9 @@ from lightstep.precision.moments_triton import mix, noise_of
 from lightstep.precision.noise import salt_of, signed
 from lightstep.precision.split_triton import TOGETHER, mixed, pick, places_of
 from lightstep.precision.triton_launch import Launcher, is_aligned
+
+SIMILAR = 0.25
+"""Runs of at least this share of the longest one's elements are in its launch."""
 
 _SALTS = tuple(signed(salt_of(name)) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "weight"))
 
@@ -448,38 +451,21 @@ def launcher(tile: int, tiles: int, warps: int, **options: int) -> tuple[Launche
 plain, coding = launcher(1024, 2, 8, maxnreg=64), launcher(1024, 4, 4, maxnreg=96)
 
 
-def update(
-    batch: AdamBatch,
-    gradients: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    shared: tuple[Tensor | None, ...],
-    numbers: tuple[float, ...],
-    decays: bool,
-    decoupled: bool,
-    maximize: bool,
-    block: int,
-    noise: Noise,
-    noisy: bool,
-) -> None:
-    """See :meth:`lightstep.precision.adam_batch.AdamBatch.update`.
-
-    Args:
-        shared, numbers: in the kernel's order: ``overflow``, ``corrections``, ``learning_rate``, ``divisor``,
-            ``factor``; ``lr`` to ``length``.
-    """
-    constants = (decays, decoupled, maximize, block, noisy, noise == "jumps", *_SALTS)
+def update(batch: AdamBatch, gradients: Sequence[Tensor], steps: Sequence[Tensor], call: AdamCall) -> None:
+    """See :meth:`lightstep.precision.adam_batch.AdamBatch.update`."""
     addresses = [gradient.data_ptr() for gradient in gradients]
-    aligned = tuple(map(is_aligned, addresses))
+    aligned = tuple([is_aligned(address) for address in addresses])
     launches = batch.launches.get(aligned)
     if launches is None:
         launches = batch.launches[aligned] = [_Launch(batch, rows) for rows in _rows(batch.memories, aligned)]
-    form = (constants, steps[0].data_ptr() % 16, *(None if t is None else (t.dtype, t.data_ptr() % 16) for t in shared))
+    counts = [step.data_ptr() for step in steps]
     for launch in launches:
-        launch(gradients, addresses, steps, form, shared, numbers, constants)
+        launch(gradients, addresses, steps, counts, call)
 
 
 def _rows(memories: Sequence[AdamMemory], aligned: Sequence[bool]) -> Iterator[list[int]]:
-    """The runs of each launch. Their lengths are similar: each gets as many programs as the longest.
+    """The runs of each launch: of similar lengths, as each gets as many programs as the longest. Programs for nothing
+    take less of the device's time than another launch takes of the host's.
 
     A run that is not aligned gets a launch of its own: batches would be compiled for each combination of alignments.
     """
@@ -489,7 +475,7 @@ def _rows(memories: Sequence[AdamMemory], aligned: Sequence[bool]) -> Iterator[l
         if not (memories[number].aligned and aligned[number]):
             yield [number]
             continue
-        if len(rows) == TOGETHER or (rows and n < 0.8 * memories[rows[0]].n):
+        if len(rows) == TOGETHER or (rows and n < SIMILAR * memories[rows[0]].n):
             yield rows
             rows = []
         rows.append(number)
@@ -512,7 +498,8 @@ class _Launch:
         windows = [one.window or Window() for one in memories]
         places = ((one.n, one.number, one.first, *window) for one, window in zip(memories, windows, strict=True))
         self._places = places_of(tuple(places), device)
-        self._keys: dict[Any, Any] = {}
+        self._own_constants = (memories[0].block, memories[0].noisy, memories[0].noise == "jumps", *_SALTS)
+        self._keys: dict[tuple[int, bool], Any] = {}
 
     def _columns_of(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
         columns = zip(self._tensors, zip(*rows, strict=True), strict=True)
@@ -523,22 +510,23 @@ class _Launch:
         gradients: Sequence[Tensor],
         addresses: Sequence[int],
         steps: Sequence[Tensor],
-        form: Any,
-        shared: tuple[Tensor | None, ...],
-        numbers: Any,
-        constants: Any,
+        counts: Sequence[int],
+        call: AdamCall,
     ) -> None:
+        """Launch; ``addresses`` and ``counts`` are where the gradients and steps are."""
         first = self._rows[0]
+        form = call.form, is_aligned(counts[first])
         key = self._keys.get(form)
         if key is None:
-            tensors = (gradients[first], *self._tensors, steps[first], self._fingerprints, *shared)
-            key = self._keys[form] = self._launcher.key(tensors, (*constants, TOGETHER, self._tile))
-        if self._launcher.is_compiled(key):
-            columns = self._columns
-            own: tuple[Any, ...] = tuple([addresses[i] for i in self._rows])
-            counts: tuple[Any, ...] = tuple([steps[i].data_ptr() for i in self._rows])
-        else:  # the dtypes are needed
+            tensors = (gradients[first], *self._tensors, steps[first], self._fingerprints, *call.shared)
+            constants = (*call.constants, *self._own_constants, TOGETHER, self._tile)
+            key = self._keys[form] = self._launcher.key(tensors, constants)
+        compiled = self._launcher.compiled(key)
+        columns = self._columns
+        own: tuple[Any, ...] = tuple([addresses[i] for i in self._rows])
+        counters: tuple[Any, ...] = tuple([counts[i] for i in self._rows])
+        if compiled is None:  # the dtypes are needed
             columns = self._compiling
-            own, counts = tuple(gradients[i] for i in self._rows), tuple(steps[i] for i in self._rows)
-        arguments = (own, *columns, counts, self._fingerprints, self._places, *shared, *numbers)
-        self._launcher.launch(key, self._n, self._count, arguments)
+            own, counters = tuple(gradients[i] for i in self._rows), tuple(steps[i] for i in self._rows)
+        arguments = (own, *columns, counters, self._fingerprints, self._places, *call.shared, *call.numbers)
+        self._launcher.launch(key, compiled, self._n, self._count, arguments)

@@ -77,11 +77,12 @@ def _sum_rows(rows: Sequence[tuple[Tensor, int, int]], out: Tensor) -> None:
     places = places_of(tuple((weight.numel(), index, first) for weight, first, index in rows), out.device)
     key = _row_sums.key((rows[0][0], places, out), (TOGETHER,))
     padded = [weight for weight, _, _ in rows] + [rows[-1][0]] * (TOGETHER - len(rows))
-    if _row_sums.is_compiled(key):
+    compiled = _row_sums.compiled(key)
+    if compiled is not None:
         weights: tuple[Any, ...] = tuple([weight.data_ptr() for weight in padded])
     else:  # the dtype is needed
         weights = tuple(weight.view(torch.int16) for weight in padded)
-    _row_sums.launch(key, longest, len(rows), (weights, places, out))
+    _row_sums.launch(key, compiled, longest, len(rows), (weights, places, out))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -61,7 +61,8 @@ class Launcher:
     ) -> None:
         if n:
             wide = n >= _INT32 or any(isinstance(one, int) and abs(one) >= _INT32 for one in numbers)
-            self.launch(self.key(tensors, constants, wide), n, 1, (*tensors, *numbers, n))
+            key = self.key(tensors, constants, wide)
+            self.launch(key, self.compiled(key), n, 1, (*tensors, *numbers, n))
 
     def again(self, n: int, tensors: tuple[Tensor | None, ...], *constants: Any) -> Callable[..., bool]:
         """A function that repeats a launch on the memory of these tensors, with other numbers. It keeps no tensor.
@@ -73,9 +74,10 @@ class Launcher:
 
         def launch(*numbers: int | float) -> bool:
             wide = n >= _INT32 or any(isinstance(one, int) and abs(one) >= _INT32 for one in numbers)
-            if wide or not self.is_compiled(key):
+            compiled = None if wide else self.compiled(key)
+            if compiled is None:
                 return False
-            self.launch(key, n, 1, (*addresses, *numbers, n))
+            self.launch(key, compiled, n, 1, (*addresses, *numbers, n))
             return True
 
         return launch
@@ -98,25 +100,24 @@ class Launcher:
             aligned += aligned + is_aligned(one.data_ptr())
         return device, wide, constants, aligned, *dtypes
 
-    def is_compiled(self, key: Key) -> bool:
-        """Whether addresses may be passed in the place of tensors, which is faster."""
-        return key in self._compiled and self._is_current(key)
+    def compiled(self, key: Key) -> Any:
+        """The kernel for this key, which takes addresses in the place of tensors; ``None``: it is not compiled yet, is
+        given wide numbers, or another device is the current one, on which Triton would launch it."""
+        found = self._compiled.get(key)
+        return found if found is not None and not key[1] and torch.cuda.current_device() == key[0].index else None
 
-    def _is_current(self, key: Key) -> bool:
-        return bool(torch.cuda.current_device() == key[0].index)
-
-    def launch(self, key: Key, n: int, rows: int, arguments: tuple[Any, ...]) -> None:
+    def launch(self, key: Key, compiled: Any, n: int, rows: int, arguments: tuple[Any, ...]) -> None:
         """Launch programs for ``n`` elements in each of ``rows`` rows.
 
         Args:
             key: from :meth:`key`.
+            compiled: from :meth:`compiled`; if it is ``None`` the kernel is found by the dtypes of the arguments.
             arguments: all but the constants.
         """
-        device, wide, constants, *_ = key
+        device, _, constants, *_ = key
         grid, given = (-(-n // self._block), rows, 1), (*arguments, *constants, self._block)
-        compiled = self._compiled.get(key)
-        if compiled is not None and not wide and self._is_current(key):
+        if compiled is not None:
             compiled[grid](*given)
             return
-        with torch.cuda.device(device):  # Triton launches on the current device
+        with torch.cuda.device(device):
             self._compiled[key] = self._kernel[grid](*given, **self._options)

@@ -89,6 +89,7 @@ class Lanes:
 
     def __init__(self, device: torch.device, small_pieces: bool = True) -> None:
         self.device = device
+        self._index: int | torch.device = device if device.index is None else device.index  # quicker for torch
         self.small_pieces = small_pieces
         self._status = _Status()
         self.host_to_device, self.compute, self.device_to_host = (
@@ -126,7 +127,7 @@ class Lanes:
         """The caller's own work as a lane: its current stream, or on the CPU the calling thread."""
         if self.device.type == "cpu":
             return self._calling_thread
-        return CallerStream(COMPUTE, self._status, torch.accelerator.current_stream(self.device))
+        return CallerStream(COMPUTE, self._status, torch.accelerator.current_stream(self._index))
 
     def wait_for_caller(self) -> None:
         """Make later jobs of all lanes wait for what the caller has queued.

@@ -551,7 +551,8 @@ class Store:
                 for segment in modified
                 if segment.has_master and segment.has_state and not segment.fingerprinted
             ]
-            splitter.fingerprint_rows(rows, self._records.fingerprints[record])
+            if rows:
+                splitter.fingerprint_rows(rows, self._records.fingerprints[record])
 
     def _relayout(
         self, record: Record, slot: Slot, segments: Sequence[Segment], layouts: Mapping[Part, Layout]

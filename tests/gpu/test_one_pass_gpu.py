@@ -12,6 +12,7 @@ import torch
 
 from lightstep.optimizer import arithmetic, one_pass
 from lightstep.precision import adam_kernel
+from lightstep.precision.adam_batch import AdamCall
 from lightstep.precision.split import Splitter
 from lightstep.state import staging
 from tests.gpu.test_next_forward_gpu import Training
@@ -63,7 +64,7 @@ def test_an_overflow_changes_nothing_and_weights_keep_their_fingerprint(coding: 
     held = [values["gradient"], step, *(one for one in memory.tensors if one is not None)]
     before = [one.clone() for one in held]
     scaling = kind.scaling()._replace(overflow=torch.ones((), device=device))
-    batch.update(twin, [values["gradient"]], [step], kind.settings(1e-3, 0.9, 0.99, 1e-8), scaling)
+    batch.update(twin, [values["gradient"]], [step], AdamCall(kind.settings(1e-3, 0.9, 0.99, 1e-8), scaling))
     assert batch.fingerprints is not None
     expected = torch.zeros(3, dtype=torch.int32, device=device)
     Splitter(device).fingerprints(memory.written, memory.first, [(0, memory.n)], expected[1:2])

@@ -112,6 +112,7 @@ def test_more_and_more_is_tried_while_the_lane_is_early() -> None:
     assert share.backward(EARLY) == pytest.approx(0.5), "in steps of 0.4 at the most"
     assert share.backward(ON_TIME) == pytest.approx(0.5)
     late = share.backward(LATE)
+    assert {share.backward(EARLY) for _ in range(15)} == {late}, "not soon after it was late"
     assert [share.backward(EARLY) - late for _ in range(2)] == pytest.approx([0.05, 0.15])
 
 
