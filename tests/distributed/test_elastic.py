@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from lightstep.checkpoint.layout import MANIFEST
 from lightstep.strategy import launch
 from tests import elastic_run
 from tests.distributed.ranks import Pool
@@ -117,7 +118,7 @@ def test_lightstep_train_goes_on_by_itself(pool: Pool, tmp_path: Path) -> None:
 
     log = tmp_path / "log"
     try:
-        wait_until((tmp_path / "runs/killed/checkpoint-4").exists)
+        wait_until((tmp_path / "runs/killed/checkpoint-4" / MANIFEST).exists)  # a folder alone asks a network disk
         os.kill(_children(killed.pid)[-1], signal.SIGKILL)
         wait_until(lambda: re.search(r"continuing from.*\bstep \d+/", log.read_text(), re.DOTALL))
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lightstep.checkpoint.layout import MANIFEST
 from tests.elastic_run import Options, steps_of, training_file
 from tests.hosts.hosts import Hosts
 from tests.measure_kills import FORKING, Found, Kill, Launcher, TwoHosts, run_with_kills, uninterrupted, wait_for_step
@@ -111,7 +112,7 @@ def test_lightstep_train_without_a_shared_disk(training: TwoHosts, hosts: Hosts)
     assert [set(part) for part in expected] == [{f"__{rank}_0_0.distcp", "tensors.json"} for rank in range(2)]
     training.start(Named("interrupted"))
     end = time.monotonic() + PATIENCE
-    while not all((disk / "interrupted/checkpoint-4").exists() for disk in hosts.disks):
+    while not all((disk / "interrupted/checkpoint-4" / MANIFEST).exists() for disk in hosts.disks):
         assert training.is_running() and time.monotonic() < end, training.logs()
         time.sleep(0.01)
     training.kill_host(0)
