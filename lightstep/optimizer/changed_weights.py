@@ -33,6 +33,8 @@ def _places(unit: Unit) -> Iterator[_Place]:
 class Changes:
     """What may have changed between two calls of :meth:`ChangedWeights.take`.
 
+    It is made in the order of the current stream, where the bits were copied, and read on any other.
+
     Args:
         known: the parameters of which it is known.
         bits: for each unit, one bit for each element of its flat order (uint8).
@@ -51,6 +53,8 @@ class Changes:
         self.known = known
         self._bits, self._written = bits, written
         self._begin, self._end = begin, end
+        devices = {own.device for own in bits.values() if own.device.type != "cpu"}
+        self._copied = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
         self._found: dict[Tensor, list[tuple[Tensor, _Place]]] = {}
         for unit, own in bits.items():
             for place in _places(unit):
@@ -64,9 +68,15 @@ class Changes:
         """The changes of both, if these follow ``earlier``."""
         if not self.follow(earlier):
             return self
+        for changes in (earlier, self):
+            changes._wait_until_copied()
         bits = {**earlier._bits, **self._bits}
         bits |= {unit: self._bits[unit] | earlier._bits[unit] for unit in self._bits.keys() & earlier._bits.keys()}
         return Changes(self.known, bits, self._written | earlier._written, earlier._begin, self._end)
+
+    def _wait_until_copied(self) -> None:
+        for device, event in self._copied.items():
+            torch.accelerator.current_stream(device).wait_event(event)
 
     def without_bits(self) -> Changes:
         """What others can follow."""
@@ -77,6 +87,7 @@ class Changes:
         found = self._found.get(parameter, [])
         if parameter in self._written or sum(place.stop - place.start for _, place in found) != elements:
             return torch.arange(elements, device=device)
+        self._wait_until_copied()
         listed = []
         for bits, (_, start, stop, first) in sorted(found, key=lambda each: each[1].start):
             own = bits[first // 8 : (first + aligned(stop - start)) // 8].to(device)

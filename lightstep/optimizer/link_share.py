@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _STEP = 0.05
 
 _HELD = 16
-"""Backwards before more is tried again, after one that was late: each share has other units, which are laid out anew."""
+"""Backwards before more is tried again, after one that was late: with each share other units are laid out anew."""
 
 
 class LinkShare:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from lightstep.optimizer.changed_weights import ChangedWeights, Changes
 from tests.covering import every_pair
 from tests.unit import test_changed_weights as on_cpu
 from tests.unit.test_changed_weights import CREATE, Run
@@ -51,4 +53,25 @@ def test_sets_follow_steps_that_nobody_waits_for() -> None:
         run.step()
         run.strategy.wait_for_publication()
         assert on_cpu.same(run.receiver.weights, expected)
+    run.strategy.close()
+
+
+def test_a_thread_reads_the_bits_behind_their_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights have long been copied; the device is late with the bits alone."""
+    run = Run(STATES["overlap"])
+    take = ChangedWeights.take
+
+    def late(changed: ChangedWeights) -> Changes:
+        torch.cuda._sleep(100_000_000)
+        return take(changed)
+
+    monkeypatch.setattr(ChangedWeights, "take", late)
+    run.step()
+    run.publish()
+    for _ in range(3):
+        run.step()
+        expected = run.weights()
+        run.publish(wait=False)
+        run.strategy.wait_for_publication()
+        assert on_cpu.same(run.receiver.weights, expected) and run.receiver.as_deltas
     run.strategy.close()

@@ -6,17 +6,19 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightstep import Strategy, WeightInfo, WeightTransferError, WeightTransport
-from lightstep.optimizer.changed_weights import ChangedWeights
+from lightstep.optimizer.changed_weights import ChangedWeights, Changes
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.rollout.transport import Bucket, BucketDelta, HeldWeights
 from lightstep.sharding.model_names import unwrap_model
+from lightstep.state.schema import Managed, Unit
 from tests.covering import every_pair, every_value
 from tests.patience import PATIENCE
 from tests.reference.tiny_model import loss_of
@@ -399,3 +401,30 @@ def test_another_strategy_that_publishes_breaks_the_chain() -> None:
     assert run.is_served() and not run.receiver.as_deltas
     strategy.close()
     run.strategy.close()
+
+
+def test_bits_are_read_behind_the_stream_that_copied_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that sends has a stream of its own."""
+    order: list[str] = []
+
+    class Stream:
+        def record_event(self) -> str:
+            order.append("recorded")
+            return "event"
+
+        def wait_event(self, event: str) -> None:
+            order.append(f"waited for the {event}")
+
+    class OnDevice:
+        device = torch.device("cuda")
+
+        def __getitem__(self, place: slice) -> Tensor:
+            order.append("read")
+            return torch.tensor([0b101], dtype=torch.uint8)
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream())
+    parameter = nn.Parameter(torch.zeros(8))
+    unit = Unit(0, ((cast(Managed, SimpleNamespace(name="weight", param=parameter)), 0, 8),))
+    changes = Changes([parameter], {unit: cast(Tensor, OnDevice())}, set(), None, object())
+    assert changes.places_in(parameter, 8, torch.device("cpu")).tolist() == [0, 2]
+    assert order == ["recorded", "waited for the event", "read"]
