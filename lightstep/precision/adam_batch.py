@@ -175,6 +175,7 @@ class Scaling(NamedTuple):
 
 _forms: dict[Any, int] = {}
 """A number for each :attr:`AdamCall.form`, which is quicker to look up."""
+_numbers = itertools.count()  # two threads must not give one number to two forms
 
 
 class AdamCall:
@@ -199,7 +200,7 @@ class AdamCall:
         self.numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
         self.constants = settings.weight_decay != 0, settings.decoupled, settings.maximize
         tensors = [None if one is None else (one.dtype, is_aligned(one.data_ptr())) for one in self.shared]
-        self.form = _forms.setdefault((self.constants, *tensors), len(_forms))
+        self.form = _forms.setdefault((self.constants, *tensors), next(_numbers))
 
 
 @functools.lru_cache(maxsize=64)
