@@ -54,10 +54,9 @@ class Arrivals:
         """
         listed = [list(layer) for layer in layers]
         if listed != self.layers or list(units) != self._units:
-            self.layers, self._units = listed, list(units)
+            self.layers, self._hooked = [], False  # not these yet: an interrupt would leave the rest as it was
             self.layer_of = {item: layer for layer, items in enumerate(listed) for item in items}
             self._items = {id(item.param): item for item in self.layer_of}
-            self._hooked = False
             in_unit = [sorted({self.layer_of[owner] for owner in unit.owners}) for unit in units]
             self.batch_of = _batches(len(listed), in_unit if batched else ())
             self.units_of = [[] for _ in listed]
@@ -65,6 +64,7 @@ class Arrivals:
             for unit, layers_in_unit in zip(units, in_unit, strict=True):
                 for batch in dict.fromkeys(self.batch_of[layer] for layer in layers_in_unit):
                     self.units_of[batch].append(unit)
+            self.layers, self._units = listed, list(units)
         self.start_backward()
 
     def start_backward(self, without_gradient: frozenset[Managed] = frozenset()) -> None:

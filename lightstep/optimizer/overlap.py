@@ -284,8 +284,8 @@ class SpeculativeUpdates(EarlyUpdates):
         self._queue.wait_for_caller()
         self._link_share.record_ready()
         for unit in units:
+            speculation.submitted.append(unit)  # first: an interrupt in between must not hide the update
             compute.run(partial(speculation.run, self._updater, unit, update, versions_of(unit.owners)))
-            speculation.submitted.append(unit)
         compute.record(speculation.done)
         self._link_share.record_done()
         self._queue.on_early_update()
@@ -320,9 +320,9 @@ class SpeculativeUpdates(EarlyUpdates):
             logger.log(level, said, self._queue.rolled_back, reason)
         written = self._written_after_update(speculation)
         speculation.invalid = bool(speculation.shared_queue)
-        if not speculation.invalid:
-            self._speculation = None
         self._roll_back_units(speculation)
+        if not speculation.invalid:
+            self._queue.values = self._speculation = None  # last: until then weights are in between
         return written
 
     def _written_after_update(self, speculation: Speculation) -> Sequence[Managed]:
@@ -335,18 +335,16 @@ class SpeculativeUpdates(EarlyUpdates):
         return self._find_written(owner for owner in owners if owner in speculation.used)
 
     def _roll_back_units(self, speculation: Speculation) -> None:
-        if speculation.submitted:
-            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
-        with self._queue.aborting("rolling back speculative updates"):
+        with self._queue.aborting("rolling back speculative updates", on_interrupt=False):  # it can be done again
             compute = self._backend.lanes.compute
             for unit in reversed(speculation.submitted):
                 compute.run(partial(self._updater.roll_back, unit))
             compute.record(speculation.done)
             self._queue.wait_for_event(speculation.done, is_end=True)
+        if speculation.submitted:
+            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
         speculation.submitted.clear()
         speculation.used.clear()
-        if self._speculation is None:
-            self._queue.values = None
 
     # -- step
 
@@ -381,11 +379,11 @@ class SpeculativeUpdates(EarlyUpdates):
         if speculation is None:
             return False
         (update,) = updates
-        update.values, speculation.update = speculation.values, update
-        update.drop_gradients(update.elsewhere)
-        refuse_older_graphs([item for item in update.gradients if item not in speculation.used])
-        update.note_versions()
         with self._queue.aborting("the update under way"):
+            update.values, speculation.update = speculation.values, update
+            update.drop_gradients(update.elsewhere)
+            refuse_older_graphs([item for item in update.gradients if item not in speculation.used])
+            update.note_versions()
             self._queue.wait_for_caller()
             for unit in speculation.after_backward:
                 self._backend.lanes.compute.run(partial(Job(unit, updates).run, self._updater))
@@ -403,8 +401,8 @@ class SpeculativeUpdates(EarlyUpdates):
         speculation = self._speculation
         if speculation is not None and speculation.update is None:
             self._log_verdict("drop")
-            self._speculation = None
             self._roll_back_units(speculation)
+            self._queue.values = self._speculation = None
 
     def _request_verdict(self, updates: Sequence[Update]) -> bool:
         """Have the device compare this update with the assumed one, once per step; ``False``: nothing was assumed."""
@@ -462,16 +460,18 @@ class SpeculativeUpdates(EarlyUpdates):
         with self._queue.aborting("the update under way"):
             self._backend.lanes.caller().wait(speculation.done)
             self._updater.refuse_written(update)
-        self._verdict_unread, self._speculation = False, None
-        if verdict == "commit":
-            self._next_pause = max(self._next_pause // 2, 1)
-        else:
-            self._queue.redone += verdict == "redo"
-            self._log_verdict(verdict)
-            self._roll_back_units(speculation)
-            update.note_own_writes(update.gradients)
-        if verdict != "drop" or self._backend.peers_wait:  # others get weights in every step
-            self._schedule_rest(speculation, update, verdict)
+            self._verdict_unread = False
+            if verdict == "commit":
+                self._next_pause = max(self._next_pause // 2, 1)
+            else:
+                self._queue.redone += verdict == "redo"
+                self._log_verdict(verdict)
+                self._roll_back_units(speculation)
+                self._queue.values = None
+                update.note_own_writes(update.gradients)
+            if verdict != "drop" or self._backend.peers_wait:  # others get weights in every step
+                self._schedule_rest(speculation, update, verdict)
+            self._speculation = None  # last: until then weights are in between
 
     def _log_verdict(self, verdict: str) -> None:
         reason = self._verdict.reason()
@@ -484,10 +484,9 @@ class SpeculativeUpdates(EarlyUpdates):
         speculative = (unit for unit in speculation.submitted if self._backend.is_speculative(unit))
         done = dict.fromkeys([*speculative, *speculation.after_backward])
         left = [unit for unit in self._backend.units() if unit not in done]
-        with self._queue.aborting("the update under way"):
-            self._queue.begin(update.gradients.keys(), update.values, True, left)
-            jobs = [Commit(list(done), update), *(Job(unit, [update]) for unit in left)]
-            self._queue.schedule_step([*jobs, Job(None, [update], update.elsewhere, next_order)])
+        self._queue.begin(update.gradients.keys(), update.values, True, left)
+        jobs = [Commit(list(done), update), *(Job(unit, [update]) for unit in left)]
+        self._queue.schedule_step([*jobs, Job(None, [update], update.elsewhere, next_order)])
 
     def reset(self) -> None:
         self._speculation = None

@@ -68,14 +68,18 @@ class LeafHooks:
         frozen = not parameter.requires_grad
         if frozen:  # torch registers hooks only on tensors that require gradients, and keeps them
             parameter.requires_grad_(True)
+        handles: list[RemovableHandle] = []
         try:
-            handles = []
             if before is not None:
                 hook = _called_with_parameter(weakref.ref(self), id(parameter), before)
                 handles.append(parameter.register_hook(_excluded(hook)))
             if after is not None:
                 handles.append(parameter.register_post_accumulate_grad_hook(_excluded(after)))
             return handles
+        except BaseException:  # an interrupt: else the next attempt would have them called twice
+            for handle in handles:
+                handle.remove()
+            raise
         finally:
             if frozen:
                 parameter.requires_grad_(False)

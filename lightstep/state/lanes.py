@@ -9,6 +9,7 @@ rules, so that tests on the CPU find what is ordered wrongly.
 from __future__ import annotations
 
 import atexit
+import itertools
 import queue
 import threading
 import time
@@ -138,6 +139,10 @@ class Lanes:
         self.caller().record(queued)
         for lane in self._all():
             lane.wait(queued)
+
+    def caller_waits_for_updates(self) -> None:
+        """Make the caller wait for what is queued in the compute lane."""
+        self.caller().wait(self.compute.record(self.event()))
 
     def load(self, target: Tensor, source: Tensor) -> None:
         """Copy from the host to the device in the lane, between what the caller has queued and what it queues next."""
@@ -351,8 +356,9 @@ class ThreadEvent:
 
     def __init__(self, status: _Status) -> None:
         self._status = status
-        self.recorded = 0  # number of records
-        self.completed = 0  # number of them that were reached
+        self.numbers = itertools.count(1)  # of records; one that is interrupted leaves a gap
+        self.recorded = 0  # the latest record
+        self.completed = 0  # the latest that was reached
 
     def complete(self, number: int) -> None:
         with self._status.changed:
@@ -428,8 +434,9 @@ class CallerLane(Lane):
         self._status.run_here(job, self.name)
 
     def record(self, event: Event) -> Event:
-        event.recorded += 1
-        event.complete(event.recorded)
+        number = next(event.numbers)
+        event.complete(number)
+        event.recorded = number
         return event
 
     def wait(self, event: Event) -> None:
@@ -465,9 +472,9 @@ class ThreadLane(Lane):
             self._submit(_Job(lambda: (delay(name), job()), label))
 
     def record(self, event: Event) -> Event:
-        event.recorded += 1
-        number = event.recorded
+        number = next(event.numbers)
         self._submit(_Job(lambda: event.complete(number)))
+        event.recorded = number  # after the job: else an interrupt in between would let everyone wait for ever
         return event
 
     def wait(self, event: Event) -> None:

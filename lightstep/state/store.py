@@ -819,6 +819,9 @@ class Store:
             for record in self._records:
                 self._settle(record)
         items = list(items)
+        for lanes in self._lanes if items else ():
+            if not lanes.failed:
+                lanes.caller_waits_for_updates()  # they gather weights in the same memory
         if self._host_weights is None or not items:
             return self._comparison.changed(items)
         with self._host_weights.holding(groups_of(item.home for item in items)):

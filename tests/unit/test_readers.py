@@ -48,9 +48,9 @@ class AdamW(torch.optim.AdamW):
 class Run:
     """A small network; batches depend on the step alone."""
 
-    def __init__(self, name: str, delays: int | None = None) -> None:
+    def __init__(self, name: str, delays: int | None = None, max_norm: float | None = None) -> None:
         torch.manual_seed(0)
-        self.strategy = Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": STATES[name]})
+        self.strategy = Strategy.load({"clipping": {"max_norm": max_norm}, "optimizer_state": STATES[name]})
         layers = [nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(5)]
         self.model = self.strategy.prepare_model(nn.Sequential(*layers))
         self.optimizer: Any = self.strategy.create_optimizer(self.model, AdamW, lr=1e-2)
@@ -100,12 +100,15 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def history() -> list[tuple[list[Tensor], list[Tensor]]]:
+    return undisturbed(42)
+
+
+def undisturbed(steps: int, max_norm: float | None = None) -> History:
     """Weights and state after each step of an undisturbed run."""
-    run, found = Run("resident"), []
-    run.step()
-    for _ in range(42):
-        found.append((run.weights(), run.state()))
+    run, found = Run("resident", max_norm=max_norm), []
+    for _ in range(steps):
         run.step()
+        found.append((run.weights(), run.state()))
     return found
 
 
@@ -370,6 +373,21 @@ def test_handlers_at_any_moment_leave_the_run_as_it_is(name: str, history: Histo
         signal.raise_signal(signal.SIGALRM)  # one comes between two steps, however long a step takes here
     assert reader.states and all(step_of(state, history) >= 0 for state in reader.states)
     assert not [said for said in reader.said if "in the middle of" not in said and "has begun to update" not in said]
+    assert_ends_as(run, history)
+
+
+def test_a_handler_is_told_between_the_verdict_and_the_updates_that_are_left(history: History, tmp_path: Path) -> None:
+    """Nothing is speculative any more, and nothing is scheduled yet."""
+    run = Run("overlap")
+    run.train(3)
+    queue, reader = run.optimizer.engine.queue, Reader(run, tmp_path)
+    assert queue.pending
+    begin = queue.begin
+    queue.begin = lambda *arguments: (reader(), begin(*arguments))
+    run.model(run.ones())
+    queue.begin = begin
+    assert len(reader.said) == 3 and all("in the middle of" in said for said in reader.said)
+    run.train(2)
     assert_ends_as(run, history)
 
 
