@@ -146,7 +146,10 @@ def test_weights_are_compared_when_updates_are_done(monkeypatch: pytest.MonkeyPa
             compared.set()
         return found
 
-    def interrupted(_: object) -> None:
+    def interrupted(event: object) -> object:
+        record = type(compute).record
+        if not engine.queue.pending:  # backward begins with a comparison, too
+            return record(compute, event)
         del compute.record
         assert keeps.wait(PATIENCE)
         raise KeyboardInterrupt
