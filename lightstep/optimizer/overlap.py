@@ -3,17 +3,19 @@
 The factor by which a step multiplies its gradients is known only when all of them are complete. But if nothing is
 clipped, the factor is exactly 1 (or exactly one over the loss scale), and an update by that factor is right whenever it
 runs. So a unit is updated *speculatively* as soon as its gradients are complete: its new record goes to another slab,
-and its old weights are kept. ``step()`` measures the norm as always, and returns. The first caller that needs a weight
-makes the host read the *verdict*, whether the factor was the one that was assumed:
+and its old weights are kept. ``step()`` measures the norm as always, schedules the updates of all other units by the
+true factor, and returns. The first caller that needs a weight makes the host read the *verdict*, whether the factor was
+the one that was assumed:
 
-- *commit*: it was. The speculative updates are final, and the remaining units are updated during the forward.
-- *redo*: it was not (clipping). They are rolled back, and all units are updated by the true factor.
+- *commit*: it was. The speculative updates are final.
+- *redo*: it was not (clipping). They are rolled back, and these units are updated by the true factor.
 - *drop*: there was an overflow. They are rolled back, and nothing is updated.
 
-Units that backward completes last and the next forward needs first (an embedding, what FSDP2 reduces with the outermost
-module) are not updated speculatively. The link can carry them only after backward, when the device knows the norm. So
-``step()`` submits them, to be updated by the true factor, which is right under every verdict. They need neither a
-second slab nor old weights.
+Updates by the true factor are right under every verdict. So ``step()`` submits the first of them at once, while the
+device still computes the norm, and the host has little left to do when it has read the verdict. Units that backward
+completes last and the next forward needs first (an embedding, what FSDP2 reduces with the outermost module) come before
+all others. They are not updated speculatively, because the link can carry them only after backward: so they need
+neither a second slab nor old weights.
 
 The bits are those of a step that knew the norm first. Nobody sees half-updated weights between backward and ``step()``:
 a read of a weight that has been updated rolls everything back, and ``step()`` then updates like ``next_forward``. So do
@@ -49,7 +51,7 @@ from lightstep.optimizer.queue import (
     UpdateTime,
     refuse_older_graphs,
 )
-from lightstep.optimizer.speculation import Checksums, Commit, Speculation
+from lightstep.optimizer.speculation import Checksums, Speculation, UpdatedJob
 from lightstep.optimizer.unit_updater import Gradients, Update
 from lightstep.optimizer.verdict import Verdict
 from lightstep.state.schema import Managed, Unit, versions_of
@@ -384,13 +386,22 @@ class SpeculativeUpdates(EarlyUpdates):
             update.drop_gradients(update.elsewhere)
             refuse_older_graphs([item for item in update.gradients if item not in speculation.used])
             update.note_versions()
-            self._queue.wait_for_caller()
-            for unit in speculation.after_backward:
-                self._backend.lanes.compute.run(partial(Job(unit, updates).run, self._updater))
-            self._backend.lanes.compute.record(speculation.done)
+            done = [unit for unit in speculation.submitted if self._backend.is_speculative(unit)]
+            first, speculation.updated = speculation.after_backward, UpdatedJob(done, update)
+            self._schedule(speculation.updated, update, first, self._backward_order(speculation))
+            in_step = 0 if self._backend.peers_wait else self._queue.in_step
+            self._queue.submit(min(max(1 + len(first), in_step), self._queue.num_jobs - 1))  # not the end
         if self._backend.peers_wait:
             self.resolve(None)
         return True
+
+    def _schedule(self, updated: UpdatedJob, update: Update, first: Sequence[Unit], next_order: Sequence[Unit]) -> None:
+        """Schedule the updates of all other units, by the true factor, and the end of the step."""
+        known = {*updated.units, *first}
+        left = [unit for unit in self._backend.units() if unit not in known]
+        self._queue.begin(update.gradients.keys(), update.values, True, [*first, *left])
+        jobs = [*(Job(unit, [update]) for unit in first), updated, *(Job(unit, [update]) for unit in left)]
+        self._queue.schedule_step([*jobs, Job(None, [update], update.elsewhere, next_order)])
 
     def overflows(self, updates: Sequence[Update]) -> bool | None:
         """The verdict tells it, if there is one: the host waits once."""
@@ -455,38 +466,42 @@ class SpeculativeUpdates(EarlyUpdates):
         return True
 
     def _apply_verdict(self, speculation: Speculation, update: Update) -> None:
-        """Read the verdict, roll back unless it is to commit, and schedule the remaining updates."""
+        """Read the verdict: commit the speculative updates, or roll them back and, unless it is to drop, redo them."""
         verdict = self._verdict.read()
         with self._queue.aborting("the update under way"):
-            self._backend.lanes.caller().wait(speculation.done)
-            self._updater.refuse_written(update)
             self._verdict_unread = False
             if verdict == "commit":
                 self._next_pause = max(self._next_pause // 2, 1)
+                assert speculation.updated is not None
+                self._commit(speculation.updated)
             else:
                 self._queue.redone += verdict == "redo"
                 self._log_verdict(verdict)
-                self._roll_back_units(speculation)
-                self._queue.values = None
-                update.note_own_writes(update.gradients)
-            if verdict != "drop" or self._backend.peers_wait:  # others get weights in every step
-                self._schedule_rest(speculation, update, verdict)
+                self._undo(speculation, update, again=verdict == "redo")
             self._speculation = None  # last: until then weights are in between
+
+    def _commit(self, updated: UpdatedJob) -> None:
+        self._backend.lanes.compute.run(partial(self._updater.commit, updated.units))
+        if self._backend.peers_wait:
+            self._queue.record_again(updated.number)  # commits send weights: who receives others' waits for that
+            self._queue.submit(self._queue.in_step)
+
+    def _undo(self, speculation: Speculation, update: Update, again: bool) -> None:
+        """Roll back what is speculative. What ``step()`` has submitted since is right under every verdict."""
+        lanes = self._backend.lanes
+        lanes.caller().wait(lanes.compute.record(speculation.done))
+        self._updater.refuse_written(update)
+        updated = UpdatedJob(self._queue.withdraw(), update)
+        self._roll_back_units(speculation)
+        self._queue.values = None
+        update.note_own_writes(update.gradients)
+        if again or self._backend.peers_wait:  # others get weights in every step
+            self._schedule(updated, update, (), self._backend.units())  # after a rollback there is a pause
+            self._queue.submit(self._queue.in_step)
 
     def _log_verdict(self, verdict: str) -> None:
         reason = self._verdict.reason()
         logger.info("updates in backward: %s (%d steps redone so far): %s", verdict, self._queue.redone, reason)
-
-    def _schedule_rest(self, speculation: Speculation, update: Update, verdict: str) -> None:
-        """Schedule the commit of what has been updated, and the updates of all other units."""
-        # After a rollback there is a pause.
-        next_order = self._backward_order(speculation) if verdict == "commit" else self._backend.units()
-        speculative = (unit for unit in speculation.submitted if self._backend.is_speculative(unit))
-        done = dict.fromkeys([*speculative, *speculation.after_backward])
-        left = [unit for unit in self._backend.units() if unit not in done]
-        self._queue.begin(update.gradients.keys(), update.values, True, left)
-        jobs = [Commit(list(done), update), *(Job(unit, [update]) for unit in left)]
-        self._queue.schedule_step([*jobs, Job(None, [update], update.elsewhere, next_order)])
 
     def reset(self) -> None:
         self._speculation = None

@@ -322,6 +322,7 @@ class Queue:
             units = self.backend.units()
             jobs = [Job(unit, updates) for unit in units] if len(updates) == 1 else _jobs_by_layer(units, updates)
             self.schedule_step([*jobs, Job(None, updates, elsewhere)])
+            self.submit(self.in_step)
 
     def overflows(self, updates: Sequence[Update]) -> bool:
         """Whether the step is to be skipped; the host waits for the device."""
@@ -380,11 +381,23 @@ class Queue:
                 self._events.append(self.backend.lanes.event())
 
     def schedule_step(self, jobs: Sequence[Job]) -> None:
-        """Schedule all jobs of a step, the last of which ends it; submit as many as ``step()`` submits."""
+        """Schedule all jobs of a step, the last of which ends it."""
         self.schedule(jobs)
         if self.in_lane:
             self._arrival_job = self.backend.arrival_jobs(self._completing_job, len(jobs) - 1)
-        self.submit(_ALL if self.backend.peers_wait else self._ahead(SUBMIT_IN_STEP))
+
+    def withdraw(self) -> list[Unit]:
+        """Forget the step's jobs; returns the units of those that were submitted. The caller must wait for the lane."""
+        units = [job.unit for job in self._submitted if job.unit is not None]
+        self._scheduled.clear()
+        self._submitted.clear()
+        self._completing_job, self._arrival_job, self._end = {}, {}, None
+        return units
+
+    @property
+    def in_step(self) -> int:
+        """How many jobs ``step()`` submits."""
+        return _ALL if self.backend.peers_wait else self._ahead(SUBMIT_IN_STEP)
 
     def _ahead(self, jobs: int) -> int:
         return jobs if self.backend.host_weights is None else min(jobs, SUBMIT_BEFORE_WEIGHTS)
@@ -401,6 +414,10 @@ class Queue:
             else:
                 job.run(self.updater)
                 self._complete(self._scheduled.popleft())
+
+    def record_again(self, number: int) -> None:
+        """Whoever waits for this job from now on waits for all that is in the lane by now."""
+        self.backend.lanes.compute.record(self._events[number])
 
     def wait(self, number: int) -> None:
         """The caller waits for the jobs up to this one; their gradients are freed.
@@ -530,9 +547,7 @@ class Queue:
             self.early.reset()
         if self.in_lane:
             self.backend.lanes.compute.synchronize()
-        self._scheduled.clear()
-        self._submitted.clear()
-        self._completing_job, self._arrival_job, self._end = {}, {}, None
+        self.withdraw()
         self.values = None
         for unit in filter(self.backend.is_speculative, self.backend.units()):
             self.backend.drop_speculation(unit)

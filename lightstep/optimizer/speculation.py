@@ -18,7 +18,7 @@ from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.schema import Managed, Unit, versions_of
 from lightstep.state.staging import MasterSplitter
 
-__all__ = ["Checksums", "Commit", "Speculation", "UsedGradients"]
+__all__ = ["Checksums", "Speculation", "UpdatedJob", "UsedGradients"]
 
 
 class Checksums:
@@ -126,6 +126,7 @@ class Speculation:
         gradients: the gradients that are complete.
         used: the gradients that updates have used.
         submitted: the units that have been submitted, in order.
+        updated: stands for those of them that the verdict decides about, from ``step()`` on.
         done: event behind the last of them.
         weights_changed: a weight was written to by somebody else before its update.
         invalid: some updates have been rolled back already, so that none will be committed.
@@ -150,6 +151,7 @@ class Speculation:
         self.gradients: Gradients = {}
         self.used = UsedGradients(checksums)
         self.submitted: list[Unit] = []
+        self.updated: UpdatedJob | None = None
         self.done: Any = None
         self.weights_changed = self.invalid = False
         self.update: Update | None = None
@@ -192,17 +194,13 @@ class Speculation:
         return Update(gradients, *scaling, self.values, keep_gradients=True, scalings=self._scalings)
 
 
-class Commit(Job):
-    """Commits the units that are updated.
+class UpdatedJob(Job):
+    """Stands for units that are updated already: whoever waits for it waits for the work in the lane before it."""
 
-    Args:
-        done: the units that are updated already.
-    """
-
-    def __init__(self, done: Sequence[Unit], update: Update) -> None:
+    def __init__(self, units: Sequence[Unit], update: Update) -> None:
         super().__init__(None, [update])
-        self._done, self.is_end = done, False
-        self.owners = [owner for unit in done for owner in unit.owners]
+        self.units, self.is_end = units, False
+        self.owners = [owner for unit in units for owner in unit.owners]
 
     def run(self, updater: UnitUpdater) -> None:
-        updater.commit(self._done)
+        return

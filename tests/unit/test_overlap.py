@@ -107,6 +107,22 @@ def weights(training: Training) -> dict[str, Tensor]:
     return {name: own.detach().clone() for name, own in training.named.items()}
 
 
+@pytest.mark.parametrize("clipping", [NEVER, TIGHT], ids=["committed", "rolled back"])
+@pytest.mark.usefixtures("no_pause")
+def test_a_write_after_step_is_told_whatever_the_verdict(clipping: dict[str, Any], verdicts: Counter[str]) -> None:
+    training = Training(OVERLAP, clipping=clipping)
+    training.train(2)
+    backward(training)
+    speculation = training.optimizer.engine.queue.early._speculation
+    name = next(item.name for item in speculation.used if item not in speculation.first)
+    training.optimizer.step()
+    with torch.no_grad():
+        training.named[name].add_(1)
+    with pytest.raises(RuntimeError, match=f"{name} was written to after step"):
+        training.loss()
+    assert verdicts["commit" if clipping is NEVER else "redo"]
+
+
 @pytest.mark.parametrize(
     ("parameters", "clipping"),
     [("bfloat16", NEVER), ("float16", LOOSE), ("float32", TIGHT)],

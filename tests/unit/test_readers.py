@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -376,16 +377,22 @@ def test_handlers_at_any_moment_leave_the_run_as_it_is(name: str, history: Histo
     assert_ends_as(run, history)
 
 
-def test_a_handler_is_told_between_the_verdict_and_the_updates_that_are_left(history: History, tmp_path: Path) -> None:
-    """Nothing is speculative any more, and nothing is scheduled yet."""
+@pytest.mark.parametrize("verdict", ["commit", "redo"])
+def test_a_handler_is_told_between_the_verdict_and_what_follows_from_it(
+    verdict: str, history: History, tmp_path: Path
+) -> None:
+    """Nothing is committed yet, or nothing is speculative any more and the updates by the true factor are not there."""
     run = Run("overlap")
     run.train(3)
     queue, reader = run.optimizer.engine.queue, Reader(run, tmp_path)
+    early = queue.early
     assert queue.pending
-    begin = queue.begin
-    queue.begin = lambda *arguments: (reader(), begin(*arguments))
-    run.model(run.ones())
-    queue.begin = begin
+    with (
+        mock.patch.object(early._verdict, "read", return_value=verdict),
+        mock.patch.object(early, "_commit", lambda *arguments: (reader(), type(early)._commit(early, *arguments))),
+        mock.patch.object(queue, "begin", lambda *arguments: (reader(), type(queue).begin(queue, *arguments))),
+    ):
+        run.model(run.ones())
     assert len(reader.said) == 3 and all("in the middle of" in said for said in reader.said)
     run.train(2)
     assert_ends_as(run, history)
