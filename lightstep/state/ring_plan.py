@@ -97,10 +97,11 @@ class RingPlan:
         )
 
     def _scratch_ratio(self, item: Managed) -> float:
-        """Bytes of joined masters, gathered weights and widened entries per byte of record."""
+        """Bytes of scratch per byte of record: gathered weights, and either gathered gradients or, without a fused
+        kernel, joined masters and widened entries."""
         sample = 1 << 20
         gathered = 0 if item.local.numel() >= LARGE else item.local.itemsize
-        joined = 4 if coding_of(item) in ("split", "rounded") else 0
-        widened = 4 * len(coded_entries(item))
+        other = 4 if item.fused_update or coding_of(item) in ("split", "rounded") else 0
+        widened = 0 if item.fused_update else 4 * len(coded_entries(item))
         record_bytes = self._bytes_of(item, sample)
-        return (joined + gathered + widened) * sample / record_bytes if record_bytes else 0.0
+        return (other + gathered + widened) * sample / record_bytes if record_bytes else 0.0

@@ -237,7 +237,7 @@ class Segment(Run):
         return {key: entries[key] if key in entries else self.values[key] for key in self.parts[0].keys}
 
     def _decoded_row(self, key: str, staging: Staging) -> Tensor:
-        return staging.moments[self.coded[key]][self.first : self.stop]
+        return staging.moments_for(self, self.coded[key])
 
     def _extra_bits(self, views: Views, staging: Staging) -> Tensor:
         """The tensor with the extra bits of split masters while the segment is open."""

@@ -55,22 +55,29 @@ class Staging:
 
     def __init__(self) -> None:
         self.masters = torch.empty(0, dtype=torch.float32, device="cpu")
-        self.moments: Sequence[Tensor] = ()
+        self.moments: list[Tensor] = []
+        self.was_used = False  # masters were joined, or moments widened
         self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
         self._rows: dict[torch.dtype, Tensor] = {}
         self._sizes: Sizes | None = None
         self._gather_rows: WeakKeyDictionary[Run, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
 
-    def required_sizes(self, records: Collection[Record], masters: bool = True) -> Sizes:
-        """The sizes for the largest of these records; without ``masters`` none are allocated for joined masters."""
+    def required_sizes(self, records: Collection[Record], masters: bool = True, steady: bool = False) -> Sizes:
+        """The sizes for the largest of these records.
+
+        Args:
+            masters: allocate memory for joined masters.
+            steady: all parameters have state, so fused kernels need neither joined masters nor widened moments.
+        """
         joined, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
         count = length = 0
         for record in records:
             for part in record.parts:
                 end = part.first + aligned(part.elements)
-                if part.coding in ("split", "rounded") and masters:
+                by_class = not (steady and part.owner.fused_update)
+                if part.coding in ("split", "rounded") and masters and by_class:
                     joined = max(joined, end)
-                if kept := coded_entries(part.owner):
+                if by_class and (kept := coded_entries(part.owner)):
                     count, length = max(count, len(kept)), max(length, end)
                 if not (is_own_segment(part) and part.owner.local.is_contiguous()):
                     rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
@@ -109,9 +116,19 @@ class Staging:
 
     def masters_for(self, run: Run) -> Tensor:
         """The row for a run's joined masters."""
+        self.was_used = True
         if self.masters.numel() < run.stop:
             self.masters = torch.empty(run.stop, dtype=torch.float32, device=run.device)
         return self.masters[run.first : run.stop]
+
+    def moments_for(self, run: Run, index: int) -> Tensor:
+        """The row for one of a run's widened moments."""
+        self.was_used = True
+        while len(self.moments) <= index:
+            self.moments.append(self.masters.new_empty(0))
+        if self.moments[index].numel() < run.stop:
+            self.moments[index] = torch.zeros(run.stop, dtype=torch.float32, device=run.device)
+        return self.moments[index][run.first : run.stop]
 
     def gather_row(self, run: Run) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """The row for a run's gathered weights, views of its parts, and of the padding between them."""
@@ -130,36 +147,49 @@ class Staging:
 
     def free(self) -> None:
         """Free the memory."""
-        self.masters, self._rows, self.moments, self._sizes = self.masters.new_empty(0), {}, (), None
+        self.masters, self._rows, self.moments, self._sizes = self.masters.new_empty(0), {}, [], None
         self._gather_rows.clear()
         self._numbers.clear()
 
 
 class StagingOfDevices:
-    """The staging memory of each device. It is allocated before a step, and kept for the next."""
+    """The staging memory of each device. It is allocated before a step, and kept for the next ones."""
 
     def __init__(self, lanes: LanesOfDevices) -> None:
         self._lanes = lanes
         self._known: dict[torch.device, Staging] = {}
         self._sizes: dict[torch.device, Sizes] = {}
-        self._kept = False
+        self._records: Collection[Record] = ()
+        self._masters = self._steady = self._kept = False
 
     def __iter__(self) -> Iterator[Staging]:
         return iter(self._known.values())
 
     def plan(self, records: Collection[Record], masters: bool) -> None:
-        """Plan memory for the largest of these records, for joined ``masters`` too, or for those when it is needed."""
+        """Plan memory for the largest of these records; for joined ``masters``, too, or only when they are needed."""
+        self._records, self._masters, self._steady = records, masters, False
+        self._measure()
+
+    def _measure(self) -> None:
         self._sizes = {
-            device: Staging().required_sizes([one for one in records if one.device == device], masters)
-            for device in {record.device for record in records}
+            device: Staging().required_sizes(
+                [one for one in self._records if one.device == device], self._masters, self._steady
+            )
+            for device in {record.device for record in self._records}
         }
 
     def allocate(self) -> None:
-        """Allocate the memory.
+        """Allocate the memory. What only first updates need is freed after a step that did not use it.
 
         Raises:
             torch.OutOfMemoryError: there is no room.
         """
+        used = [staging.was_used for staging in self]
+        for staging in self:
+            staging.was_used = False
+        if self._kept and not self._steady and not any(used):
+            self._steady = True
+            self._measure()
         for device in self._sizes:
             self(device)
         self._kept = True

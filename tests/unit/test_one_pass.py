@@ -265,15 +265,35 @@ def test_units_that_are_updated_in_backward_or_in_the_forward_in_turn_are_planne
     assert not plans
 
 
-def test_betas_may_leave_what_the_kernel_supports_and_come_back(one_pass_on_cpu: Counter[str]) -> None:
-    pair = Pair(torch.optim.AdamW, {"lr": 1e-2}, {"lr": 1e-3}, backend="stream", max_norm=None)
-    for betas in [(0.9, 0.999)] * 2 + [(0.9, 0.9999999)] * 2 + [(0.8, 0.99)] * 2:
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_betas_may_leave_what_the_kernel_supports_and_come_back(moments: str, one_pass_on_cpu: Counter[str]) -> None:
+    """Memory for decoded moments exists while they are decoded: in first updates, and where the kernel does not run."""
+    settings: dict[str, Any] = {"backend": "stream", "max_norm": None, "kind": (moments, "nearest")}
+    pair = ShortPair(torch.optim.AdamW, {"lr": 1e-2}, {"lr": 1e-3}, **settings)
+    scratch = []
+    for betas in [(0.9, 0.999)] * 4 + [(0.9, 0.9999999)] * 2 + [(0.8, 0.99)] * 2:
         for optimizer in (pair.optimizer, pair.reference.optimizer):
             for group in optimizer.param_groups:
                 group["betas"] = betas
         before = one_pass_on_cpu.total()
         pair.train(1)
         assert (one_pass_on_cpu.total() > before) == (betas[1] != 0.9999999 and pair.steps > 1)
+        scratch.append(sum(row.nbytes for one in pair.optimizer.engine.backend._staging for row in one.moments))
+    assert [size > 0 for size in scratch] == [step not in (2, 3) for step in range(8)]
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+def test_units_are_larger_where_nothing_is_decoded(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"backend": "stream", "ring_mib": 0.05, "moments": moments}
+    counts = []
+    for kernel in (False, True):
+        if kernel:
+            twin.install(monkeypatch)
+        training = Training(state, make=WIDE)
+        training.train(1)
+        counts.append(len(training.optimizer.engine.backend.units()))
+    by_class, fused = counts
+    assert (fused < by_class) == (moments != "float32") and fused <= by_class
 
 
 @pytest.mark.parametrize(
