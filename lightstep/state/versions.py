@@ -18,6 +18,7 @@ That reader never waits for an update.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import defaultdict
@@ -95,6 +96,33 @@ class Version:
             fingerprints.copy_(self.previous.fingerprints)
 
 
+class _Pin:
+    """A snapshot reads a slab. The slab is spare once both have left it, the reader and the record.
+
+    Two threads leave, and no lock protects that. A signal handler may run in the middle of either function, save a
+    checkpoint, and wait for the thread that writes it: it would wait for ever, if that needed a lock held here.
+    """
+
+    def __init__(self) -> None:
+        self.record_has_left = False
+        self._leaving = itertools.count()
+        self._reading = threading.Lock()
+        self._reading.acquire()
+
+    def is_second_to_leave(self) -> bool:
+        """Called once by each."""
+        return next(self._leaving) == 1
+
+    def end(self) -> None:
+        """The reader has left."""
+        self._reading.release()
+
+    def wait(self) -> None:
+        """Block the calling thread until the reader has left."""
+        with self._reading:
+            return
+
+
 class Versions:
     """The pool of spare slabs, and the previous weights.
 
@@ -120,8 +148,7 @@ class Versions:
         self._bytes = 0
         self._full = False
         self._released = False
-        self._pinned: dict[HostSlab, bool] = {}  # whether its record has moved to another slab
-        self._unpinned = threading.Condition()
+        self._pinned: dict[HostSlab, _Pin] = {}
         self._speculative: dict[Record, Version] = {}
         self._previous: dict[Record, PreviousWeights] = {}
         self._kept: dict[WeightGroup, KeptWeights] = {}
@@ -188,9 +215,8 @@ class Versions:
         spare = self._spare[record.slab.nbytes]
         if len(spare) >= count:
             return True
-        with self._unpinned:
-            if any(self._pinned.values()):  # these become spare when they are unpinned
-                return False
+        if any(pin.record_has_left for pin in list(self._pinned.values())):  # these become spare when they are unpinned
+            return False
         slab = self._new_slab(record.slab.nbytes, record.device)
         if slab is not None:
             spare.append(slab)
@@ -292,11 +318,7 @@ class Versions:
         """Make the speculative update final: the record moves to its slab."""
         version = self._end(record)
         assert record.slab is not None
-        with self._unpinned:
-            if record.slab in self._pinned:
-                self._pinned[record.slab] = True
-            else:
-                self._spare[record.slab.nbytes].append(record.slab)
+        self._leave(record.slab)
         record.slab, record.host, record.written_back = version.slab, version.host, version.written_back
 
     def discard(self, record: Record) -> Version:
@@ -322,18 +344,32 @@ class Versions:
 
     def pin(self, slab: HostSlab) -> None:
         """Protect the slab from writes. No copy to it may be under way."""
-        with self._unpinned:
-            self._pinned[slab] = False
+        self._pinned[slab] = _Pin()
 
     def unpin(self, slab: HostSlab) -> None:
         """End the protection: the slab is not read any more. Any thread may call this."""
-        with self._unpinned:
-            is_spare = self._pinned.pop(slab)
-            if is_spare and self._released:
-                slab.close()
-            elif is_spare:
-                self._spare[slab.nbytes].append(slab)
-            self._unpinned.notify_all()
+        pin = self._pinned.pop(slab)
+        if pin.is_second_to_leave():
+            self._add_spare(slab)
+        pin.end()
+
+    def _leave(self, slab: HostSlab) -> None:
+        """The record has got another slab."""
+        pin = self._pinned.get(slab)
+        if pin is not None:
+            pin.record_has_left = True
+        if pin is None or pin.is_second_to_leave():
+            self._add_spare(slab)
+
+    def _add_spare(self, slab: HostSlab) -> None:
+        self._spare[slab.nbytes].append(slab)
+        if self._released:
+            self._close_spare()
+
+    def _close_spare(self) -> None:
+        for slabs in list(self._spare.values()):
+            while slabs:
+                slabs.pop().close()
 
     @property
     def in_use(self) -> bool:
@@ -376,13 +412,12 @@ class Versions:
         """A slab to which the record can move; ``None`` if its own is not pinned any more. May wait for the reader."""
         assert record.slab is not None
         spare = self._spare[record.slab.nbytes]
-        with self._unpinned:
-            while record.slab in self._pinned:
-                slab = spare.pop() if spare else self._new_slab(record.slab.nbytes, record.device)
-                if slab is not None:
-                    self._pinned[record.slab] = True
-                    return slab
-                self._unpinned.wait()
+        while (pin := self._pinned.get(record.slab)) is not None:
+            slab = spare.pop() if spare else self._new_slab(record.slab.nbytes, record.device)
+            if slab is not None:
+                self._leave(record.slab)
+                return slab
+            pin.wait()
         return None
 
     # -- memory
@@ -401,10 +436,6 @@ class Versions:
             group.kept.remove(kept)
             self._free(kept.slab)
         self._kept, self._wanted = {}, []
-        with self._unpinned:
-            self._released = True
-            for slabs in self._spare.values():
-                for slab in slabs:
-                    slab.close()
-            self._spare.clear()
+        self._released = True
+        self._close_spare()
         self._bytes, self._full = 0, False

@@ -7,11 +7,13 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -23,6 +25,7 @@ from lightstep import Strategy
 from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.optimizer.step_guard import StepGuard
 from lightstep.sharding.parameter_reads import DeferredUpdates
+from lightstep.state import versions
 from tests.covering import every_value
 from tests.patience import PATIENCE
 from tests.unit.test_stream import random_delays, random_sleeps
@@ -395,6 +398,30 @@ def test_a_handler_is_told_between_the_verdict_and_what_follows_from_it(
         run.model(run.ones())
     assert len(reader.said) == 3 and all("in the middle of" in said for said in reader.said)
     run.train(2)
+    assert_ends_as(run, history)
+
+
+def test_a_handler_may_save_while_memory_is_shared_out(history: History, tmp_path: Path) -> None:
+    """It waits for the thread that writes, which gives memory back."""
+    run, lines = Run("overlap"), set[int]()
+    run.step()
+    reader = Reader(run, tmp_path)
+    reader.save = lambda: run.strategy.save_checkpoint(tmp_path / "save", run.model, run.optimizer)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != versions.__file__:
+            return None
+        if event == "line" and frame.f_lineno not in lines:
+            lines.add(frame.f_lineno)
+            reader()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run.train(2)
+    finally:
+        sys.settrace(None)
+    assert len(reader.states) > 10 and all(step_of(state, history) >= 0 for state in reader.states)
     assert_ends_as(run, history)
 
 
