@@ -89,6 +89,8 @@ class StepGuard:
             self._refuse(what, work[1])
         if self._backend.is_lane_thread:
             self._refuse(what, "a deferred update")
+        if self._backend.is_moving_weights:
+            self._refuse(what, "a copy of weights from or to the host")
 
     def _refuse(self, what: str, work: str) -> None:
         raise RuntimeError(

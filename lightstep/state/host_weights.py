@@ -265,10 +265,18 @@ class WeightGroup:
         entered them, and no copy to the device is still to read them.
 
         A reader in another thread than the one that trains waits until they are.
+
+        Raises:
+            RuntimeError: the reader is a signal handler or a finalizer, which interrupts what moves them.
         """
         if self._owner() is None:  # the model is gone, but for some of its modules
             self.weights.settle()
             return
+        if self.owner.is_locked_here:
+            raise RuntimeError(
+                f"{self.name} was read in the middle of a copy of weights from or to the host (in a signal handler or "
+                "a finalizer). Nothing has been done; set a flag in the handler, and read after step()"
+            )
         if self.owner.is_foreign():
             self._wait_for_rest()
         elif self.owner.on_read(self):
@@ -344,6 +352,11 @@ class HostWeights:
         self.gradient_dtype: torch.dtype | None = None
         self.groups: list[WeightGroup] = []
         self._homes: dict[nn.Parameter, WeightHome] = {}
+
+    @property
+    def is_locked_here(self) -> bool:
+        """Whether the calling thread holds :attr:`lock`."""
+        return self.lock._is_owned()  # type: ignore[attr-defined]  # as threading.Condition asks it
 
     def add(self, group: WeightGroup) -> None:
         """Called by each new group."""

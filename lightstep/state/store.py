@@ -227,6 +227,12 @@ class Store:
         return any(lanes.is_lane_thread for lanes in self._lanes)
 
     @property
+    def is_moving_weights(self) -> bool:
+        """Whether the calling thread has been interrupted while it moves weights that rest on the host. The lanes may
+        be waiting for that."""
+        return self._host_weights is not None and self._host_weights.is_locked_here
+
+    @property
     def failed(self) -> bool:
         """Whether a step failed, in the lanes or between :meth:`acquire` and :meth:`release`. State must then be loaded
         before the next :meth:`begin`."""

@@ -10,10 +10,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from lightstep import Strategy
 from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.optimizer.step_guard import StepGuard
 from lightstep.sharding.parameter_reads import DeferredUpdates
-from lightstep.state import versions
+from lightstep.state import host_fields, host_weights, versions
 from tests.covering import every_value
 from tests.patience import PATIENCE
 from tests.unit.test_stream import random_delays, random_sleeps
@@ -52,9 +52,12 @@ class AdamW(torch.optim.AdamW):
 class Run:
     """A small network; batches depend on the step alone."""
 
-    def __init__(self, name: str, delays: int | None = None, max_norm: float | None = None) -> None:
+    def __init__(
+        self, name: str, delays: int | None = None, max_norm: float | None = None, weights: str = "device"
+    ) -> None:
         torch.manual_seed(0)
-        self.strategy = Strategy.load({"clipping": {"max_norm": max_norm}, "optimizer_state": STATES[name]})
+        values = {"clipping": {"max_norm": max_norm}, "optimizer_state": STATES[name]}
+        self.strategy = Strategy.load({**values, "weights": {"placement": weights}})
         layers = [nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(5)]
         self.model = self.strategy.prepare_model(nn.Sequential(*layers))
         self.optimizer: Any = self.strategy.create_optimizer(self.model, AdamW, lr=1e-2)
@@ -401,27 +404,52 @@ def test_a_handler_is_told_between_the_verdict_and_what_follows_from_it(
     assert_ends_as(run, history)
 
 
-def test_a_handler_may_save_while_memory_is_shared_out(history: History, tmp_path: Path) -> None:
-    """It waits for the thread that writes, which gives memory back."""
-    run, lines = Run("overlap"), set[int]()
-    run.step()
-    reader = Reader(run, tmp_path)
-    reader.save = lambda: run.strategy.save_checkpoint(tmp_path / "save", run.model, run.optimizer)
+@contextmanager
+def at_each_line(modules: Sequence[ModuleType], handle: Callable[[], object]) -> Iterator[None]:
+    """In the body, call ``handle`` before each line of these modules runs, the first time that it does."""
+    files, lines = {module.__file__ for module in modules}, set[tuple[str, int]]()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename != versions.__file__:
+        if frame.f_code.co_filename not in files:
             return None
-        if event == "line" and frame.f_lineno not in lines:
-            lines.add(frame.f_lineno)
-            reader()
+        line = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and line not in lines:
+            lines.add(line)
+            handle()
         return trace
 
     sys.settrace(trace)
     try:
-        run.train(2)
+        yield
     finally:
         sys.settrace(None)
+
+
+def test_a_handler_may_save_while_memory_is_shared_out(history: History, tmp_path: Path) -> None:
+    """It waits for the thread that writes, which gives memory back."""
+    run = Run("overlap")
+    run.step()
+    reader = Reader(run, tmp_path)
+    reader.save = lambda: run.strategy.save_checkpoint(tmp_path / "save", run.model, run.optimizer)
+    with at_each_line([versions], reader):
+        run.train(2)
     assert len(reader.states) > 10 and all(step_of(state, history) >= 0 for state in reader.states)
+    assert_ends_as(run, history)
+
+
+@pytest.mark.parametrize("name", ["next_forward", "overlap"])
+def test_a_handler_is_told_while_weights_move(name: str, history: History, tmp_path: Path) -> None:
+    """Updates in the lanes wait for that: who waited for them in a handler would wait for ever."""
+    run = Run(name, weights="host")
+    run.step()
+    reader = Reader(run, tmp_path)
+    reader.save = lambda: None  # of weights on a device: the CPU's are then lent to the file
+    with at_each_line([host_weights, host_fields], reader):
+        run.train(2)
+    assert all(step_of(state, history) >= 0 for state in reader.states)
+    expected = "copy of weights from or to the host", "in the middle of", "has begun to update"
+    assert all(any(text in said for text in expected) for said in reader.said)
+    assert sum(expected[0] in said for said in reader.said) > 10
     assert_ends_as(run, history)
 
 
