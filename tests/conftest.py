@@ -8,6 +8,8 @@ import multiprocessing
 import pytest
 import torch
 
+from tests.collector import collect_seldom
+
 torch.set_num_threads(1)
 
 if not torch.accelerator.is_available():
@@ -60,3 +62,4 @@ def pytest_collection_finish() -> None:
     """The collector, which some tests call, need not look at a million objects of imported modules each time."""
     gc.collect()
     gc.freeze()
+    collect_seldom()

@@ -31,7 +31,7 @@ CLIENTS: dict[str, Any] = {"vllm": VllmServer, "sglang": SglangServer}
 SETS = 4
 LIMIT = 10.0
 """Seconds for one call or broadcast."""
-SHORT_LIMIT = 2.0
+SHORT_LIMIT = 1.0
 """While servers are frozen, which takes this time twice. A busy machine may exceed it without a fault."""
 TRIES = 5
 """Publications with the short limit, of which one has to arrive."""

@@ -14,6 +14,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.collector import collect_seldom
 from tests.patience import PATIENCE
 from tests.ports import free_port
 
@@ -138,18 +140,29 @@ def _answer(pipe: Connection) -> tuple[bool, Any]:
 def _serve(pipe: Connection) -> None:
     """A rank process: check after check until the pipe closes."""
     gc.freeze()  # what was imported before the fork is collected by nobody
+    collect_seldom()  # _run() does after each check
     while True:
         try:
             rank, module, name, world_size, port, meeting_place, arguments = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            check: Any = importlib.import_module(module)
+            check = _imported(module)
             for part in name.split("."):
                 check = getattr(check, part)
             pipe.send_bytes(pickle.dumps((True, _run(check, rank, world_size, port, meeting_place, arguments))))
         except BaseException:
             pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+
+
+def _imported(name: str) -> Any:
+    """The module. What a new one brings along is collected by nobody either."""
+    if name in sys.modules:
+        return sys.modules[name]
+    module = importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    return module
 
 
 def _run(

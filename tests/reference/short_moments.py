@@ -97,9 +97,14 @@ def in_eight_bits(value: np.ndarray, never_negative: bool, key: str, step: int |
         root = code * np.float32(1 / 255 if never_negative else 1 / 127)
         return (root * root) * (root * root) if never_negative else root * root
 
-    code = np.zeros_like(value)
-    for candidate in range(1, 256 if never_negative else 128):
-        code = np.where(power(np.float32(candidate) - up) <= part, np.float32(candidate), code)
+    largest = np.float32(255 if never_negative else 127)
+    root = np.sqrt(np.sqrt(part)) if never_negative else np.sqrt(part)
+    least = np.nan_to_num(np.clip(np.floor(root * largest) - 2, 0, largest))  # the root is a few bits off, not a code
+    assert np.all((least == 0) | (power(least - up) <= part))
+    code = least
+    for candidate in (np.minimum(least + np.float32(further), largest) for further in range(1, 6)):
+        code = np.where(power(candidate - up) <= part, candidate, code)
+    assert np.all((code < least + 5) | (code == largest))
     if never_negative:
         code = np.where(value > 0, np.maximum(code, np.float32(1)), np.float32(0))
     return np.copysign(power(code) * scale, 1 if never_negative else value)

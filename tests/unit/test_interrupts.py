@@ -28,6 +28,7 @@ from tests.unit.test_readers import History, Run, assert_ends_as, same, step_of,
 
 LIBRARY = Path(lightstep.__file__).parent
 CALLERS = {str(LIBRARY / file) for file in ("optimizer/arrivals.py", "optimizer/overlap.py", "state/lanes.py")}
+LAYERS = 3
 LOCKS = {"complete", "wait"}  # an interrupt there may leave a lock of the standard library's conditions
 
 
@@ -60,7 +61,7 @@ def at_moments(handle: Callable[[Moment], None]) -> Iterator[None]:
 
 
 def moments_of_two_steps(max_norm: float | None) -> Counter[Moment]:
-    run, found = Run("overlap", max_norm=max_norm), Counter[Moment]()
+    run, found = Run("overlap", max_norm=max_norm, layers=LAYERS), Counter[Moment]()
     run.step()
     with at_moments(lambda moment: found.update([moment])):
         run.train(2)
@@ -97,7 +98,7 @@ def go_on(run: Run, history: History) -> None:
 @pytest.mark.parametrize("clipped", [False, True])
 def test_an_interrupt_loses_nothing_or_is_told(clipped: bool) -> None:
     max_norm = 0.01 if clipped else None
-    history, numbers = undisturbed(6, max_norm), random.Random(0)
+    history, numbers = undisturbed(6, max_norm=max_norm, layers=LAYERS), random.Random(0)
     moments = moments_of_two_steps(max_norm)
     known = moments_of_two_steps(None) if clipped else Counter[Moment]()
     own = {
@@ -106,7 +107,7 @@ def test_an_interrupt_loses_nothing_or_is_told(clipped: bool) -> None:
     interrupted = went_on = 0
     for moment, times in own.items():
         number = numbers.randint(1, times)
-        run = Run("overlap", delays=number, max_norm=max_norm)
+        run = Run("overlap", delays=number, max_norm=max_norm, layers=LAYERS)
         run.step()
         try:
             interrupt(run, moment, number)

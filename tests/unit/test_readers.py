@@ -53,13 +53,18 @@ class Run:
     """A small network; batches depend on the step alone."""
 
     def __init__(
-        self, name: str, delays: int | None = None, max_norm: float | None = None, weights: str = "device"
+        self,
+        name: str,
+        delays: int | None = None,
+        max_norm: float | None = None,
+        layers: int = 5,
+        weights: str = "device",
     ) -> None:
         torch.manual_seed(0)
         values = {"clipping": {"max_norm": max_norm}, "optimizer_state": STATES[name]}
         self.strategy = Strategy.load({**values, "weights": {"placement": weights}})
-        layers = [nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(5)]
-        self.model = self.strategy.prepare_model(nn.Sequential(*layers))
+        modules = [nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(layers)]
+        self.model = self.strategy.prepare_model(nn.Sequential(*modules))
         self.optimizer: Any = self.strategy.create_optimizer(self.model, AdamW, lr=1e-2)
         self.steps, self.delays = 0, delays
 
@@ -110,9 +115,9 @@ def history() -> list[tuple[list[Tensor], list[Tensor]]]:
     return undisturbed(42)
 
 
-def undisturbed(steps: int, max_norm: float | None = None) -> History:
+def undisturbed(steps: int, **options: Any) -> History:
     """Weights and state after each step of an undisturbed run."""
-    run, found = Run("resident", max_norm=max_norm), []
+    run, found = Run("resident", **options), []
     for _ in range(steps):
         run.step()
         found.append((run.weights(), run.state()))
