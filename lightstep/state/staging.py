@@ -25,8 +25,9 @@ WeightRow = tuple[Tensor, int, Sequence[tuple[int, int]], int]
 range's fingerprint."""
 
 
-Sizes = tuple[int, dict[torch.dtype, int], tuple[int, int]]
-"""Elements of masters, of gathered weights by dtype, and the number and length of rows for moments."""
+Sizes = tuple[int, dict[torch.dtype, int], tuple[int, int], int]
+"""Elements of masters, of gathered weights by dtype, the number and length of rows for moments, and the elements of the
+largest unit."""
 
 
 class MasterSplitter(Protocol):
@@ -60,6 +61,7 @@ class Staging:
         self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
         self._rows: dict[torch.dtype, Tensor] = {}
         self._sizes: Sizes | None = None
+        self._largest = 0
         self._gather_rows: WeakKeyDictionary[Run, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
 
     def required_sizes(self, records: Collection[Record], masters: bool = True, steady: bool = False) -> Sizes:
@@ -70,10 +72,11 @@ class Staging:
             steady: all parameters have state, so fused kernels need neither joined masters nor widened moments.
         """
         joined, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
-        count = length = 0
+        count = length = largest = 0
         for record in records:
             for part in record.parts:
                 end = part.first + aligned(part.elements)
+                largest = max(largest, end)
                 by_class = not (steady and part.owner.fused_update)
                 if part.coding in ("split", "rounded") and masters and by_class:
                     joined = max(joined, end)
@@ -81,14 +84,14 @@ class Staging:
                     count, length = max(count, len(kept)), max(length, end)
                 if not (is_own_segment(part) and part.owner.local.is_contiguous()):
                     rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
-        return joined, rows, (count, length)
+        return joined, rows, (count, length), largest
 
     def fits(self, sizes: Sizes) -> bool:
         """Whether the memory was allocated for these sizes."""
         return sizes == self._sizes
 
     def allocate(self, sizes: Sizes, device: torch.device) -> None:
-        masters, rows, (count, length) = sizes
+        masters, rows, (count, length), self._largest = sizes
         self.free()
         self.masters = torch.empty(masters, dtype=torch.float32, device=device)
         self.moments = [torch.zeros(length, dtype=torch.float32, device=device) for _ in range(count)]
@@ -117,8 +120,8 @@ class Staging:
     def masters_for(self, run: Run) -> Tensor:
         """The row for a run's joined masters."""
         self.was_used = True
-        if self.masters.numel() < run.stop:
-            self.masters = torch.empty(run.stop, dtype=torch.float32, device=run.device)
+        if self.masters.numel() < run.stop:  # for all units at once: another stream may use what would be replaced
+            self.masters = torch.empty(max(run.stop, self._largest), dtype=torch.float32, device=run.device)
         return self.masters[run.first : run.stop]
 
     def moments_for(self, run: Run, index: int) -> Tensor:
@@ -127,7 +130,7 @@ class Staging:
         while len(self.moments) <= index:
             self.moments.append(self.masters.new_empty(0))
         if self.moments[index].numel() < run.stop:
-            self.moments[index] = torch.zeros(run.stop, dtype=torch.float32, device=run.device)
+            self.moments[index] = torch.zeros(max(run.stop, self._largest), dtype=torch.float32, device=run.device)
         return self.moments[index][run.first : run.stop]
 
     def gather_row(self, run: Run) -> tuple[Tensor, list[Tensor], list[Tensor]]:
