@@ -389,7 +389,7 @@ class SpeculativeUpdates(EarlyUpdates):
             done = [unit for unit in speculation.submitted if self._backend.is_speculative(unit)]
             first, speculation.updated = speculation.after_backward, UpdatedJob(done, update)
             self._schedule(speculation.updated, update, first, self._backward_order(speculation))
-            in_step = 0 if self._backend.peers_wait else self._queue.in_step
+            in_step = 0 if self._backend.peers_wait else self._queue.jobs_in_step
             self._queue.submit(min(max(1 + len(first), in_step), self._queue.num_jobs - 1))  # not the end
         if self._backend.peers_wait:
             self.resolve(None)
@@ -484,7 +484,7 @@ class SpeculativeUpdates(EarlyUpdates):
         self._backend.lanes.compute.run(partial(self._updater.commit, updated.units))
         if self._backend.peers_wait:
             self._queue.record_again(updated.number)  # commits send weights: who receives others' waits for that
-            self._queue.submit(self._queue.in_step)
+            self._queue.submit(self._queue.jobs_in_step)
 
     def _undo(self, speculation: Speculation, update: Update, again: bool) -> None:
         """Roll back what is speculative. What ``step()`` has submitted since is right under every verdict."""
@@ -497,7 +497,7 @@ class SpeculativeUpdates(EarlyUpdates):
         update.note_own_writes(update.gradients)
         if again or self._backend.peers_wait:  # others get weights in every step
             self._schedule(updated, update, (), self._backend.units())  # after a rollback there is a pause
-            self._queue.submit(self._queue.in_step)
+            self._queue.submit(self._queue.jobs_in_step)
 
     def _log_verdict(self, verdict: str) -> None:
         reason = self._verdict.reason()

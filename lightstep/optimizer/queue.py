@@ -322,7 +322,7 @@ class Queue:
             units = self.backend.units()
             jobs = [Job(unit, updates) for unit in units] if len(updates) == 1 else _jobs_by_layer(units, updates)
             self.schedule_step([*jobs, Job(None, updates, elsewhere)])
-            self.submit(self.in_step)
+            self.submit(self.jobs_in_step)
 
     def overflows(self, updates: Sequence[Update]) -> bool:
         """Whether the step is to be skipped; the host waits for the device."""
@@ -395,7 +395,7 @@ class Queue:
         return units
 
     @property
-    def in_step(self) -> int:
+    def jobs_in_step(self) -> int:
         """How many jobs ``step()`` submits."""
         return _ALL if self.backend.peers_wait else self._ahead(SUBMIT_IN_STEP)
 

@@ -18,6 +18,7 @@ That reader never waits for an update.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -368,8 +369,9 @@ class Versions:
 
     def _close_spare(self) -> None:
         for slabs in list(self._spare.values()):
-            while slabs:
-                slabs.pop().close()
+            with contextlib.suppress(IndexError):  # none is left: another thread may close some at the same time
+                while True:
+                    slabs.pop().close()
 
     @property
     def in_use(self) -> bool:
