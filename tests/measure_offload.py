@@ -55,12 +55,13 @@ def say(text: str) -> None:
 def timed(what: str, work: Callable[[], object], times: int = 3) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    begin = time.perf_counter()
+    begin, retries = time.perf_counter(), torch.cuda.memory_stats()["num_alloc_retries"]
     for _ in range(times):
         work()
     torch.cuda.synchronize()
     took, peak = (time.perf_counter() - begin) / times * 1e3, torch.cuda.max_memory_allocated() / 1e9
-    say(f"{what}: {took:.0f} ms, peak {peak:.1f} GB")
+    reserved, retries = torch.cuda.max_memory_reserved() / 1e9, torch.cuda.memory_stats()["num_alloc_retries"] - retries
+    say(f"{what}: {took:.0f} ms, peak {peak:.1f} GB of {reserved:.1f} reserved, {retries} retries of the allocator")
 
 
 def alone(shape: LlamaShape) -> None:

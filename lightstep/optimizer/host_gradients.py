@@ -55,7 +55,7 @@ class HostGradients:
         self.is_awaited: Callable[[Tensor, Tensor], bool] = lambda parameter, gradient: False
         self.is_accumulating: Callable[[], bool] = lambda: False
         self.is_first: Callable[[Tensor], bool] = lambda parameter: False
-        self._staying: list[Tensor] = []  # parameters whose gradients are on the device as well
+        self._staying: dict[Tensor, Tensor | None] = {}  # what is on the device alone; ``None``: in its field
         self._measured = weights.lanes.event()
         add_keeper(self)
 
@@ -95,12 +95,15 @@ class HostGradients:
             by_field.setdefault(field, {})[number] = tensors[number]
             self._keep(parameter, field, home.gradient(dtype))
         for field, own in by_field.items():
-            self._weights.store(field, own)
-        for number, parameter in arrived:
-            if self.is_first(parameter):
-                self._staying.append(parameter)
-                if self._fields[parameter][0] not in self._weights.staying:
-                    self._stored[parameter] = tensors[number]
+            waiting = {number: group.parameters[number] for number in own}
+            if not all(map(self.is_first, waiting.values())):
+                self._weights.store(field, own)
+            elif self._weights.keep(field, own):
+                self._staying |= dict.fromkeys(waiting.values())
+            else:
+                kept: dict[Tensor, Tensor] = {parameter: own[number] for number, parameter in waiting.items()}
+                self._staying.update(kept)
+                self._stored |= kept
         self._under_way.append((group, list(by_field), {parameter: tensors[number] for number, parameter in arrived}))
         while len(self._under_way) > _UNDER_WAY and not any(starmap(self.is_awaited, self._under_way[0][2].items())):
             self._release_oldest()
@@ -111,10 +114,13 @@ class HostGradients:
 
     def release(self) -> None:
         """Use the device memory of the last gradients again: the model waits for their copies to the host."""
-        for parameter in self._staying:
-            if parameter in self._stored:
-                self._stored[parameter] = self._fields[parameter][1]
-        self._staying = []
+        for parameter, kept in self._staying.items():
+            if kept is not None and self._stored.get(parameter) is kept:
+                home, (field, stored) = self._home(parameter), self._fields[parameter]
+                self._weights.store(field, {home.number: kept})
+                self._stored[parameter] = stored
+                self._under_way.append((home.group, [field], {parameter: kept}))
+        self._staying = {}
         while self._under_way:
             self._release_oldest()
 
@@ -237,7 +243,7 @@ class HostGradients:
 
     def clear(self) -> None:
         """The gradients have been consumed or dropped."""
-        self._stored, self._staying = {}, []
+        self._stored, self._staying = {}, {}
 
     # -- their use
 

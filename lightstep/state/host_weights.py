@@ -438,13 +438,19 @@ class HostWeights:
     def store(self, field: Field, tensors: dict[int, Tensor]) -> None:
         """Take gradients on the device, by number, straight to the host, in place of what the field has there; or into
         the field's memory on the device, if it stays."""
+        if self.keep(field, tensors):
+            return
         with self.lock:
-            if self._stays(field):
-                field.put(tensors)
-                return
             if field.is_present:
                 self._free(field)
         field.fill(tensors)
+
+    def keep(self, field: Field, tensors: dict[int, Tensor]) -> bool:
+        """Copy gradients into the field's memory on the device, if it stays; returns whether it does."""
+        with self.lock:
+            if stays := self._stays(field):
+                field.put(tensors)
+        return stays
 
     def _stays(self, field: Field) -> bool:
         if field not in self.staying and self.staying.has_room(field):

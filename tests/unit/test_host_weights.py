@@ -330,18 +330,24 @@ def test_two_optimizers_keep_weights_of_one_block(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_the_step_uses_first_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """step() updates the embedding before all else: backward completes its gradient last."""
+    """step() updates the embedding before all else: backward completes its gradient last, and no copy takes it."""
     brought: list[str] = []
-    bring = Field.bring
+    taken: list[str] = []
+    bring, fill = Field.bring, Field.fill
 
     def watched(field: Field) -> None:
         brought.append(field.what)
         bring(field)
 
+    def watched_fill(field: Field, tensors: dict[int, Tensor]) -> None:
+        taken.append(field.what)
+        fill(field, tensors)
+
     expected = make("resident", "at_step", "not clipped", "bfloat16")
     tested = make("stream", "overlap", "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0})
     expected.train(3), tested.train(3)
     monkeypatch.setattr(Field, "bring", watched)
+    monkeypatch.setattr(Field, "fill", watched_fill)
     for _ in range(2):
         for run in (expected, tested):
             run.optimizer.backward(run.loss())
@@ -349,10 +355,27 @@ def test_what_the_step_uses_first_stays_on_the_device(monkeypatch: pytest.Monkey
             run.optimizer.step()
             run.optimizer.wait_for_update()
             run.steps += 1
-        assert not [what for what in brought if what.endswith(" embed")], brought
+        assert not [what for what in (*brought, *taken) if what.endswith(" embed")], (brought, taken)
+    assert taken, "those of the blocks"
     assert_same(tested.snapshot(), expected.snapshot())
     last = tested.optimizer.engine.queue.early._arrivals.last_in_backward()
     assert "embed.weight" in {item.name for unit in last for item in unit.owners}
+    tested.optimizer.close()
+
+
+def test_what_stayed_for_the_step_is_added_to_the_next_micro_batch() -> None:
+    """Nobody has said that another one follows. Its forward takes the first gradient to the host."""
+    expected = make("resident", "at_step", "not clipped", "bfloat16")
+    tested = make("stream", "overlap", "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0})
+    expected.train(3), tested.train(3)
+    tested.delays(3)
+    for count in (1, 2, 1, 1, 1, 3):
+        for run in (expected, tested):
+            for _ in range(count):
+                run.optimizer.backward(run.loss())
+            run.optimizer.step()
+            run.steps += 1
+    assert_same(tested.snapshot(), expected.snapshot())
     tested.optimizer.close()
 
 
