@@ -22,6 +22,8 @@ FAILED = 1
 
 _ITERATION_CPU = {"params": 2e6, "tokens": "512,128", "sequence": 64, "steps": 2, "warmup": 1, "rounds": 1}
 _ITERATION_GPU = {"params": 3e9, "tokens": "65536,16384", "sequence": 4096, "steps": 4, "warmup": 2, "rounds": 1}
+_SMALL_CPU = {"tokens": "128", "sequence": 64, "steps": 2, "warmup": 1, "rounds": 1}
+_SMALL_GPU = {"tokens": "4096", "sequence": 4096, "steps": 10, "warmup": 10, "rounds": 3}
 _TINY = {"steps": 5, "warmup": 1, "rounds": 3}
 _DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "step": (
@@ -30,6 +32,7 @@ _DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "iteration": (_ITERATION_CPU, _ITERATION_GPU),
     "timeline": (_ITERATION_CPU, {**_ITERATION_GPU, "tokens": "65536", "steps": 2}),
+    "small": (_SMALL_CPU, _SMALL_GPU),
     "tensors": (_TINY, _TINY),
 }
 """Of each mode: on a CPU, and on a GPU."""
@@ -40,6 +43,7 @@ _ALLOWED = {
     "step": {*_MEASURED, "rounds", "params", "layers", "optimizer", "checkpoints"},
     "iteration": {*_TRAINED, "rounds", "clip_every", "iteration"},
     "timeline": {*_TRAINED, "timeline"},
+    "small": {*_MEASURED, "rounds", "tokens", "sequence", "max_norm", "clip_every", "small"},
     "tensors": {*_MEASURED, "rounds", "tensors"},
 }
 _COMMON = {"output", "device", "seed"}
@@ -50,15 +54,16 @@ def bench(
         str,
         typer.Option(
             help="Names or paths, separated by commas; NAME:section.key=VALUE overrides a key. 'default' is resident, "
-            "bulk and stream; with --iteration or --tensors it is resident, stream and stream-overlap, and for "
-            "iterations on several ranks the fsdp2 ones. 'none' leaves strategies out."
+            "bulk and stream; with --iteration or --tensors it is resident, stream and stream-overlap, with --small "
+            "resident and stream-overlap, and for iterations on several ranks the fsdp2 ones. 'none' leaves strategies "
+            "out."
         ),
     ] = "default",
     peers: Annotated[
         str | None,
         typer.Option(
             help="Libraries to compare with, separated by commas, or 'all' or 'none'. Default: all; "
-            "with --iteration none."
+            "with --iteration none; with --small torch, which is the loop by hand."
         ),
     ] = None,
     model: Annotated[
@@ -82,13 +87,16 @@ def bench(
         typer.Option(
             metavar="N",
             min=1,
-            help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations 4 and 2; tensors 5; timeline 2.",
+            help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations 4 and 2; small models 10 and 2; "
+            "tensors 5; timeline 2.",
         ),
     ] = None,
     warmup: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU and with --tensors."
+            metavar="N",
+            min=1,
+            help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU and with --tensors; small models 10, 1.",
         ),
     ] = None,
     rounds: Annotated[
@@ -96,7 +104,8 @@ def bench(
         typer.Option(
             metavar="N",
             min=1,
-            help="How many times each contender is built and timed. Default: 2; iterations 1; tensors 3.",
+            help="How many times each contender is built and timed, in turn. Default: 2; iterations 1; tensors 3; "
+            "small models 3 on a GPU, 1 on a CPU.",
         ),
     ] = None,
     optimizer: Annotated[
@@ -122,6 +131,14 @@ def bench(
         bool,
         typer.Option("--iteration", help="Measure whole training iterations: forward, backward and step."),
     ] = False,
+    small: Annotated[
+        bool,
+        typer.Option(
+            "--small",
+            help="Measure iterations of three small models, whose time is Python's as much as the device's, beside the "
+            "loop by hand: a dense one, adapters, and a mixture of experts.",
+        ),
+    ] = False,
     timeline: Annotated[
         bool,
         typer.Option(
@@ -141,8 +158,7 @@ def bench(
         str | None,
         typer.Option(
             help="Iterations: tokens per step and rank, separated by commas. Default: 65536,16384 on a "
-            "GPU, 512,128 on a "
-            "CPU; timeline 65536."
+            "GPU, 512,128 on a CPU; timeline 65536; small models, one number, 4096 and 128."
         ),
     ] = None,
     sequence: Annotated[
@@ -168,8 +184,8 @@ def bench(
     measure at the same time, and each gets its share of the cores.
 
     --iteration trains a model with activation checkpointing and compares time and memory with the same iterations
-    without an optimizer. --tensors uses tensors so small that only Python takes time. --timeline writes traces for
-    ui.perfetto.dev.
+    without an optimizer; --small does so with three small models, beside the loop by hand. --tensors uses tensors so
+    small that only Python takes time. --timeline writes traces for ui.perfetto.dev.
 
     Exit code 1: at least one contender failed; the figures of the others are complete.
     """
@@ -196,7 +212,7 @@ def _mode(given: Mapping[str, Any]) -> str:
     params = given.get("params", 1.0)
     if not math.isfinite(params):
         raise ValueError(f"--params {params}: a number of parameters is needed, for example 1e9")
-    modes = [name for name in ("iteration", "timeline", "tensors") if name in given]
+    modes = [name for name in ("iteration", "small", "timeline", "tensors") if name in given]
     if len(modes) > 1:
         raise ValueError(f"--{modes[0]} and --{modes[1]} cannot be combined; give one of them")
     mode = modes[0] if modes else "step"
@@ -219,7 +235,7 @@ def plan(mode: str, given: Mapping[str, Any], folder: Path) -> Run:
     """A run that has measured nothing yet, from the given options and the defaults of the others.
 
     Args:
-        mode: `step`, `iteration`, `timeline` or `tensors`.
+        mode: `step`, `iteration`, `small`, `timeline` or `tensors`.
         folder: where the timeline task writes its files.
 
     Raises:
@@ -256,11 +272,18 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
 
         return [TensorsTask(device, seed, case=count) for count in tensor_counts(options["tensors"])]
     from lightstep.bench.contender import MAX_NORM, OPTIMIZERS
-    from lightstep.bench.iteration import IterationTask, TimelineTask, token_counts
+    from lightstep.bench.iteration import IterationTask, TimelineTask, small_models, token_counts
     from lightstep.bench.llama import LlamaShape
     from lightstep.bench.qwen_moe import MoeShape
     from lightstep.bench.step import StepTask
 
+    sequence = int(options.get("sequence", 1))
+    counts = token_counts(str(options["tokens"]), sequence) if "tokens" in options else ()
+    clipping = {"max_norm": float(options.get("max_norm", MAX_NORM)), "clip_every": int(options.get("clip_every", 0))}
+    if mode == "small":
+        if len(counts) > 1:
+            raise ValueError(f"--tokens {options['tokens']}: --small measures one number of tokens; give one")
+        return small_models(device, seed, sequence, counts[0], **clipping)
     name = str(options.get("model", "llama"))
     shapes: dict[str, Any] = {
         "llama": partial(LlamaShape.nearest, released=mode != "step"),
@@ -276,13 +299,8 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
         raise ValueError(f"--optimizer {optimizer}: allowed are {', '.join(OPTIMIZERS)}")
     if mode == "step":
         return [StepTask(device, seed, shape, optimizer=optimizer)]
-    sequence = int(options["sequence"])
-    counts = token_counts(str(options["tokens"]), sequence)
-    max_norm = float(options.get("max_norm", MAX_NORM))
-    clip_every = int(options.get("clip_every", 0))
-    settings: dict[str, Any] = {"max_norm": max_norm, "optimizer": optimizer}
+    settings: dict[str, Any] = {**clipping, "optimizer": optimizer}
     if mode == "iteration":
-        settings["clip_every"] = clip_every
         return [IterationTask(device, seed, shape, sequence, case=count, **settings) for count in counts]
     if device.type != "cuda":
         raise ValueError("--timeline needs a GPU: a CPU has no streams and no link")

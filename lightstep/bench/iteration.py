@@ -1,4 +1,4 @@
-"""`lightstep bench --iteration` and `--timeline`: whole training iterations; forward, backward and step."""
+"""`lightstep bench --iteration`, `--small` and `--timeline`: whole training iterations; forward, backward and step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightstep.bench.contender import OPTIMIZERS, Contender
+from lightstep.bench.contender import OPTIMIZERS, Contender, Skipped
 from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
 from lightstep.bench.machine import read_timeline, write_timeline
 from lightstep.bench.peers import CpuAdamW, DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2Offload, TorchFsdp2, TorchResident
@@ -42,7 +42,15 @@ class IterationTask(Task):
     stem = "iteration"
     case_name = "tokens"
     default_peers = "none"
-    peers = (TorchResident, TorchFsdp2, CpuAdamW, Fsdp2Offload, DeepSpeedCpuAdam, Dion, DionTriton)
+    peers: ClassVar[tuple[type[Contender], ...]] = (
+        TorchResident,
+        TorchFsdp2,
+        CpuAdamW,
+        Fsdp2Offload,
+        DeepSpeedCpuAdam,
+        Dion,
+        DionTriton,
+    )
     baseline: ClassVar[type[Contender] | None] = WithoutOptimizer
 
     @property
@@ -62,10 +70,15 @@ class IterationTask(Task):
         checkpoint_activations(model)
         return model
 
+    @property
+    def tokens(self) -> int:
+        """Of a step and rank."""
+        return int(self.case)
+
     def batch(self, rank: int) -> tuple[Tensor, Tensor]:
         """Random tokens and targets, (sequences, length) each; other ranks have others."""
         generator = torch.Generator().manual_seed(self.seed + 1 + rank)
-        size = (self.case // self.sequence, self.sequence + 1)
+        size = (self.tokens // self.sequence, self.sequence + 1)
         words = torch.randint(self.shape.vocabulary, size, generator=generator).to(self.device)
         return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
@@ -126,7 +139,7 @@ class IterationTask(Task):
         return {
             **times.values("iteration_ms"),
             "windows_ms": row.windows,
-            "tokens_per_s": self.case * run.ranks.world_size / times.middle * 1e3,
+            "tokens_per_s": self.tokens * run.ranks.world_size / times.middle * 1e3,
             "peak_device_bytes": None if row.peak_bytes is None else peak,
             "peak_device_bytes_beyond_weights": None if row.peak_bytes is None else peak - weights,
             "weight_bytes": weights,
@@ -147,6 +160,99 @@ class IterationTask(Task):
             # The chart's grey bar: memory without an optimizer.
             shown["device_bytes_without_optimizer"] = (alone or {}).get("peak_device_bytes") or shown["weight_bytes"]
         add_times_by_hand(run, values, "iteration_ms")
+
+
+class SmallModel(NamedTuple):
+    """``adapted``: the layers that get adapters, which alone are trained; none: all weights are."""
+
+    shape: LlamaShape | MoeShape
+    checkpointed: bool = False
+    adapted: tuple[str, ...] = ()
+
+
+_ADAPTED = ("q_proj", "k_proj", "v_proj")
+
+SMALL_MODELS = {
+    "dense": SmallModel(LlamaShape.nearest(390_000_000), checkpointed=True),
+    "lora": SmallModel(LlamaShape.nearest(1_240_000_000, released=True), adapted=_ADAPTED),
+    "moe": SmallModel(MoeShape.nearest(640_000_000, 12)),
+}
+SMALLEST_MODELS = {
+    "dense": SmallModel(LlamaShape.nearest(300_000), checkpointed=True),
+    "lora": SmallModel(LlamaShape.nearest(300_000), adapted=_ADAPTED),
+    "moe": SmallModel(MoeShape.nearest(300_000)),
+}
+"""Of the same kinds, for a CPU."""
+
+
+@dataclass(frozen=True)
+class SmallModelTask(IterationTask):
+    """Iterations of `tokens` of one small model, `case`, whose time is Python's as much as the device's."""
+
+    tokens: int = field(default=0, kw_only=True)  # the case is the model
+    checkpointed: bool = field(default=False, kw_only=True)
+    adapted: tuple[str, ...] = field(default=(), kw_only=True)
+
+    stem = "small"
+    case_name = "model"
+    default_peers = "torch"
+    peers = (TorchResident,)
+    is_by_hand = True
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings, "sharding.activation_checkpointing": self.checkpointed}
+
+    def default_strategies(self, ranks: int) -> tuple[str, ...]:
+        return ("resident", "stream-overlap")
+
+    def model(self, dtype: torch.dtype = torch.bfloat16) -> Llama | QwenMoe:
+        model = super().model(dtype)
+        return _with_adapters(model, self.adapted) if self.adapted else model
+
+    def model_for_peers(self, dtype: torch.dtype = torch.bfloat16) -> Llama | QwenMoe:
+        return super().model_for_peers(dtype) if self.checkpointed else self.model(dtype)
+
+    def head(self, run: Run) -> Values:
+        models = {task.case: task.describe() for task in run.tasks if isinstance(task, SmallModelTask)}
+        return {**super().head(run), "model": models, "tokens_per_rank": self.tokens}
+
+    def describe(self) -> Values:
+        """For the JSON file."""
+        how = {"activation_checkpointing": self.checkpointed, "adapted": list(self.adapted)}
+        return {**self.shape.values(), "attention": "sdpa", "loss_chunk_tokens": LOSS_CHUNK, **how}
+
+
+def small_models(device: torch.device, seed: int, sequence: int, tokens: int, **settings: Any) -> list[SmallModelTask]:
+    """A task for each small model; on a CPU those are tiny."""
+    models = SMALL_MODELS if device.type == "cuda" else SMALLEST_MODELS
+    how: dict[str, Any] = {**settings, "tokens": tokens}
+    return [
+        SmallModelTask(
+            device,
+            seed,
+            model.shape,
+            sequence,
+            case=name,
+            checkpointed=model.checkpointed,
+            adapted=model.adapted,
+            **how,
+        )
+        for name, model in models.items()
+    ]
+
+
+def _with_adapters(model: Any, layers: Sequence[str]) -> Any:
+    """LoRA's adapters of rank 16, in the weights' dtype. The weights are frozen.
+
+    Raises:
+        Skipped: PEFT is not installed.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise Skipped("needs PEFT: pip install peft") from None
+    return inject_adapter_in_model(LoraConfig(r=16, target_modules=list(layers)), model)
 
 
 @dataclass(frozen=True)
@@ -248,3 +354,16 @@ IterationTask.view = View(
     footnotes=_footnotes,
     case="tokens",
 )
+
+
+def _small_title(values: Values, case: Any) -> str:
+    model = values["model"][case]
+    what = "adapters of " if model["adapted"] else ""
+    device = values["hardware"]["device"]
+    return (
+        f"{case}: one iteration of {values['tokens_per_rank']} tokens, {what}{size(model['parameters'])} parameters "
+        f"({model['name']}), {device}"
+    )
+
+
+SmallModelTask.view = replace(IterationTask.view, title=_small_title, case="model")

@@ -44,7 +44,7 @@ class TorchResident(Contender):
 
     def __init__(self, task: Task) -> None:
         self.model = self.make_model(task)
-        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        parameters = [parameter.detach() for parameter in self.model.parameters() if parameter.requires_grad]
         self._weights = [local_tensor(parameter) for parameter in parameters]
         self._masters = [nn.Parameter(parameter.float()) for parameter in parameters]
         self._optimizers = self.make_optimizers(task.optimizer)

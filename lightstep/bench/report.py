@@ -179,7 +179,7 @@ class View:
 
 
 BY_HAND = Column("×\nby hand", "times_by_hand", ".3f", 8, optional=True)
-"""With Muon alone."""
+"""With Muon, and of small models."""
 
 WIDE = 140
 _NAME = 24

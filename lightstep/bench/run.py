@@ -65,13 +65,14 @@ class Task(ABC):
     """What every contender does, how it is measured, and how the result is shown.
 
     Attributes:
-        case: the size (tokens or tensors), for tasks that are measured at several.
+        case: the size (tokens or tensors) or the model, for tasks that are measured at several.
         stem: file name of the result, without its suffix.
         case_name: the JSON key of `case`.
         provides_gradients: whether steps are given gradients instead of running backward.
         max_norm: the global norm to clip to.
         optimizer: `--optimizer`.
         threads: torch's CPU threads; None: this rank's share of the cores.
+        is_by_hand: whether times are compared with the loop by hand.
         peers: the contenders that `--peers` can name.
         baseline: a contender that is measured before all others.
         view: how tables and chart show the result; None: the task writes its own files instead.
@@ -91,7 +92,11 @@ class Task(ABC):
     baseline: ClassVar[type[Contender] | None] = None
     view: ClassVar[View | None] = None
 
-    case: int = field(default=0, kw_only=True)
+    case: int | str = field(default=0, kw_only=True)
+
+    @property
+    def is_by_hand(self) -> bool:
+        return self.optimizer == "muon"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -263,7 +268,7 @@ class Run:
         return self.tasks[0]
 
     @property
-    def cases(self) -> list[int]:
+    def cases(self) -> list[int | str]:
         return [task.case for task in self.tasks]
 
 
@@ -426,8 +431,8 @@ def _values(run: Run, row: Row) -> Values:
 
 
 def add_times_by_hand(run: Run, values: Sequence[Values], key: str) -> None:
-    """Compare rows that train with Muon with the loop by hand; ``key`` is the figure of their time."""
+    """Compare rows with the loop by hand, if the task does; ``key`` is the figure of their time."""
     times = {shown["name"]: shown[key] for shown in values if key in shown}
     by_hand = times.get("torch" if run.ranks.world_size == 1 else "torch-fsdp2")
-    for shown in (shown for shown in values if key in shown and run.task.optimizer == "muon"):
+    for shown in (shown for shown in values if key in shown and run.task.is_by_hand):
         shown["times_by_hand"] = None if by_hand is None else shown[key] / by_hand

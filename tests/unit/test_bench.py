@@ -368,6 +368,21 @@ def test_a_mixture_of_experts_trains_the_same(tmp_path: Path) -> None:
     assert rows["resident"]["weight_bytes"] == 2 * values["model"]["parameters"]
 
 
+def test_small_models_beside_the_loop_by_hand(tmp_path: Path) -> None:
+    values, output = measured(
+        tmp_path, "--small", "--device", "cpu", "--tokens", "32", "--sequence", "16", "--rounds", "2"
+    )
+    assert [values["model"][name]["adapted"] != [] for name in ("dense", "lora", "moe")] == [False, True, False]
+    for model in ("dense", "lora", "moe"):
+        rows = {row["name"]: row for row in values["rows"] if row["model"] == model}
+        assert list(rows) == ["no optimizer", "resident", "stream-overlap", "torch"] and f"{model}: one" in output
+        assert all(row["note"] is None for row in rows.values()), {name: row["note"] for name, row in rows.items()}
+        assert rows["stream-overlap"]["loss"] == rows["resident"]["loss"]
+        assert rows["torch"]["loss"] == pytest.approx(rows["resident"]["loss"], rel=1e-2)  # its norm adds up otherwise
+        assert rows["torch"]["times_by_hand"] == 1.0 and rows["resident"]["times_by_hand"] > 0
+        assert [len(window) for window in rows["resident"]["windows_ms"]] == [2, 2]
+
+
 def test_two_ranks_divide_the_experts(tmp_path: Path) -> None:
     names = ["fsdp2", "fsdp2-stream-overlap", "fsdp2-offload"]
     values, _ = on_two_ranks(tmp_path, *MIXTURE, "--sequence", "16", "--strategies", ",".join(names))
@@ -458,6 +473,7 @@ def test_the_python_time_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, 
         ("--tensors large", "--tensors large: allowed are tiny (all of them), lora, moe"),
         ("--timeline --device cpu", "--timeline needs a GPU"),
         ("--timeline --rounds 3", "--rounds 3 has no effect on --timeline"),
+        ("--small --tokens 64,128", "--small measures one number of tokens"),
         ("--iteration --timeline", "give one of them"),
         ("--iteration --checkpoints ckpt", "--checkpoints ckpt has no effect on --iteration"),
         ("--iteration --strategies strem", "did you mean 'stream'"),
