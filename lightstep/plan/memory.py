@@ -22,6 +22,9 @@ from lightstep.state.versions import LEFT_FREE
 
 _UNIT = 128 * 2**20
 """Largest number of elements that ``resident`` updates together."""
+_UNDER_WAY = 3
+"""Groups whose gradients are on the device where they leave for the host: see `lightstep.optimizer.host_gradients`."""
+
 _BULK_UNIT = 128 * 2**20
 """Bytes of the largest unit of ``bulk``."""
 
@@ -275,19 +278,26 @@ class _MemoryPlan:
         return self.sizes.total * self.width if isinstance(self.config.sharding, DDPSharding) else 0
 
     def _gradients(self, elements: float) -> float:
-        if self.on_host:  # of one block, those of two on their way, and of the embedding
-            elements = min(elements, 3 * max(self.sizes.blocks, default=0) + max(self.sizes.before, self.sizes.behind))
+        if self.on_host:  # those of blocks, and of the embedding
+            elements = min(elements, self._leaving + max(self.sizes.before, self.sizes.behind))
         elif self.config.optimizer_state.update == "in_backward":
             elements = min(elements, 2 * max(self.sizes.blocks, default=0) + self.sizes.behind)
         return elements * self.gradient_width / self.shards
 
+    @property
+    def _leaving(self) -> int:
+        """Elements of gradients that are on the device on their way to the host: of one block, and of two before it."""
+        return _UNDER_WAY * max(self.sizes.blocks, default=0)
+
     # -- one moment of backward
 
     def _live_at(self, moment: Moment) -> float:
-        blocks = sum(self.sizes.blocks[:1]) * moment.blocks_done
+        blocks, root = sum(self.sizes.blocks[:1]) * moment.blocks_done, moment.arrived_root
+        if self.on_host:
+            blocks = min(blocks, self._leaving)
+            root *= moment.blocks_done < _UNDER_WAY or moment.where == TAIL
         if self.config.sharding.kind != "fsdp2":
-            arrived = self._gradients(blocks + moment.arrived_root + moment.arrived_block)
-            return moment.live + arrived
+            return moment.live + self._gradients(blocks + root + moment.arrived_block)
         before, behind = self.apart
         waiting = moment.arrived_root - (0 if moment.where == HEAD else min(behind, moment.arrived_root))
         whole = (waiting + moment.arrived_block) * self._compute_width  # not yet reduced
