@@ -76,7 +76,7 @@ class GradientNorm:
         """Each gradient's own norm, 0-dim and on its device; ``None`` without a gradient."""
         norms: list[Tensor | None] = [None] * len(gradients)
         for number, gradient in enumerate(gradients):
-            if gradient is not None and not gradient.numel():  # an empty shard
+            if gradient is not None and 0 in gradient.shape:  # an empty shard
                 norms[number] = gradient.new_zeros((), dtype=self.dtype)
         left = [(n, one) for n, one in enumerate(gradients) if one is not None and norms[n] is None]
         for kind in dict.fromkeys([(one.device, one.dtype) for _, one in left]):

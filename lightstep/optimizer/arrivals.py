@@ -38,7 +38,8 @@ class Arrivals:
         self.units_of: list[list[Unit]] = []
         self._hooks = LeafHooks()
         self._hooked = False  # the hooks are on the parameters of these layers
-        self._listeners: list[Callable[[Tensor], None]] = []  # called by the hooks; empty outside of `listening`
+        self._listeners: list[tuple[dict[int, Managed], Callable[[Managed], None]]] = []
+        """What the hooks look up, and call; empty outside of `listening`."""
         self._missing: list[int] = []  # gradients missing, by layer
         self._missing_layers: Counter[int] = Counter()  # incomplete layers, by batch
         self._newest_streams: dict[torch.device, torch.Stream] = {}  # that finished the newest gradient
@@ -91,13 +92,13 @@ class Arrivals:
         self._hooks.put_last()
         self._newest_streams.clear()
 
-        def listener(parameter: Tensor) -> None:
-            item = self._items[id(parameter)]
+        def after_other_streams(item: Managed) -> None:
             if item.local.device.type != "cpu":
                 self._wait_for_other_stream(item.local.device)
             on_gradient(item)  # gradients are off: autograd calls hooks so, and FSDP2 too
 
-        self._listeners.append(listener)
+        on_devices = [item for item in self._items.values() if item.local.device.type != "cpu"]
+        self._listeners.append((self._items, after_other_streams if on_devices else on_gradient))
         try:
             yield
         finally:
@@ -174,9 +175,9 @@ def _batches(layers: int, in_unit: Iterable[Sequence[int]]) -> list[int]:
     return first
 
 
-def _make_hook(listeners: list[Callable[[Tensor], None]]) -> Callable[[Tensor], None]:
+def _make_hook(listeners: list[tuple[dict[int, Managed], Callable[[Managed], None]]]) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
-        if listeners:
-            listeners[0](parameter)
+        for items, listener in listeners:
+            listener(items[id(parameter)])
 
     return hook

@@ -233,7 +233,7 @@ class ManagedParameters:
         tell."""
         items = list(items)
         found = dict(self._watch.touched(_with_versions(_with_locals(items))))
-        others = [item for item in items if _is_compared(item, item.local) and item not in found]
+        others = [item for item in _compared([(item, item.local) for item in items]) if item not in found]
         return [*found, *self._backend.changed(others)]
 
     def adopt_writes(self, items: Iterable[Managed], used: Container[Managed]) -> bool:
@@ -270,7 +270,7 @@ class ManagedParameters:
                 item.home.group.adopt_replaced()
         checked = dict(touched)
         self._record_written(checked)
-        suspects = [item for item, local in locals_now if _is_compared(item, local) or item in checked]
+        suspects = list(dict.fromkeys([*_compared(locals_now), *checked]))
         written = self._backend.changed(suspects) if suspects else []
         self._mark(written)
         for item in written:
@@ -289,9 +289,7 @@ class ManagedParameters:
         Raises:
             ValueError: a parameter with state has got another shape; nothing has been changed then.
         """
-        converted = [
-            item for item, local in locals_now if (local.shape, local.dtype, local.device) != _form(item.resting)
-        ]
+        converted = _of_other_forms(locals_now)
         if not converted:
             return False
         for old in converted:
@@ -349,7 +347,7 @@ class ManagedParameters:
         state has just been loaded and its weights come next.
         """
         local = local_tensor(item.param)
-        if not _is_compared(item, local) and not self._watch.touched(_with_versions([(item, local)])):
+        if not _compared([(item, local)]) and not self._watch.touched(_with_versions([(item, local)])):
             return False
         if self._backend.compares_weights and local.data_ptr() == item.resting.data_ptr():
             return False  # the backend has compared them itself
@@ -498,19 +496,25 @@ def _as_parameter(item: Managed, value: Any) -> Any:
     return value
 
 
-def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
+def _of_other_forms(locals_now: Iterable[tuple[Managed, Tensor]]) -> list[Managed]:
+    """The parameters that do not have the shape, dtype and device of the last step any more. It runs in every step."""
+    both = [(item, local, item.local if item.home is None else item.home.on_host) for item, local in locals_now]
+    return [
+        item
+        for item, local, known in both
+        if local.dtype != known.dtype or local.device != known.device or local.shape != known.shape
+    ]
 
 
-def _is_compared(item: Managed, local: Tensor) -> bool:
-    """Whether the weight is compared with its master in every step: that finds writes that raise no version, too."""
-    return local.device.type == "cpu" and item.home is None
+def _compared(locals_now: Iterable[tuple[Managed, Tensor]]) -> list[Managed]:
+    """The parameters whose weights are compared with their masters in every step: that finds writes that raise no
+    version, too."""
+    return [item for item, local in locals_now if local.device.type == "cpu" and item.home is None]
 
 
 def _is_unmoved(item: Managed) -> bool:
-    local, known = local_tensor(item.param), item.resting
-    same_form = (local.shape, local.dtype, local.device) == _form(known)
-    return same_form and local.data_ptr() == known.data_ptr()
+    local = local_tensor(item.param)
+    return not _of_other_forms([(item, local)]) and local.data_ptr() == item.resting.data_ptr()
 
 
 def _refuse_new_shape(item: Managed) -> None:

@@ -247,7 +247,7 @@ class SpeculativeUpdates(EarlyUpdates):
         if self._arrivals.count_layer(layer):
             units = self._arrivals.units_of[self._arrivals.batch_of[layer]]
             self._speculate(speculation, [unit for unit in reversed(units) if unit in speculation.local])
-            speculation.let_go(owner for unit in units for owner in unit.owners)
+            speculation.let_go([owner for unit in units for owner in unit.owners])
 
     def _speculate_shared(self, speculation: Speculation, flush: bool = False) -> None:
         """Update the next shared units whose layers are complete.

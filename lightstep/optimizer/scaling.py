@@ -75,7 +75,7 @@ class Scaling:
     ) -> Sequence[Tensor | None]:
         """Each parameter's own norm: one that has been stored, or that of its gradient."""
         if not self._norms:
-            return self._tensor_norms([gradients.get(item) for item in items], loss_scale)
+            return self._tensor_norms(list(map(gradients.get, items)), loss_scale)
         left = [item for item in items if item in gradients and item not in self._norms]
         found = dict(zip(left, self._tensor_norms([gradients[item] for item in left], loss_scale), strict=True))
         return [found.get(item, self._norms.get(item)) if item in gradients else None for item in items]

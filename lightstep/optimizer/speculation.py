@@ -45,7 +45,7 @@ class Checksums:
         Args:
             out: int32, one element for each gradient.
         """
-        codes = [gradient.contiguous().view(-1).view(torch.int16) for gradient in gradients]
+        codes = [gradient.reshape(-1).view(torch.int16) for gradient in gradients]
         self._splitter.fingerprint_rows([(row, 0, [(0, row.shape[0])], i) for i, row in enumerate(codes)], out)
 
 

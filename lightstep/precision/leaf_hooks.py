@@ -90,9 +90,8 @@ def _called_with_parameter(reference: weakref.ref[LeafHooks], number: int, hook:
 
     def with_parameter(_: Tensor) -> None:
         hooks = reference()
-        parameter = None if hooks is None else hooks._by_id.get(number)
-        if parameter is not None:
-            hook(parameter)
+        if hooks is not None and number in hooks._by_id:
+            hook(hooks._by_id[number])
 
     return with_parameter
 

@@ -55,6 +55,10 @@ class Residency:
         """Whether the record lives on the device or has been chosen to: it does not go through the ring."""
         return record in self._chosen
 
+    def streamed(self, records: Iterable[Record]) -> list[Record]:
+        """The others, in order."""
+        return [record for record in records if record not in self._chosen]
+
     # -- before a step, with no step under way
 
     @property

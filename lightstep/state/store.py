@@ -393,8 +393,7 @@ class Store:
 
     def _walk_in(self, order: Iterable[Unit], is_wanted: Callable[[Managed], bool]) -> list[Record]:
         """The records that go through the ring, in the order in which they are first needed."""
-        records = (self._records.by_unit[unit] for unit in order)
-        streamed = (record for record in records if record not in self._residency)
+        streamed = self._residency.streamed(self._records.by_unit[unit] for unit in order)
         return list(self._fetch_order([one for one in streamed if any(is_wanted(part.owner) for part in one.parts)]))
 
     def _fetch_order(self, walk: Sequence[Record]) -> Iterator[Record]:
@@ -1027,7 +1026,7 @@ class Store:
 
     def _streamed(self) -> list[Record]:
         """The records that go through the ring."""
-        return [record for record in self._records if record not in self._residency]
+        return self._residency.streamed(self._records)
 
     def _by_residency_priority(self) -> list[Record]:
         """The records, in the order in which they are chosen to stay on the device."""

@@ -1063,8 +1063,8 @@ def test_writes_are_found_by_their_versions_too(
 ) -> None:
     """As on an accelerator. On a CPU every step finds them by comparing weights with masters."""
     found = []
-    for compares in (managed_parameters._is_compared, lambda item, local: False):
-        monkeypatch.setattr(managed_parameters, "_is_compared", compares)
+    for compared in (managed_parameters._compared, lambda locals_now: []):
+        monkeypatch.setattr(managed_parameters, "_compared", compared)
         setup = Setup(backend)
         if between is not give_a_master_and_change_the_weight:
             setup.train(0, 1)
