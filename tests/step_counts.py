@@ -3,7 +3,8 @@
 One iteration of plain AdamW (forward, backward, step) is traced on the CPU, after a few untraced ones. Counted are the
 functions, classes and files of lightstep that run, in the lanes' threads too, and all calls of Python and C functions
 for each parameter. What a GPU does by kernels and streams, the CPU does by stand-ins: by torch's own passes, checksums
-and threads. A call of a stand-in counts as one, and what it calls does not.
+and threads. In place of a look at versions it compares weights with their masters. A call of a stand-in counts as one,
+and what it calls does not.
 
 The model has blocks with as many parameters as a transformer's. They are as small as they can be if each is to be a
 unit of its own.
@@ -32,6 +33,7 @@ STAND_INS = {
     one_pass_on_cpu.__file__: "",
     f"{PACKAGE}/precision/split.py": "",
     f"{PACKAGE}/state/checksummed_weights.py": "",
+    f"{PACKAGE}/state/weight_comparison.py": "",
     f"{PACKAGE}/state/lanes.py": ("Thread", "CallerLane", "_Status", "_Job", "_run", "_thread_main"),
 }
 """What runs on the CPU alone: files, and how the names of their functions begin."""

@@ -206,8 +206,7 @@ class ManagedParameters:
         """Record that the optimizer has written the parameters (to ``item.local``, even if they have moved since)."""
         listed = list(items)
         resting = [item.local if item.home is None else item.home.on_host for item in listed]
-        addresses = [tensor.data_ptr() for tensor in resting]
-        self._watch.record(zip(listed, versions_of(listed), addresses, strict=True))
+        self._watch.record(zip(listed, versions_of(listed), map(Tensor.data_ptr, resting), strict=True))
 
     def _record_written(self, items: Collection[Managed]) -> None:
         """:meth:`record` after somebody else has written the parameters."""

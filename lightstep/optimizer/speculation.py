@@ -68,12 +68,11 @@ class UsedGradients(dict[Managed, tuple[Tensor, int]]):
         On a device the checksums are queued on the current stream.
         """
         new = [item for item in gradients if item not in self]
-        staying = []
+        staying = [item for item in new if item.home is None]
         for item in new:
             gradient, home = gradients[item], item.home
             if home is None:
                 self[item] = gradient, gradient._version
-                staying.append(item)
             else:
                 leaves_later = item.param.grad is not None
                 self[item] = home.gradient(gradient.dtype), home.arrivals + leaves_later

@@ -61,7 +61,7 @@ class LeafHooks:
         for parameter, handles in self._handles.items():
             hooks = parameter._post_accumulate_grad_hooks
             for handle in handles:
-                if handle.id in hooks and next(reversed(hooks)) != handle.id:
+                if handle.id in hooks and [*hooks][-1] != handle.id:
                     hooks[handle.id] = hooks.pop(handle.id)
 
     def _register(self, parameter: Tensor, before: Hook | None, after: Hook | None) -> list[RemovableHandle]:

@@ -33,11 +33,12 @@ class ModelWatch:
         Args:
             parameters: keys, local tensors, and versions.
         """
-        seen = self._seen
+        seen, listed = self._seen, list(parameters)
+        addresses = map(Tensor.data_ptr, [local for _, local, _ in listed])
         return [
             (key, local)
-            for key, local, version in parameters
-            if key not in seen or seen[key] != (version, local.data_ptr())
+            for (key, local, version), address in zip(listed, addresses, strict=True)
+            if key not in seen or seen[key] != (version, address)
         ]
 
     def moved(self, key: Hashable, local: Tensor) -> bool:

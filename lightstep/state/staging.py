@@ -135,13 +135,14 @@ class Staging:
 
     def gather_row(self, run: Run) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """The row for a run's gathered weights, views of its parts, and of the padding between them."""
-        if run not in self._gather_rows:
+        place = self._gather_rows.get(run)
+        if place is None:
             local = run.locals[0]
             rows = self._rows.get(local.dtype)  # None if all shards of this dtype are empty
             row = local.new_empty(0) if rows is None else rows[run.first : run.stop]
             gaps = [row[b : a + aligned(b - a)] for a, b in run.ranges[:-1] if b - a != aligned(b - a)]
-            self._gather_rows[run] = row, run.parts_of(row), gaps
-        return self._gather_rows[run]
+            place = self._gather_rows[run] = row, run.parts_of(row), gaps
+        return place
 
     def nbytes(self) -> int:
         held = (self.masters, *self.moments, *self._rows.values(), *self._numbers.values())
