@@ -186,6 +186,8 @@ def _run(
         dist.init_process_group(
             backend, f"file://{meeting_place}/store", timeout=TIMEOUT, rank=rank, world_size=world_size
         )
+        if device.type == "cpu":
+            dist.barrier()  # a check that does not communicate may end while another rank is still connecting
     try:
         return check(rank, world_size, **arguments)
     finally:
