@@ -197,7 +197,7 @@ class SmallModelTask(IterationTask):
     case_name = "model"
     default_peers = "torch"
     peers = (TorchResident,)
-    is_by_hand = True
+    has_loop_by_hand = True
 
     @property
     def settings(self) -> dict[str, Any]:

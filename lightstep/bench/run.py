@@ -72,7 +72,7 @@ class Task(ABC):
         max_norm: the global norm to clip to.
         optimizer: `--optimizer`.
         threads: torch's CPU threads; None: this rank's share of the cores.
-        is_by_hand: whether times are compared with the loop by hand.
+        has_loop_by_hand: whether times are compared with the loop by hand.
         peers: the contenders that `--peers` can name.
         baseline: a contender that is measured before all others.
         view: how tables and chart show the result; None: the task writes its own files instead.
@@ -95,7 +95,7 @@ class Task(ABC):
     case: int | str = field(default=0, kw_only=True)
 
     @property
-    def is_by_hand(self) -> bool:
+    def has_loop_by_hand(self) -> bool:
         return self.optimizer == "muon"
 
     @property
@@ -434,5 +434,5 @@ def add_times_by_hand(run: Run, values: Sequence[Values], key: str) -> None:
     """Compare rows with the loop by hand, if the task does; ``key`` is the figure of their time."""
     times = {shown["name"]: shown[key] for shown in values if key in shown}
     by_hand = times.get("torch" if run.ranks.world_size == 1 else "torch-fsdp2")
-    for shown in (shown for shown in values if key in shown and run.task.is_by_hand):
+    for shown in (shown for shown in values if key in shown and run.task.has_loop_by_hand):
         shown["times_by_hand"] = None if by_hand is None else shown[key] / by_hand

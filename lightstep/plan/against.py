@@ -64,7 +64,7 @@ def compare(folder: Path) -> list[Comparison]:
         except ValueError as error:
             raise ConfigError(f"{file} is not valid JSON: {error}") from error
         is_result = isinstance(values, dict) and {"iterations", "rows"} <= set(values)
-        if is_result and values["optimizer"]["class"] in _CLASSES:
+        if is_result and "name" in values["model"] and values["optimizer"]["class"] in _CLASSES:
             rows += _compare_file(file.name, values)
     if not rows:
         raise ConfigError(

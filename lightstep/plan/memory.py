@@ -23,8 +23,7 @@ from lightstep.state.versions import LEFT_FREE
 _UNIT = 128 * 2**20
 """Largest number of elements that ``resident`` updates together."""
 _UNDER_WAY = 3
-"""Groups whose gradients are on the device where they leave for the host: see `lightstep.optimizer.host_gradients`."""
-
+"""Blocks whose gradients are on the device at a time, where they leave for the host."""
 _BULK_UNIT = 128 * 2**20
 """Bytes of the largest unit of ``bulk``."""
 

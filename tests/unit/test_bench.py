@@ -608,7 +608,8 @@ def test_every_rank_has_tokens_of_its_own() -> None:
 
 
 def shown(values: Values, width: int) -> str:
-    view = (IterationTask if "iterations" in values else tensors.TensorsTask if "tensors" in values else StepTask).view
+    whole = iteration.SmallModelTask if "dense" in values.get("model", ()) else IterationTask
+    view = (whole if "iterations" in values else tensors.TensorsTask if "tensors" in values else StepTask).view
     console = Console(width=width, force_terminal=True, color_system=None)
     with console.capture() as output:
         report.print_table(values, view, console)

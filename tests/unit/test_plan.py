@@ -99,6 +99,13 @@ def test_plans_are_within_the_goals_of_what_was_measured() -> None:
     assert against.as_markdown(rows) in page, "make the table again: lightstep plan --against docs/benchmarks"
 
 
+def test_results_of_small_models_are_left_out(tmp_path: Path) -> None:
+    values = json.loads((DOCS / "benchmarks/h200-3b-offload-16k.json").read_text())
+    (tmp_path / "whole.json").write_text(json.dumps(values))
+    (tmp_path / "small.json").write_text(json.dumps({**values, "model": {"dense": values["model"]}}))
+    assert {row.file for row in against.compare(tmp_path)} == {"whole.json"}
+
+
 @pytest.mark.parametrize(("clipped", "said"), [(None, False), (0, False), (1, None), (3, True)])
 def test_a_result_says_whether_steps_were_clipped(clipped: int | None, said: bool | None) -> None:
     assert against._was_clipped({"clipped_steps": clipped}, {"iterations": 3}) is said
