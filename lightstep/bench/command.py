@@ -281,6 +281,8 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
     counts = token_counts(str(options["tokens"]), sequence) if "tokens" in options else ()
     clipping = {"max_norm": float(options.get("max_norm", MAX_NORM)), "clip_every": int(options.get("clip_every", 0))}
     if mode == "small":
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError("--small is for one process: start it without torchrun")
         if len(counts) > 1:
             raise ValueError(f"--tokens {options['tokens']}: --small measures one number of tokens; give one")
         return small_models(device, seed, sequence, counts[0], **clipping)

@@ -294,7 +294,8 @@ class _MemoryPlan:
         blocks, root = sum(self.sizes.blocks[:1]) * moment.blocks_done, moment.arrived_root
         if self.on_host:
             blocks = min(blocks, self._leaving)
-            root *= moment.blocks_done < _UNDER_WAY or moment.where == TAIL
+            if moment.blocks_done >= _UNDER_WAY and moment.where != TAIL:
+                root = 0  # the head's has left
         if self.config.sharding.kind != "fsdp2":
             return moment.live + self._gradients(blocks + root + moment.arrived_block)
         before, behind = self.apart

@@ -69,7 +69,6 @@ class GradientAccumulator:
     def __init__(self, float32: bool = True, elsewhere: SumsElsewhere | None = None) -> None:
         self.float32, self._elsewhere = float32, elsewhere
         self._sums: SumsInPlace | SumsAside | SumsElsewhere = elsewhere or SumsInPlace()
-        self._is_in_place = elsewhere is None  # then nothing is left to do when a gradient is complete
         self._watched: list[Tensor] = []
         self._kinds: list[tuple[torch.dtype, bool]] = []
         self._watched_set: frozenset[Tensor] = frozenset()
@@ -100,7 +99,6 @@ class GradientAccumulator:
             if isinstance(self._sums, SumsAside) is not several:
                 self._sums.set_parameters(())
                 self._sums = SumsAside(_none_unused, lambda _: False) if several else SumsInPlace()
-                self._is_in_place = not several
             self._sums.set_parameters(watched)
         if self._reduction is not None:
             self.set_reduction(self._reduction)
@@ -177,8 +175,7 @@ class GradientAccumulator:
 
     def peek(self, parameter: Tensor) -> Tensor | None:
         """:meth:`collect` for one parameter whose gradient is complete while backward continues."""
-        if not self._is_in_place:
-            self._sums.complete([parameter])
+        self._sums.complete([parameter])
         return _local(parameter) if self._reduction is None else self._checked(parameter)
 
     def take(self, parameter: Tensor) -> Tensor | None:

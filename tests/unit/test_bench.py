@@ -383,6 +383,12 @@ def test_small_models_beside_the_loop_by_hand(tmp_path: Path) -> None:
         assert [len(window) for window in rows["resident"]["windows_ms"]] == [2, 2]
 
 
+def test_small_models_are_for_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = bench("--small", "--output", tmp_path / "out")
+    assert done.exit_code == 2 and "--small is for one process: start it without torchrun" in sentence(done.output)
+
+
 def test_two_ranks_divide_the_experts(tmp_path: Path) -> None:
     names = ["fsdp2", "fsdp2-stream-overlap", "fsdp2-offload"]
     values, _ = on_two_ranks(tmp_path, *MIXTURE, "--sequence", "16", "--strategies", ",".join(names))
