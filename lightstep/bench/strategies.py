@@ -162,7 +162,8 @@ def _strategy(text: str, settings: Mapping[str, Any]) -> Entry:
     name, values = read_source(strategy)
     config = parse_config(merge_overrides(values, overrides), name)
 
-    def build(task: Task) -> Contender:
+    def build(task: Task) -> Contender:  # each has settings of its own
+        _, overrides = parse_overrides(text, task.settings)
         return StrategyContender(task, Strategy.load(strategy, overrides=overrides), text)
 
     own = (assignment.partition("=") for assignment in _SEPARATOR.split(text)[1:])

@@ -383,6 +383,18 @@ def test_small_models_beside_the_loop_by_hand(tmp_path: Path) -> None:
         assert [len(window) for window in rows["resident"]["windows_ms"]] == [2, 2]
 
 
+def test_small_models_are_recomputed_alike_by_all() -> None:
+    tasks = iteration.small_models(CPU, 0, 16, 32)
+    (entry,) = parse_strategies("resident", tasks[0])
+
+    def is_recomputed(model: Any) -> bool:
+        return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+    recomputed = {task.case: is_recomputed(entry.build(task).model) for task in tasks}
+    assert recomputed == {task.case: is_recomputed(task.model_for_peers()) for task in tasks}
+    assert recomputed == {"dense": True, "lora": False, "moe": False}
+
+
 def test_small_models_are_for_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = bench("--small", "--output", tmp_path / "out")
