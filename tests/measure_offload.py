@@ -261,6 +261,7 @@ def main() -> None:
     )
     parser.add_argument("--inputs", choices=["device", "host"], default="device", help="those of recomputed blocks")
     parser.add_argument("--device-mib", type=int, default=3600, help="weights.device_mib")
+    parser.add_argument("--ring-mib", type=int, default=512, help="optimizer_state.ring_mib")
     parser.add_argument("--gradients-gib", default="0", help="weights.gradients_gib")
     parser.add_argument("--reduce", default="parameters", help="precision.reduce")
     parser.add_argument("--folder", type=Path, help="of a model of transformers")
@@ -272,6 +273,7 @@ def main() -> None:
     keys = {
         "optimizer_state.update": given.update,
         "optimizer_state.moments": given.moments,
+        "optimizer_state.ring_mib": given.ring_mib,
         "precision.reduce": given.reduce,
         "weights.device_mib": given.device_mib,
         "weights.gradients_gib": "auto" if given.gradients_gib == "auto" else float(given.gradients_gib),
