@@ -140,7 +140,7 @@ class SpeculativeUpdates(EarlyUpdates):
                 Speculation(local, shared, after_backward, GroupValues(groups), *assumed, checksums)
             )
         try:
-            with self._arrivals.listening(partial(self._on_gradient, step.gradients.peek)):
+            with self._arrivals.listening(partial(self._on_gradient, step.gradients.reader)):
                 yield
                 self._speculate_shared(speculation, flush=True)
         except BaseException:

@@ -45,7 +45,8 @@ class Checksums:
         Args:
             out: int32, one element for each gradient.
         """
-        codes = [gradient.reshape(-1).view(torch.int16) for gradient in gradients]
+        flat = [gradient.reshape(-1) for gradient in gradients]
+        codes = [row if row.dtype.itemsize == 2 else row.view(torch.int16) for row in flat]
         self._splitter.fingerprint_rows([(row, 0, [(0, row.shape[0])], i) for i, row in enumerate(codes)], out)
 
 
@@ -172,7 +173,9 @@ class Speculation:
                 the same weight raises the version, too.
         """
         own, owners = self._own_versions, unit.owners
-        known = [own.get(owner, version) for owner, version in zip(owners, versions, strict=True)]
+        known = versions
+        if not own.keys().isdisjoint(owners):
+            known = [own.get(owner, version) for owner, version in zip(owners, versions, strict=True)]
         self.weights_changed |= versions_of(owners) != known
         if not self.weights_changed or unit in self.shared:
             updater.speculate(unit, update)

@@ -9,7 +9,7 @@ the fp32 result of a reduction over ranks.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -177,6 +177,11 @@ class GradientAccumulator:
         """:meth:`collect` for one parameter whose gradient is complete while backward continues."""
         self._sums.complete([parameter])
         return _local(parameter) if self._reduction is None else self._checked(parameter)
+
+    @property
+    def reader(self) -> Callable[[Tensor], Tensor | None]:
+        """What :meth:`peek` does while the watched parameters stay the same: called for each of them in backward."""
+        return _local if isinstance(self._sums, SumsInPlace) and self._reduction is None else self.peek
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """:meth:`peek`, and remove the gradient."""

@@ -86,6 +86,9 @@ class Lanes:
 
     Args:
         small_pieces: see :class:`CopyLane`.
+
+    Attributes:
+        threads: those of its lanes, by number.
     """
 
     def __init__(self, device: torch.device, small_pieces: bool = True) -> None:
@@ -96,7 +99,7 @@ class Lanes:
         self.host_to_device, self.compute, self.device_to_host = (
             self._lane(name) for name in (HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST)
         )
-        self._threads = frozenset(lane.thread_id for lane in self._all() if isinstance(lane, ThreadLane))
+        self.threads = frozenset(lane.thread_id for lane in self._all() if isinstance(lane, ThreadLane))
         self._calling_thread = CallerLane(COMPUTE, self._status)
 
     @property
@@ -106,11 +109,6 @@ class Lanes:
     @delay.setter
     def delay(self, delay: Delay | None) -> None:
         self._status.delay = delay
-
-    @property
-    def is_lane_thread(self) -> bool:
-        """Whether the calling thread is a lane's own, which cannot wait for its own jobs."""
-        return threading.get_ident() in self._threads
 
     def _lane(self, name: str) -> Lane:
         if self.device.type == "cpu":
@@ -196,14 +194,21 @@ class LanesOfDevices:
     def __init__(self, small_pieces: bool) -> None:
         self._small_pieces = small_pieces
         self._known: dict[torch.device, Lanes] = {}
+        self._threads: frozenset[int | None] = frozenset()
 
     def __call__(self, device: torch.device) -> Lanes:
         if device not in self._known:
-            self._known[device] = Lanes(device, self._small_pieces)
+            lanes = self._known[device] = Lanes(device, self._small_pieces)
+            self._threads |= lanes.threads
         return self._known[device]
 
     def __iter__(self) -> Iterator[Lanes]:
         return iter(list(self._known.values()))
+
+    @property
+    def is_lane_thread(self) -> bool:
+        """Whether the calling thread is a lane's own, which cannot wait for its own jobs."""
+        return threading.get_ident() in self._threads
 
     def exist_for(self, device: torch.device | None) -> bool:
         """Whether this device's lanes have been used."""

@@ -224,7 +224,7 @@ class Store:
     @property
     def is_lane_thread(self) -> bool:
         """Whether the calling thread is one of the lanes."""
-        return any(lanes.is_lane_thread for lanes in self._lanes)
+        return self._lanes.is_lane_thread
 
     @property
     def is_moving_weights(self) -> bool:
