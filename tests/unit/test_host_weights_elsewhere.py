@@ -157,17 +157,13 @@ class Run:
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "bf16 autocast": {"bf16": True},
-    "evaluating and saving": {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2},
-    **{
-        f"recomputing, {kind}": {
-            "gradient_checkpointing": True,
-            "gradient_checkpointing_kwargs": {"use_reentrant": kind == "reentrant"},
-        }
-        for kind in ("reentrant", "not reentrant")
+    "bf16 autocast, no accumulation": {"bf16": True, "gradient_accumulation_steps": 1},
+    "recomputing, reentrant": {
+        "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True},
     },
-    "no accumulation": {"gradient_accumulation_steps": 1},
-    "own norm": {"max_grad_norm": 0.1},
+    "recomputing, not reentrant, own norm": {
+        "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, "max_grad_norm": 0.1,
+    },
     "the best": {
         "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
         "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
@@ -180,7 +176,7 @@ def test_the_trainer(arguments: str, time: str, tmp_path: Path) -> None:
     runs = []
     for placement in ("device", "host"):
         preset = dict(values(placement, time))
-        if arguments == "own norm":
+        if "max_grad_norm" in ARGUMENTS[arguments]:
             preset.pop("clipping")
         first = arguments == "plain"
         runs.append(Run(tmp_path / placement, preset, arguments=ARGUMENTS[arguments], evaluates_first=first))
@@ -198,26 +194,32 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]
         return Run(tmp_path_factory.mktemp("uninterrupted"), values("device")).weights
 
 
-@every_value(placements=[("host", "host"), ("host", "device"), ("device", "host")], asynchronous=[False, True])
+@pytest.mark.parametrize(
+    ("saved_on", "resumed_on", "asynchronous"), [("host", ("host", "device"), True), ("device", ("host",), False)]
+)
 def test_the_trainer_resumes(
-    placements: tuple[str, str], asynchronous: bool, tmp_path: Path, uninterrupted: dict[str, Tensor]
+    saved_on: str,
+    resumed_on: tuple[str, ...],
+    asynchronous: bool,
+    tmp_path: Path,
+    uninterrupted: dict[str, Tensor],
 ) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2}
     more = {"asynchronous_saves": asynchronous}
-    Run(tmp_path / "run", values(placements[0]), arguments=saving, **more)
-    resumed = Run(tmp_path / "run", values(placements[1]), resume=str(tmp_path / "run" / "checkpoint-2"), **more)
-    same(resumed.weights, uninterrupted)
+    Run(tmp_path / "run", values(saved_on), arguments=saving, **more)
+    for placement in resumed_on:
+        resumed = Run(tmp_path / "run", values(placement), resume=str(tmp_path / "run" / "checkpoint-2"), **more)
+        same(resumed.weights, uninterrupted)
     resumed.trainer.save_model(str(tmp_path / "whole"))
     again = make_llama(3).from_pretrained(tmp_path / "whole", dtype=torch.bfloat16)
     same(weights_of(again), uninterrupted)
 
 
-@pytest.mark.parametrize("time", ["next_forward", "overlap"])
-def test_callbacks_that_hold_parameters(time: str, tmp_path: Path) -> None:
+def test_callbacks_that_hold_parameters(tmp_path: Path) -> None:
     seen, runs = [], []
     for placement in ("device", "host"):
         watch = Watch()
-        runs.append(Run(tmp_path / placement, values(placement, time), callbacks=[watch]))
+        runs.append(Run(tmp_path / placement, values(placement, "overlap"), callbacks=[watch]))
         seen.append(watch.seen)
     assert all(torch.equal(*norms) for norms in zip(*seen, strict=True))
     same(runs[1].weights, runs[0].weights)
@@ -340,11 +342,14 @@ def apply_like_ligers(model: Any, _: Any) -> None:
     model.forward = MethodType(forward, model)
 
 
-@every_value(tied=[False, True], time=[*TIMES, "in_backward"], recompute=[False, True])
+@pytest.mark.parametrize(("tied", "time", "recompute"), [(True, "overlap", False), (False, "in_backward", True)])
 def test_a_loss_like_ligers(
     time: str, tied: bool, recompute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads the head's weight in the model's forward, and computes its gradient there."""
+    """It reads the head's weight in the model's forward, and computes its gradient there.
+
+    ``test_host_weights.py`` has such a loss at every update time.
+    """
     monkeypatch.setattr("transformers.trainer.apply_liger_kernel", apply_like_ligers)
     arguments = {"use_liger_kernel": True, "gradient_checkpointing": recompute}
     runs = []

@@ -28,7 +28,8 @@ from tests.unit.test_readers import History, Run, assert_ends_as, same, step_of,
 
 LIBRARY = Path(lightstep.__file__).parent
 CALLERS = {str(LIBRARY / file) for file in ("optimizer/arrivals.py", "optimizer/overlap.py", "state/lanes.py")}
-LAYERS = 3
+LAYERS = 2
+"""More of them would only let the same moments come more often."""
 LOCKS = {"complete", "wait"}  # an interrupt there may leave a lock of the standard library's conditions
 
 
