@@ -90,7 +90,7 @@ def assert_same(tested: Setup, expected: Setup) -> None:
 # -- weights
 
 
-@every_pair(backend=BACKENDS, target=["bfloat16", "float16", "float32"], exchanged=[False, True])
+@every_value(backend=BACKENDS, target=["bfloat16", "float16", "float32"], exchanged=[False, True])
 def test_edited_weights_are_what_is_saved(backend: str, exchanged: bool, target: str, tmp_path: Path) -> None:
     setup = Setup(backend).train(0, 1)
     with torch.no_grad():
@@ -1059,7 +1059,7 @@ def give_a_master_and_change_the_weight(setup: Setup) -> None:
 BETWEEN = [load_the_state_of_another_run, load_its_own_state, write_in_place, replace_a_master]
 
 
-@every_pair(backend=BACKENDS, between=[*BETWEEN, give_a_master_and_change_the_weight])
+@every_value(backend=BACKENDS, between=[*BETWEEN, give_a_master_and_change_the_weight])
 def test_writes_are_found_by_their_versions_too(
     backend: str, between: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

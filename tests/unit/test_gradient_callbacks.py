@@ -92,7 +92,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Watch, Any]:
         return watch, ran(tmp_path_factory.mktemp("shown"), None, watch, Noise())
 
 
-@pytest.mark.parametrize("more", [{}, DEFERRED, OVERLAP], ids=["resident", "next_forward", "overlap"])
+@pytest.mark.parametrize("more", [{}, OVERLAP], ids=["resident", "overlap"])
 def test_gradients_are_those_that_the_trainer_shows(
     tmp_path: Path, more: dict[str, Any], shown: tuple[Watch, Any]
 ) -> None:
@@ -199,4 +199,3 @@ def test_gradients_that_cannot_be_shown(tmp_path: Path, values: dict[str, Any], 
     """Before the first step."""
     with pytest.raises(ConfigError, match=message):
         ran(tmp_path, values, AfterOnly(), max_grad_norm=1.0)
-    ran(tmp_path, values, max_grad_norm=1.0, max_steps=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,18 @@ def expected_of(time: str, limit: str, parameters: str, kind: type[Training] = T
     return make("resident", time if time == "in_backward" else "at_step", limit, parameters, kind)
 
 
+@functools.cache
+def expected_bits(in_backward: bool, limit: str, parameters: str) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    expected = expected_of("in_backward" if in_backward else "at_step", limit, parameters)
+    return expected.train(6), expected.snapshot()
+
+
 @every_pair(home=HOMES, time=TIMES, limit=LIMITS, parameters=["bfloat16", "float16", "float32"], submitted=SUBMITTED)
 def test_the_same_bits(
     home: str, time: str, limit: str, parameters: str, submitted: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With random delays in every lane. ``test_exactness.py`` has the same table for classes, beside a plain loop."""
-    expected = expected_of(time, limit, parameters)
-    losses, wanted = expected.train(6), expected.snapshot()
+    losses, wanted = expected_bits(time == "in_backward", limit, parameters)
     monkeypatch.setattr(queue, "SUBMIT_IN_STEP", submitted[0])
     monkeypatch.setattr(queue, "SUBMIT_AHEAD", submitted[1])
     tested = make(home, time, limit, parameters)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +215,7 @@ class Chained:
 
 
 @pytest.fixture
-def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many gradients there are whenever one arrives."""
     gradients: list[weakref.ref[Tensor]] = []
     counts: list[int] = []
@@ -229,8 +228,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         counts.append(sum(reference() is not None for reference in gradients))
 
     monkeypatch.setattr(FinalUpdates, "add_gradient", counting)
-    yield counts
-    gc.collect()
+    return counts
 
 
 @every_value(backend=BACKENDS, micro_batches=[1, 3])

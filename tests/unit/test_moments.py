@@ -154,7 +154,7 @@ homes_and_moments = pytest.mark.parametrize(
 
 def by_hand(
     state: dict[str, Any],
-    steps: int = 3,
+    steps: int = 2,
     optimizer_class: Any = torch.optim.AdamW,
     rounding_seed: int = 0,
     **options: Any,
@@ -199,7 +199,7 @@ def test_large_tensors_whole_and_cut(state: dict[str, Any], moments: str) -> Non
 def test_rounding_by_default_and_as_given(state: dict[str, Any], moments: str) -> None:
     """8-bit moments stochastically, bf16 to nearest; a given value counts."""
     for rounding in (None, "nearest", "stochastic"):
-        by_hand({**state, "moments": moments, "moments_rounding": rounding}, 2, lr=1e-2, betas=(0.9, 0.999))
+        by_hand({**state, "moments": moments, "moments_rounding": rounding}, lr=1e-2, betas=(0.9, 0.999))
 
 
 def test_what_counts_no_steps_is_rounded_to_nearest_by_default(caplog: Any) -> None:
@@ -227,7 +227,7 @@ def test_bytes_per_parameter(state: dict[str, Any], width: int) -> None:
 
 @pytest.mark.parametrize("state", [{}, {**STREAM, "ring_mib": 32}])
 def test_classes_that_need_whole_tensors(state: dict[str, Any]) -> None:
-    by_hand(state, steps=2, optimizer_class=torch.optim.Muon, lr=1e-2)
+    by_hand(state, optimizer_class=torch.optim.Muon, lr=1e-2)
 
 
 def test_eight_bits_take_four_bytes_per_parameter() -> None:

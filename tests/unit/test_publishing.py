@@ -140,7 +140,9 @@ def nothing(run: Run, folder: Path) -> None:
 # -- what arrives ------------------------------------------------------------------------------------------------------
 
 
-@every_pair(state=STATES, meanwhile=[nothing, edit, load, save], weights=[{}, ON_HOST])
+@every_pair(
+    state=[state for state in STATES if state != "stream"], meanwhile=[nothing, edit, load, save], weights=[{}, ON_HOST]
+)
 def test_what_arrives_is_one_steps_whatever_training_does(
     state: str, meanwhile: Callable[[Run, Path], None], weights: dict[str, Any], tmp_path: Path
 ) -> None:

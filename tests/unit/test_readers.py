@@ -608,7 +608,7 @@ def test_a_fork_neither_trains_nor_reads_state(name: str, history: History) -> N
     assert_ends_as(run, history)
 
 
-@every_value(persistent=[False, True], name=DEFERRED)
+@pytest.mark.parametrize(("name", "persistent"), [("overlap", False), ("in_backward", True)])
 def test_workers_of_a_data_loader_read_the_dtype(name: str, persistent: bool, history: History) -> None:
     run = Run(name)
     run.train(2)

@@ -19,7 +19,6 @@ from lightstep.optimizer.rules import KINDS, described_parameters
 from tests.covering import every_pair
 from tests.reference.pair import (
     BACKENDS,
-    EVERY_TIME,
     IN_BACKWARD,
     TWO_GROUPS,
     Pair,
@@ -50,7 +49,7 @@ class MuonPair(Pair):
 
 
 @every_pair(
-    backend=[*EVERY_TIME],
+    backend=["bulk", "resident", "stream-overlap-resident-in-part", "stream-in-backward-and-forward"],
     parameters=["bfloat16", "float16", "float32"],
     muon=[MUON, RMS],
     micro_batches=[1, 2],
