@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import lightstep
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.reference.pair import EVERY_TIME, through_bytes
 
 VALUES = {"lr": 1e-2, "weight_decay": 0.1}
@@ -73,8 +73,7 @@ def test_what_was_saved_continues_from_what_was_given(
     saver.check(loader.model, loader.optimizer)
 
 
-@kinds
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@every_value(kind=EVERY_TIME, copied=[copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
 def test_a_copy_starts_from_what_was_given(kind: str, copied: Any) -> None:
     run = Run(kind)
     model, optimizer = copied((run.model, run.optimizer))

@@ -178,7 +178,7 @@ def test_the_same_gradients(use: Callable[[nn.Module], None]) -> None:
     expected = make(None)
     torch.manual_seed(1)
     use(expected)
-    for seed in range(3):
+    for seed in range(2):
         keeper = HostActivations(DEVICE)
         random_delays(keeper.lanes, seed, 2e-3)
         tested = make(keeper)

@@ -39,6 +39,8 @@ STATES: dict[str, dict[str, Any]] = {
     "in_backward": {"backend": "stream", "ring_mib": 0.02, "update": "in_backward"},
 }
 DEFERRED = ["next_forward", "overlap", "in_backward"]
+SOME = ["resident", "stream", *DEFERRED]
+"""``bulk`` moves the records of ``stream`` in one piece: one test of other readers has it."""
 calls: list[Callable[[], object]] = []  # made by the next update of AdamW
 
 
@@ -181,7 +183,7 @@ OTHERS: dict[str, Callable[[Run], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", SOME)
 def test_what_another_thread_reads_is_of_one_step(name: str, history: History) -> None:
     run, states, pairs = Run(name, delays=1), [], []
     run.step()
@@ -211,7 +213,7 @@ def test_other_readers_change_nothing(name: str, read: str, history: History) ->
     assert_ends_as(run, history)
 
 
-@every_value(asynchronous=[False, True], name=STATES)
+@every_value(asynchronous=[False, True], name=SOME)
 def test_a_thread_saves_checkpoints(name: str, asynchronous: bool, tmp_path: Path, history: History) -> None:
     run, saved = Run(name, delays=3), []
     run.step()
@@ -357,7 +359,7 @@ class Reader:
             self.run.strategy.save_checkpoint(self.folder / "save", self.run.model, self.run.optimizer)
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", SOME)
 def test_a_handler_in_the_middle_of_an_update_is_told(name: str, history: History, tmp_path: Path) -> None:
     run = Run(name)
     run.step()
@@ -373,7 +375,7 @@ def test_a_handler_in_the_middle_of_an_update_is_told(name: str, history: Histor
     assert_ends_as(run, history)
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", SOME)
 def test_handlers_at_any_moment_leave_the_run_as_it_is(name: str, history: History, tmp_path: Path) -> None:
     run = Run(name, delays=7)
     run.step()

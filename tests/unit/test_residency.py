@@ -53,20 +53,6 @@ def resident_buffers(training: Training) -> dict[Any, int]:
     return {record: record.slot.buffer.data_ptr() for record in records if record.slot is not None}
 
 
-@every_value(parameters=["bfloat16", "float16", "float32"], time=TIMES, gib=SIZES)
-def test_the_same_bits_whatever_stays(parameters: str, time: str, gib: float) -> None:
-    expected = Training({"backend": "resident"}, parameters)
-    losses, wanted = expected.train(6), expected.snapshot()
-    for seed in range(2):
-        tested = Training({**TIMES[time], "resident_gib": gib}, parameters)
-        found = tested.train(2)
-        tested.delays(seed)
-        assert found + tested.train(4) == losses, seed
-        assert 0 < held(tested) <= gib * GIB
-        assert_same(tested.snapshot(), wanted)
-        tested.optimizer.close()
-
-
 def copied_bytes(training: Training, steps: int) -> int:
     """Bytes that cross the link in both directions."""
     total = 0

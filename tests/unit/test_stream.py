@@ -173,29 +173,9 @@ def random_sleeps(lanes: Lanes, seed: int, longest: int = 300_000) -> None:
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": ADAMW,
     "Adam-amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
-    "AdamW-foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
-    "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.5, "centered": True}),
     "SGD-momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
     "SGD": (torch.optim.SGD, {"lr": 1e-2}),
 }
-
-
-@every_value(name=["AdamW", "AdamW-foreach", "SGD-momentum"], dtype=[torch.bfloat16, torch.float16, torch.float32])
-def test_many_steps_equal_resident(name: str, dtype: torch.dtype) -> None:
-    """Cut tensors, dead, late and intermittent parameters, skipped steps."""
-    optimizer_class, hyperparameters = OPTIMIZERS[name]
-    runs = [Run(b, optimizer_class, hyperparameters, dtype=dtype) for b in (streamed(3), stores.resident())]
-    assert len(runs[0].backend.units()) > 4, "nothing was cut"
-    for number in range(34):
-        without = {7, *([1, 3] if number < 10 else []), *([6] if number % 3 else [])}
-        skipped = 1.0 if number in (20, 31) and runs[0].arithmetic.skips_on_device(CPU, [runs[0].group]) else 0.0
-        for run in runs:
-            run.step(number, without=without, overflow=skipped)
-        if number % 10 == 0:
-            assert_same(*runs, where=f"step {number}")
-    assert_same(*runs)
-    assert runs[0].entries()[7] == {}
 
 
 def test_random_delays_in_every_lane() -> None:
@@ -266,19 +246,6 @@ class RowScaled(torch.optim.Optimizer):
                 state["rows"] += p.grad.square().reshape(state["rows"].numel(), -1).sum(1)
                 state["momentum"] = state["momentum"] * 0.9 + p.grad  # a new tensor each time: as user code does
                 p.sub_(state["momentum"], alpha=group["lr"])
-
-
-def test_an_optimizer_that_needs_whole_tensors_gets_them() -> None:
-    shapes = [(9, 30), (30,), (17, 33)]
-    backends = (streamed(2, slot_bytes=7000), stores.resident())
-    runs = [Run(b, RowScaled, {}, shapes=shapes, layers=[0, 0, 1], whole_tensors=True) for b in backends]
-    for number in range(5):
-        for run in runs:
-            run.step(number)
-    assert all(
-        stop - start == owner.local.numel() for unit in runs[0].backend.units() for owner, start, stop in unit.parts
-    )
-    assert_same(*runs)
 
 
 class Summed(RowScaled):
