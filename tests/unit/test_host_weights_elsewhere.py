@@ -144,7 +144,7 @@ class Run:
         resume = options.pop("resume", None)
         evaluates_first = options.pop("evaluates_first", False)
         rows, model = Rows(), options.pop("model", None) or make_llama()
-        args = training_arguments(folder, train_sampling_strategy="sequential", **{"max_steps": 4, **arguments})
+        args = training_arguments(folder, train_sampling_strategy="sequential", **{"max_steps": 3, **arguments})
         options["callbacks"] = [Delays(), *options.get("callbacks", ())]
         self.trainer: Any = kind(model, args, strategy=given, train_dataset=rows, eval_dataset=rows, **options)
         self.first = self.trainer.evaluate()["eval_loss"] if evaluates_first else None
@@ -165,7 +165,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, "max_grad_norm": 0.1,
     },
     "the best": {
-        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4,
         "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
     },
 }  # fmt: skip
@@ -191,7 +191,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]
     """The weights of a run with weights on the device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
-        return Run(tmp_path_factory.mktemp("uninterrupted"), values("device")).weights
+        return Run(tmp_path_factory.mktemp("uninterrupted"), values("device"), arguments={"max_steps": 4}).weights
 
 
 @pytest.mark.parametrize(
@@ -204,11 +204,12 @@ def test_the_trainer_resumes(
     tmp_path: Path,
     uninterrupted: dict[str, Tensor],
 ) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 2}
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     more = {"asynchronous_saves": asynchronous}
     Run(tmp_path / "run", values(saved_on), arguments=saving, **more)
     for placement in resumed_on:
-        resumed = Run(tmp_path / "run", values(placement), resume=str(tmp_path / "run" / "checkpoint-2"), **more)
+        checkpoint = str(tmp_path / "run" / "checkpoint-2")
+        resumed = Run(tmp_path / "run", values(placement), arguments={"max_steps": 4}, resume=checkpoint, **more)
         same(resumed.weights, uninterrupted)
     resumed.trainer.save_model(str(tmp_path / "whole"))
     again = make_llama(3).from_pretrained(tmp_path / "whole", dtype=torch.bfloat16)
