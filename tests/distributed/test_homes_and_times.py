@@ -20,18 +20,18 @@ HOMES: dict[str, dict[str, Any]] = {
 LIMITS = {"clipped": 0.05, "not clipped": 1e6}
 SCALED = {"parameters": "float16", "loss_scale": {"kind": "constant", "scale": 1024.0}}
 CASES = [
-    (
-        layout,
-        time,
-        [*HOMES][(row + column) % 4],
-        [*PRECISIONS][(row + 2 * column) % 4],
-        [*LIMITS][(row + column) % 2],
-        [TinyTransformer, Skipping][(row // 2 + column) % 2],
-    )
-    for row, layout in enumerate(layout for layout in LAYOUTS if layout != "fsdp2")
-    for column, time in enumerate(["next_forward", "overlap", "in_backward"])
+    ("fsdp2-kept-gathered", "next_forward", "stream, some resident", "bf16", "clipped", TinyTransformer),
+    ("fsdp2-checkpointed", "overlap", "bulk", "fp32", "clipped", Skipping),
+    ("fsdp2-named-units", "in_backward", "stream", "fp16", "clipped", Skipping),
+    ("ddp", "next_forward", "resident", "fp32", "not clipped", Skipping),
+    ("ddp", "overlap", "stream", "bf16-reduced-in-bf16", "clipped", TinyTransformer),
+    ("ddp", "in_backward", "stream, some resident", "fp32", "not clipped", TinyTransformer),
+    ("copies", "in_backward", "resident", "bf16-reduced-in-bf16", "not clipped", TinyTransformer),
+    ("copies", "next_forward", "bulk", "fp16", "clipped", Skipping),
+    ("hsdp", "overlap", "stream, some resident", "fp16", "not clipped", TinyTransformer),
 ]
-"""Every layout with every time. Those and the homes have met on one device (``tests/unit/test_homes_and_times.py``)."""
+"""Every way of sharding, and every time with shards, with replicas and with both. The homes have met the times on one
+device (``tests/unit/test_homes_and_times.py``)."""
 
 
 @pytest.mark.parametrize(("layout", "time", "home", "precision", "limit", "make"), CASES)

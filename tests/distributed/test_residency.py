@@ -22,11 +22,11 @@ def check_same_bits(rank: int, world_size: int, sharding: dict[str, Any], time: 
     tested = Training(rank, world_size, {**values, "optimizer_state": state})
     assert [tested.step(), tested.step()] == [expected.step(), expected.step()]
     tested.delay(rank)
-    for number in range(6):
+    for number in range(5):
         assert tested.step() == expected.step()
         if number == rank:
             tested.optimizer.set_residency(1.0)
-        if number in (2, 2 + rank % 3):
+        if number in (2, 2 + rank):
             for training in (tested, expected):
                 training.optimizer.release_device_memory()
                 assert training.optimizer.memory_report()["device_bytes"] == 0
@@ -39,7 +39,7 @@ def check_same_bits(rank: int, world_size: int, sharding: dict[str, Any], time: 
     assert [key for key, value in wanted.items() if not torch.equal(found[key], value)] == []
     tested.strategy.load_checkpoint(folder, tested.model, tested.optimizer)
     tested.steps = 5
-    for _ in range(3):
+    for _ in range(2):
         tested.step()
     found = tested.snapshot()
     assert [key for key, value in wanted.items() if not torch.equal(found[key], value)] == []
@@ -47,7 +47,7 @@ def check_same_bits(rank: int, world_size: int, sharding: dict[str, Any], time: 
 
 @pytest.mark.parametrize(
     ("layout", "time"),
-    [("fsdp2", "overlap"), ("ddp", "at_step"), ("hsdp", "next_forward")],
+    [("fsdp2", "overlap"), ("ddp", "at_step"), ("copies", "next_forward")],
 )
 def test_the_same_bits_whatever_stays(pool: Pool, layout: str, time: str, tmp_path: Path) -> None:
     world_size, sharding = LAYOUTS[layout]
