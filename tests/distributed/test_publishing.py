@@ -80,21 +80,21 @@ def check_all_sets(rank: int, sharding: dict[str, Any], state: dict[str, Any], f
     transport.takes_device = on_device
     strategy, expected = training.strategy, {}
     transport.go.set()
-    for version in range(1, 7):
+    for version in range(1, 5):
         training.step()
         expected[version] = training.weights()
         training.be_late()
-        replace = version % 3 > 0
+        replace = version != 3
         assert strategy.publish_weights(training.model, transport, wait=False, replace=replace) == version
         training.be_late()
-        if version == 4:
+        if version == 2:
             strategy.save_checkpoint(Path(folder) / "saved", training.model, training.optimizer, asynchronous=True)
         training.step()  # its collectives run beside those of the threads
     report = strategy.wait_for_publication()
-    assert report is not None and report.version == 6 and (report.nbytes > 0) == (rank == 0)
+    assert report is not None and report.version == 4 and (report.nbytes > 0) == (rank == 0)
     if rank == 0:
         assert list(transport.received) == sorted(transport.received)
-        assert {2, 5, 6} <= transport.received.keys()  # the others may have been replaced before they were begun
+        assert {2, 4} <= transport.received.keys()  # the others may have been replaced before they were begun
         wanted = sum(tensor.numel() for tensor in expected[1].values())
         for version, found in transport.received.items():
             assert sum(tensor.numel() for tensor in found.values()) < wanted  # tied weights once
