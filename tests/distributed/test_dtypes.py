@@ -72,7 +72,7 @@ class Routed(nn.Module):
         return self.tail[1](self.tail[0](hidden.float()))
 
 
-def run(strategy: Any, make: Any, rank: int, steps: int = 4) -> tuple[nn.Module, list[Tensor]]:
+def run(strategy: Any, make: Any, rank: int, steps: int = 3) -> tuple[nn.Module, list[Tensor]]:
     model = strategy.prepare_model(make)
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
     losses = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ import lightstep
 from lightstep.bench.qwen_moe import DividedExperts, MoeShape
 from lightstep.distributed import local_tensor
 from lightstep.state.host_fields import Field
-from tests.covering import every_pair, every_value
+from tests.covering import every_value
 from tests.distributed.expert_reference import (
     EXPERTS,
     ExpertLoop,
@@ -146,22 +145,14 @@ def settings(home: str, time: str, limit: str, mib: float | None) -> dict[str, A
     return {"clipping": clipping, "optimizer_state": {**HOMES[home], "update": time}, **weights}
 
 
-@functools.cache  # in each process of the pool; ranks that run together have seen the same
-def expected(
-    rank: int, world_size: int, in_backward: bool, limit: str, by_strategy: bool, micros: int
-) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Losses and content of a run whose state stays on the device."""
-    run = Run(
-        rank, world_size, settings("resident", "in_backward" if in_backward else "at_step", limit, None), by_strategy
-    )
-    return [run.step(micros) for _ in range(3)], run.snapshot()
-
-
 def check_same_bits(
     rank: int, world_size: int, home: str, time: str, limit: str, by_strategy: bool, mib: float | None
 ) -> None:
+    """Those of a run whose state stays on the device."""
     micros = 1 if mib is not None else 2  # on the host every micro-batch is reduced by itself
-    losses, wanted = expected(rank, world_size, time == "in_backward", limit, by_strategy, micros)
+    plain = settings("resident", "in_backward" if time == "in_backward" else "at_step", limit, None)
+    expected = Run(rank, world_size, plain, by_strategy)
+    losses, wanted = [expected.step(micros) for _ in range(3)], expected.snapshot()
     tested = Run(rank, world_size, settings(home, time, limit, mib), by_strategy)
     found = [tested.step(micros)]
     tested.delay(rank)
@@ -174,25 +165,22 @@ def check_same_bits(
     tested.optimizer.close()
 
 
-TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
-
-
-@every_pair(time=TIMES, mib=[None, 0.001], home=["resident", "stream"], limit=LIMITS)
-def test_the_same_bits(pool: Pool, time: str, mib: float | None, home: str, limit: str) -> None:
-    """All weights of a model that rests on the host are sharded by the strategy."""
-    pool.run(check_same_bits, 2, home=home, time=time, limit=limit, by_strategy=mib is not None, mib=mib)
-
-
 @pytest.mark.parametrize(
-    ("home", "time", "limit", "mib"),
+    ("ranks", "home", "time", "limit", "mib"),
     [
-        ("stream, some resident", "next_forward", "clipped", None),
-        ("stream", "overlap", "not clipped", 0.001),
-        ("bulk", "in_backward", "clipped", 64.0),
+        (2, "stream", "at_step", "not clipped", 0.001),
+        (2, "resident", "next_forward", "clipped", 0.001),
+        (2, "stream", "overlap", "clipped", None),
+        (2, "resident", "in_backward", "not clipped", None),
+        (4, "stream, some resident", "next_forward", "clipped", None),
+        (4, "stream", "overlap", "not clipped", 0.001),
+        (4, "bulk", "in_backward", "clipped", 64.0),
     ],
 )
-def test_four_ranks(pool: Pool, home: str, time: str, limit: str, mib: float | None) -> None:
-    pool.run(check_same_bits, 4, home=home, time=time, limit=limit, by_strategy=True, mib=mib)
+def test_the_same_bits(pool: Pool, ranks: int, home: str, time: str, limit: str, mib: float | None) -> None:
+    """All weights of a model that rests on the host are sharded by the strategy."""
+    by_strategy = mib is not None or ranks == 4
+    pool.run(check_same_bits, ranks, home=home, time=time, limit=limit, by_strategy=by_strategy, mib=mib)
 
 
 @on_ranks(2, ("home", "mib"), [("resident", 64.0), ("stream", 0.001)])

@@ -290,7 +290,7 @@ def check_deltas(rank: int, world_size: int, sharding: dict[str, Any], state: di
 
 @pytest.mark.parametrize(
     ("world_size", "sharding", "state"),
-    [(3, FSDP2, RESIDENT), (2, FSDP2, OVERLAP), (4, HSDP, DEFERRED), (2, DDP, OVERLAP)],
+    [(2, FSDP2, RESIDENT), (2, FSDP2, OVERLAP), (4, HSDP, DEFERRED), (2, DDP, OVERLAP)],
     ids=["fsdp2", "fsdp2-overlap", "hsdp-deferred", "ddp-overlap"],
 )
 def test_trainers_send_what_changed_in_their_shards(

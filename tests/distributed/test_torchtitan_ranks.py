@@ -232,45 +232,39 @@ class Run:
 
 
 def check_on_host(
-    rank: int, world_size: int, layers: Sequence[Sequence[int]], time: str, compute: bool, folder: str
+    rank: int, world_size: int, layers: Sequence[Sequence[int]], time: str, compute: bool, saved: str, folder: str
 ) -> None:
-    """On four ranks two replicas of two shards."""
+    """On four ranks two replicas of two shards. What was ``saved`` on one place goes on at the other one."""
     device, names = device_of(rank, world_size).type, ("replicate", "shard")
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=names) if world_size == 4 else None
-
-    def run(placement: str) -> Run:
-        return Run(layers, placement, time, compute, mesh)
-
-    expected = run("device")
-    wanted = expected.train(range(2), rank)
-    dcp.save(expected.states(), checkpoint_id=f"{folder}/device")
-    tested = run("host")
-    assert tested.train(range(2), rank) == wanted
-    dcp.save(tested.states(), checkpoint_id=f"{folder}/host")
+    runs = {placement: Run(layers, placement, time, compute, mesh) for placement in ("device", "host")}
+    expected, tested = runs.values()
+    assert tested.train(range(2), rank) == expected.train(range(2), rank)
+    dcp.save(runs.pop(saved).states(), checkpoint_id=folder)
+    later = Run(layers, *runs, time, compute, mesh)
+    dcp.load(later.states(), checkpoint_id=folder)
     wanted = expected.train(range(2, 4), rank)
-    for saved, placement in ((None, "host"), ("device", "host"), ("host", "device")):
-        later = tested if saved is None else run(placement)
-        if saved is not None:
-            dcp.load(later.states(), checkpoint_id=f"{folder}/{saved}")
-        assert later.train(range(2, 4), rank) == wanted
-        later.container.optimizer.synchronize()
-        for one, another in zip(parameters_of(later.parts), parameters_of(expected.parts), strict=True):
+    for run in (tested, later):
+        assert run.train(range(2, 4), rank) == wanted
+        run.container.optimizer.synchronize()
+        for one, another in zip(parameters_of(run.parts), parameters_of(expected.parts), strict=True):
             assert torch.equal(local_tensor(one).cpu(), local_tensor(another).cpu())
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layers", "time", "compute"),
+    ("ranks", "layers", "time", "compute", "saved"),
     [
-        (1, [[0, 1, 2, 3]], "overlap", True),
-        (2, [[0, 1, 2, 3]], "next_forward", True),
-        (2, PARTS, "at_step", False),
-        (4, [[0, 1, 2, 3]], "overlap", False),
+        (1, [[0, 1, 2, 3]], "overlap", True, "device"),
+        (2, [[0, 1, 2, 3]], "next_forward", True, "host"),
+        (2, PARTS, "at_step", False, "device"),
+        (4, [[0, 1, 2, 3]], "overlap", False, "host"),
     ],
 )
 def test_shards_of_others_that_rest_on_the_host(
-    pool: Pool, tmp_path: Path, ranks: int, layers: Sequence[Sequence[int]], time: str, compute: bool
+    pool: Pool, tmp_path: Path, ranks: int, layers: Sequence[Sequence[int]], time: str, compute: bool, saved: str
 ) -> None:
-    pool.run(check_on_host, ranks, layers=layers, time=time, compute=compute, folder=str(tmp_path))
+    case = {"layers": layers, "time": time, "compute": compute, "saved": saved, "folder": str(tmp_path)}
+    pool.run(check_on_host, ranks, **case)
 
 
 def check_refused(rank: int, world_size: int) -> None:
@@ -379,7 +373,7 @@ def check_chunks(rank: int, world_size: int, time: str) -> None:
         weights = {"placement": placement} | ({"device_mib": 0.002} if placement == "host" else {})
         strategy = Strategy.load({"optimizer_state": state, "weights": weights, "clipping": {"max_norm": 0.1}})
         container, seen = OptimizersContainer(strategy, [model], lr=1e-2), []
-        for step in range(4):
+        for step in range(3):
             for micro in range(2):
                 generator = torch.Generator().manual_seed(100 * rank + 10 * step + micro)
                 hidden = torch.randn(7, WIDTH, generator=generator).bfloat16()

@@ -113,6 +113,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(pool: Pool, values: dict[str,
     assert first["losses"] | second["losses"] == whole["losses"] and second["after"] == whole["after"]
     ends = [_contents(tmp_path / "runs" / name / "checkpoint-4") for name in ("whole", "cut")]
     assert ends[0] == ends[1] and len(ends[0]) > 1
+    folder = tmp_path / "runs/cut"
+    (folder / "checkpoint-4/lightstep.json").unlink()
+    again, other = pool.run(run, 2, group=False, values={**values, "name": "cut"}, resume=True)
+    assert "checkpoint-3" in again["said"] and again["after"] == other["after"] == whole["after"]
+    assert (folder / "checkpoint-4/lightstep.json").is_file()
+    assert [path.name for path in folder.glob("checkpoint-4.*")] == ["checkpoint-4.1"], "moved aside once"
 
 
 def test_a_resumed_run_under_deepspeed_equals_an_uninterrupted_one(
@@ -133,17 +139,6 @@ def test_a_run_with_divided_weights_under_deepspeed(pool: Pool, values: dict[str
     first, second = pool.run(run, 2, group=False, values=values)
     assert first["losses"] == second["losses"] and first["after"] < first["before"]
     assert "sample 1 of 1" in first["said"] and (tmp_path / "runs" / "a" / "model" / "model.safetensors").is_file()
-
-
-def test_the_remains_of_a_checkpoint_are_moved_aside_once(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
-    values["strategy"] = "fsdp2"
-    whole, _ = pool.run(run, 2, group=False, values=values)
-    folder = tmp_path / "runs/train"
-    (folder / "checkpoint-4/lightstep.json").unlink()
-    again, other = pool.run(run, 2, group=False, values=values, resume=True)
-    assert "continuing from" in again["said"] and again["after"] == other["after"] == whole["after"]
-    assert (folder / "checkpoint-4/lightstep.json").is_file()
-    assert [path.name for path in folder.glob("checkpoint-4.*")] == ["checkpoint-4.1"]
 
 
 def test_two_ranks_train_on_the_batch_of_one(pool: Pool, values: dict[str, Any]) -> None:
