@@ -12,7 +12,7 @@ from torch import nn
 from lightstep.state.record import Record
 from lightstep.state.ring import Ring, Slot
 from tests.distributed.models import CLASSES, TinyTransformer
-from tests.distributed.ranks import Pool
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_next_forward import Training
 
 
@@ -25,7 +25,9 @@ class LargeHead(TinyTransformer):
         self.head = nn.Sequential(*layers)  # type: ignore[assignment]
 
 
-def check_fetches(rank: int, world_size: int, update: str, max_norm: float | None) -> None:
+@pytest.mark.parametrize(("update", "max_norm"), [("in_backward", None), ("overlap", 1e6)])
+@on_ranks(2, cpu=True)
+def test_each_record_is_fetched_once_in_a_step(rank: int, world_size: int, update: str, max_norm: float | None) -> None:
     """Once the order is known, each record is fetched once in a step, before somebody waits for it."""
     fetched: Counter[str] = Counter()
     missed: list[str] = []
@@ -52,8 +54,3 @@ def check_fetches(rank: int, world_size: int, update: str, max_norm: float | Non
     assert len(fetched) >= 6
     assert set(fetched.values()) == {2}, fetched
     assert not missed
-
-
-@pytest.mark.parametrize(("update", "max_norm"), [("in_backward", None), ("overlap", 1e6)])
-def test_each_record_is_fetched_once_in_a_step(pool: Pool, update: str, max_norm: float | None) -> None:
-    pool.run(check_fetches, 2, cpu=True, update=update, max_norm=max_norm)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 import lightstep
 from tests.covering import every_value
 from tests.distributed.models import CLASSES, TinyTransformer, loss_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, HSDP
 from tests.distributed.test_exactness import OWN_BUCKETS, DistributedPair
@@ -117,7 +118,9 @@ class Routing(Branching):
         self.dead.requires_grad_(False)
 
 
-def check_routing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_use_other_branches_of_a_block(rank: int, world_size: int) -> None:
+    """torch's ``set_reduce_scatter_unused_params``, between two reductions, too."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return  # torch before 2.13 has no way to do this
     pair = DistributedPair(rank, world_size, {}, FSDP2, Routing)
@@ -128,12 +131,11 @@ def check_routing(rank: int, world_size: int) -> None:
     train(pair, steps if rank == 0 else [[others, own], [others], [others, others, others]])
 
 
-def test_ranks_that_use_other_branches_of_a_block(pool: Pool) -> None:
-    """torch's ``set_reduce_scatter_unused_params``, between two reductions, too."""
-    pool.run(check_routing, 2)
-
-
-def check_unused_part(rank: int, world_size: int, micros: int, update: str) -> None:
+@every_value(update=["at_step", "next_forward", "overlap"], micros=[1, 2])
+@on_ranks(2, cpu=True)
+def test_an_unused_part_under_ddp_is_refused_before_the_step(
+    rank: int, world_size: int, micros: int, update: str
+) -> None:
     """DDP leaves out a bucket that lacks a gradient, and says so in the next forward: a step too late."""
     state = {"backend": "resident" if update == "at_step" else "stream", "update": update}
     values: dict[str, Any] = {"sharding": {"kind": "ddp"}, "optimizer_state": state}
@@ -148,8 +150,3 @@ def check_unused_part(rank: int, world_size: int, micros: int, update: str) -> N
     with pytest.raises(RuntimeError, match=r"got no gradient in this backward.*sharding\.find_unused_parameters"):
         optimizer.step()
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-
-
-@every_value(update=["at_step", "next_forward", "overlap"], micros=[1, 2])
-def test_an_unused_part_under_ddp_is_refused_before_the_step(pool: Pool, micros: int, update: str) -> None:
-    pool.run(check_unused_part, 2, cpu=True, micros=micros, update=update)

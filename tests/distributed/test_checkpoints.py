@@ -37,6 +37,7 @@ from tests.checkpoint_runs import (
     same,
 )
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import same_weights, weights_of
 from tests.faults import disk_of
@@ -451,26 +452,23 @@ class Elsewhere(nn.Module):
         )
 
 
-def check_ranks_without_a_part(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(3)
+def test_ranks_outside_the_mesh_of_a_weight(rank: int, world_size: int, tmp_path: Path) -> None:
     strategy = lightstep.Strategy.load("fp32")
     for holders in ([1], [1, 2]):
         model = Elsewhere(holders)
-        strategy.export_model(Path(folder, "weights"), model)
+        strategy.export_model(Path(tmp_path, "weights"), model)
         dist.barrier()
-        assert torch.equal(load_file(Path(folder, "weights", "model.safetensors"))["held"], model.whole), holders
+        assert torch.equal(load_file(Path(tmp_path, "weights", "model.safetensors"))["held"], model.whole), holders
         optimizer = strategy.create_optimizer(model, lr=0.1)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        strategy.save_checkpoint(Path(folder, "all"), model, optimizer)
+        strategy.save_checkpoint(Path(tmp_path, "all"), model, optimizer)
         other = Elsewhere(holders, seed=1)
         fresh = strategy.create_optimizer(other, lr=0.1)
-        strategy.load_checkpoint(Path(folder, "all"), other, fresh)
+        strategy.load_checkpoint(Path(tmp_path, "all"), other, fresh)
         for mine, its in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(local_tensor(mine), local_tensor(its))
             for key, value in optimizer.state[mine].items():
                 assert torch.equal(local_tensor(value), local_tensor(fresh.state[its][key])), key
-
-
-def test_ranks_outside_the_mesh_of_a_weight(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_ranks_without_a_part, 3, folder=str(tmp_path))

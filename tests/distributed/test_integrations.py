@@ -42,6 +42,7 @@ from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.strategy.fsdp2 import FSDP2Strategy
 from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.test_next_forward import Training
 from tests.patience import PATIENCE
@@ -232,19 +233,16 @@ def save_as_before(trainer: Any, output_dir: str | None = None, _internal_call: 
         trainer._save(output_dir)
 
 
-def saved_by_one(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_older_versions_of_the_trainer_save(rank: int, world_size: int, tmp_path: Path) -> None:
     """Only the first process writes, and may be the only one that is asked to; all of them gather."""
     with fresh_state("strategy"), mock.patch.object(Trainer, "save_model", save_as_before):
-        trainer = trained(folder, "strategy")
+        trainer = trained(tmp_path, "strategy")
         weights = whole(trainer.model)
-        trainer._save(f"{folder}/direct")  # as a class in front of the Trainer may do
+        trainer._save(f"{tmp_path}/direct")  # as a class in front of the Trainer may do
         torch.distributed.barrier()
     for name in (f"checkpoint-{STEPS}", "direct"):
-        same_in_folder(f"{folder}/{name}", weights)
-
-
-def test_older_versions_of_the_trainer_save(pool: Pool, tmp_path: Path) -> None:
-    pool.run(saved_by_one, 2, folder=str(tmp_path))
+        same_in_folder(f"{tmp_path}/{name}", weights)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "strategy"])
@@ -413,10 +411,11 @@ class Mixed(LightstepMixin, ReferenceTrainer):
     """Under a strategy, with a reference model that follows, and weights for vLLM."""
 
 
-def reference(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_reference_model_that_follows(rank: int, world_size: int, tmp_path: Path) -> None:
     """The reference is sharded as the model is, and both are what the callbacks make of whole ones."""
     with fresh_state("strategy"):
-        args = arguments(folder)
+        args = arguments(tmp_path)
         model, other = make_llama(), make_llama(1).bfloat16()
         expected = {name: p.detach().clone() for name, p in other.named_parameters()}
         strategy = {**STRATEGIES["strategy"], "precision": {"parameters": "bfloat16"}}
@@ -431,18 +430,15 @@ def reference(rank: int, world_size: int, folder: str) -> None:
         same({name: weight.cpu() for name, weight in trainer.published.published[-1].items()}, whole(trainer.model))
 
 
-def test_a_reference_model_that_follows(pool: Pool, tmp_path: Path) -> None:
-    pool.run(reference, 2, folder=str(tmp_path))
-
-
 class Mixed2Seq(LightstepMixin, Seq2SeqTrainer):
     """Generates when it evaluates."""
 
 
-def generation(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_generation_from_shards(rank: int, world_size: int, tmp_path: Path) -> None:
     fp32 = {"sharding": {"kind": "fsdp2", "compute": "bfloat16"}, "precision": {"parameters": "float32"}}
     for values in (STRATEGIES["strategy"], STRATEGIES["strategy"] | fp32):
-        generates(values, folder)
+        generates(values, tmp_path)
 
 
 def generates(values: dict[str, Any], folder: str) -> None:
@@ -472,10 +468,6 @@ def generates(values: dict[str, Any], folder: str) -> None:
         alike.load_state_dict(whole(trainer.model), strict=False)
         assert torch.equal(found, alike.generate(batch["input_ids"], max_new_tokens=5))
         trainer.predict(torch.utils.data.Subset(rows, range(4)))  # calls generate itself
-
-
-def test_generation_from_shards(pool: Pool, tmp_path: Path) -> None:
-    pool.run(generation, 2, folder=str(tmp_path))
 
 
 def best(rank: int, world_size: int, kind: str, adapter: bool, folder: str) -> None:
@@ -681,31 +673,28 @@ def test_accelerate_with_weights_on_the_host(pool: Pool, tmp_path: Path) -> None
     pool.run(accelerate_on_host, 2, folder=str(tmp_path))
 
 
-def load_plain(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_plain_state(rank: int, world_size: int, tmp_path: Path) -> None:
     """What accelerate saved without lightstep goes into what DDP wraps; shards are refused in a sentence."""
     with fresh_state("ddp"):
         plain, model = Accelerator(cpu=CPU), make_llama()
         model, optimizer = plain.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
         plain.backward(model(input_ids=Rows()[rank]["input_ids"][None].to(plain.device)).logits.square().mean())
         optimizer.step()
-        plain.save_state(folder)
+        plain.save_state(tmp_path)
         plain.wait_for_everyone()
         weights = whole(plain.unwrap_model(model))
     values = {"precision": {"parameters": "bfloat16"}}
     with fresh_state("ddp"):
         accelerator, strategy, model, _, _ = accelerated("ddp", STRATEGIES["ddp"] | values)
         accelerator._schedulers.clear()  # none was saved
-        accelerator.load_state(folder)
+        accelerator.load_state(tmp_path)
         same(whole(strategy.unwrap_model(model)), {name: tensor.bfloat16() for name, tensor in weights.items()})
     with fresh_state("strategy"):
         accelerator, *_ = accelerated("strategy", STRATEGIES["strategy"])
         accelerator._schedulers.clear()
         with pytest.raises(ConfigError, match="saved without lightstep"):
-            accelerator.load_state(folder)
-
-
-def test_plain_state(pool: Pool, tmp_path: Path) -> None:
-    pool.run(load_plain, 2, folder=str(tmp_path))
+            accelerator.load_state(tmp_path)
 
 
 def refuse_uneven_inputs() -> None:
@@ -732,7 +721,8 @@ def logged(name: str) -> Iterator[list[str]]:
     logging.getLogger(name).removeHandler(handler)
 
 
-def policies(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_policies_and_refusals(rank: int, world_size: int) -> None:
     """Who is told bf16 keeps bf16 shards all the same; what contradicts accelerate's sharding is refused."""
     refuse_uneven_inputs()
     with fresh_state("accelerate"):
@@ -764,10 +754,6 @@ def policies(rank: int, world_size: int) -> None:
         accelerated("ddp", {"sharding": {"kind": "single"}})
 
 
-def test_policies_and_refusals(pool: Pool) -> None:
-    pool.run(policies, 2)
-
-
 # -- an optimizer that was made before its model was sharded
 
 
@@ -786,7 +772,9 @@ class ShardedAfterwards(Training):
                 fully_shard(unit, mp_policy=policy)
 
 
-def gathered_together(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_modules_that_fsdp2_gathers_together(rank: int, world_size: int) -> None:
+    """As accelerate does with the last norm and the head. fp32 shards are read early, before they are gathered."""
     for parameters in ("bfloat16", "float32"):
         values = {"sharding": {"kind": "fsdp2"}, "precision": {"parameters": parameters}, "clipping": CLIPPING}
         at_step = ShardedAfterwards(rank, world_size, values)
@@ -807,12 +795,9 @@ def slow(training: Training) -> None:
         training.delay(seed=0, longest=5e-3)
 
 
-def test_modules_that_fsdp2_gathers_together(pool: Pool) -> None:
-    """As accelerate does with the last norm and the head. fp32 shards are read early, before they are gathered."""
-    pool.run(gathered_together, 2)
-
-
-def made_before(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_made_before_its_model_is_replicated(rank: int, world_size: int) -> None:
+    """Before it is sharded: so is every optimizer of accelerate's, above."""
     strategy = Strategy.load({"sharding": {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 1}}})
     found = []
     for early in (True, False):
@@ -829,12 +814,9 @@ def made_before(rank: int, world_size: int) -> None:
     assert found[0][1] == found[1][1]  # replicas share the work all the same
 
 
-def test_an_optimizer_made_before_its_model_is_replicated(pool: Pool) -> None:
-    """Before it is sharded: so is every optimizer of accelerate's, above."""
-    pool.run(made_before, 2)
-
-
-def unrounded_of_the_first(rank: int, world_size: int) -> None:
+@pytest.mark.skipif(not CPU, reason="accelerate wants the weights on the CPU first")
+@on_ranks(2)
+def test_masters_start_from_what_the_first_process_loaded(rank: int, world_size: int) -> None:
     """``cpu_ram_efficient_loading``: the other processes' weights are anything."""
     with fresh_state("accelerate"):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
@@ -849,8 +831,3 @@ def unrounded_of_the_first(rank: int, world_size: int) -> None:
         assert len(masters) == len(given)
         for (name, value), entries in zip(given.items(), masters.values(), strict=True):
             assert torch.equal(_whole(entries["master"]).cpu(), value), name
-
-
-@pytest.mark.skipif(not CPU, reason="accelerate wants the weights on the CPU first")
-def test_masters_start_from_what_the_first_process_loaded(pool: Pool) -> None:
-    pool.run(unrounded_of_the_first, 2)

@@ -200,7 +200,8 @@ def check_overflow_anywhere(rank: int, world_size: int, placed: list[Any], devic
             assert float(overflow) == float(has_part[0]), (number, norm_type, value)
 
 
-def check_torchs_bits(rank: int, world_size: int) -> None:
+@on_ranks(None, "ranks", [1, 4])
+def test_torchs_bits(rank: int, world_size: int) -> None:
     """Where torch has a norm of DTensors ours is that one, and so are the clipped gradients; one has no gradient."""
     device = device_of(rank, world_size)
     meshes = [(init_device_mesh(device.type, (world_size,)), [Shard(0)])]
@@ -222,11 +223,6 @@ def check_torchs_bits(rank: int, world_size: int) -> None:
         assert torch.equal(lightstep.clip_grad_norm_(ours, 1.5), expected.full_tensor())
         for mine, other in zip(ours, theirs, strict=True):
             assert mine.grad is None or torch.equal(local_tensor(mine.grad), local_tensor(other.grad))
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_torchs_bits(pool: Pool, world_size: int) -> None:
-    pool.run(check_torchs_bits, world_size)
 
 
 @on_ranks(4)

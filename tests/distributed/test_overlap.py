@@ -14,6 +14,7 @@ import torch
 from lightstep.distributed import local_tensor
 from lightstep.optimizer.overlap import SpeculativeUpdates
 from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Training, check_same_bits
@@ -78,7 +79,8 @@ class Wide(TinyTransformer):
         super().__init__(width=40)
 
 
-def check_parts(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parts_of_what_replicas_send(rank: int, world_size: int) -> None:
     """Each replica has room for other units; of a tensor whose last part was tried, the first may be left."""
     tested, expected = (Run(LAYOUTS["copies"][1], s, make_model=Wide) for s in (STATE, {"backend": "resident"}))
     tested.optimizer.max_norm = expected.optimizer.max_norm = 1e6
@@ -99,10 +101,6 @@ def check_parts(rank: int, world_size: int) -> None:
     assert [record.unit for record in tested.backend._preferred_resident] == last != []
     expected.train(5)
     same_runs(f"rank {rank}", tested, expected)
-
-
-def test_parts_of_what_replicas_send(pool: Pool) -> None:
-    pool.run(check_parts, 2)
 
 
 def check_redone_twice(rank: int, world_size: int) -> None:

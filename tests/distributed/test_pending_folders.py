@@ -11,6 +11,7 @@ import torch
 from lightstep import CheckpointError, Strategy
 from lightstep.integrations.folders import PendingFolder, SavedFolders
 from tests.distributed.models import TinyTransformer
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.distributed.test_integrations import STRATEGIES, accelerated, fresh_state
 from tests.patience import PATIENCE
@@ -68,7 +69,8 @@ def test_a_rank_that_fails(pool: Pool, tmp_path: Path) -> None:
     pool.run(check_failures, 2, folder=str(tmp_path / "folder"))
 
 
-def check_accelerate(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_rank_that_fails_under_accelerate(rank: int, world_size: int, tmp_path: Path) -> None:
     def full(*_: Any) -> None:
         if rank == 1:
             raise OSError(28, "No space left on device")
@@ -78,14 +80,10 @@ def check_accelerate(rank: int, world_size: int, folder: str) -> None:
         accelerator, *_ = accelerated("strategy", values, {"lr": 1e-3})
         hook = accelerator.register_save_state_pre_hook(full)
         with pytest.raises((OSError, CheckpointError), match="No space left on device"):
-            accelerator.save_state(f"{folder}/state")
+            accelerator.save_state(f"{tmp_path}/state")
         hook.remove()
         torch.distributed.barrier()
-        assert not list(Path(folder).iterdir())
+        assert not list(Path(tmp_path).iterdir())
         torch.distributed.barrier()
-        accelerator.save_state(f"{folder}/state")
-        assert Path(folder, "state").is_dir()
-
-
-def test_a_rank_that_fails_under_accelerate(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_accelerate, 2, folder=str(tmp_path))
+        accelerator.save_state(f"{tmp_path}/state")
+        assert Path(tmp_path, "state").is_dir()

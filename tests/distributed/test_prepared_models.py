@@ -21,7 +21,6 @@ from lightstep.optimizer import queue
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, full, load, same_on_all_ranks, same_weights, train, weights_of
 
 STATES = {"at_step": {"backend": "stream"}, "next_forward": {"backend": "stream", "update": "next_forward"}}
@@ -239,7 +238,8 @@ def test_writes_into_what_was_read_change_the_state(
     same_weights(weights_of(strategy, model), {name: full(p) for name, p in plain.named_parameters()})
 
 
-def check_written_shards(rank: int, world_size: int) -> None:
+@on_ranks(None, "ranks", [1, 2])
+def test_shards_that_are_written_to(rank: int, world_size: int) -> None:
     """Masters follow shards that were written to, through the DTensor or through its local tensor.
 
     torch counts the two at different tensors. Only a device shows a count that is missed: on the CPU all weights are
@@ -261,8 +261,3 @@ def check_written_shards(rank: int, world_size: int) -> None:
         runs.append(weights_of(strategy, model))
     for run in runs[1:]:
         same_weights(run, runs[0])
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_shards_that_are_written_to(pool: Pool, ranks: int) -> None:
-    pool.run(check_written_shards, ranks)

@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 from lightstep.distributed import let_gloo_finish_at_exit
 from tests.distributed.models import TinyTransformer
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, load, train
 
 
-def check_process_group(rank: int, world_size: int) -> None:
+@on_ranks(2, group=False)
+def test_process_group(rank: int, world_size: int) -> None:
     """Started by the strategy from torchrun's environment, and ended by it; left alone when it was somebody else's."""
     strategy = load(FSDP2)
     assert (strategy.rank, strategy.world_size, strategy.is_main) == (rank, world_size, rank == 0)
@@ -37,11 +39,8 @@ def check_process_group(rank: int, world_size: int) -> None:
     assert let_gloo_finish_at_exit.cache_info().currsize == 1
 
 
-def test_process_group(pool: Pool) -> None:
-    pool.run(check_process_group, 2, group=False)
-
-
-def check_two_groups(rank: int, world_size: int) -> None:
+@on_ranks(2, group=False)
+def test_a_second_process_group_under_torchrun(rank: int, world_size: int) -> None:
     """One strategy after the other under torchrun, whose store is there all the time."""
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     port = int(os.environ["MASTER_PORT"])
@@ -54,10 +53,6 @@ def check_two_groups(rank: int, world_size: int) -> None:
     finally:
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
         del store
-
-
-def test_a_second_process_group_under_torchrun(pool: Pool) -> None:
-    pool.run(check_two_groups, 2, group=False)
 
 
 def check_dying_rank(rank: int, world_size: int, folder: str, sharding: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from lightstep.rollout.publisher import MappedMemory, Publisher, StagedWeights
 from lightstep.rollout.transport import Bucket
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.state.shared_memory import SharedMemory
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.publishing_runs import DDP, DEFERRED, FSDP2, HSDP, ON_HOST, OVERLAP, RESIDENT, Training, same
 from tests.distributed.ranks import Pool
 from tests.rollout_servers import FakeVllm
@@ -125,7 +126,8 @@ def test_the_first_trainer_puts_sets_together_on_its_device(
     )
 
 
-def check_late_replacement(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_no_trainer_sends_what_another_one_has_replaced(rank: int, world_size: int) -> None:
     """The first trainer sends the set while another one has copied it, and has not replaced the old one yet."""
     training, transport = Training(rank, FSDP2, RESIDENT), Slow()
     strategy, copied, sent = training.strategy, [], []
@@ -153,11 +155,8 @@ def check_late_replacement(rank: int, world_size: int) -> None:
     strategy.close()
 
 
-def test_no_trainer_sends_what_another_one_has_replaced(pool: Pool) -> None:
-    pool.run(check_late_replacement, 2)
-
-
-def check_errors(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_trainer_gets_the_error_once(rank: int, world_size: int) -> None:
     training, transport = Training(rank, FSDP2, RESIDENT), Slow(fails_at="send")
     strategy = training.strategy
     transport.go.set()
@@ -175,11 +174,9 @@ def check_errors(rank: int, world_size: int) -> None:
     strategy.close()
 
 
-def test_every_trainer_gets_the_error_once(pool: Pool) -> None:
-    pool.run(check_errors, 2)
-
-
-def check_failing_trainer(rank: int, world_size: int, method: str) -> None:
+@pytest.mark.parametrize("method", ["_copy", "prepare", "bucket"])
+@on_ranks(3)
+def test_all_trainers_hear_of_ones_failure(rank: int, world_size: int, method: str) -> None:
     training, transport = Training(rank, FSDP2, RESIDENT), Slow()
     strategy = training.strategy
     transport.go.set()
@@ -199,12 +196,8 @@ def check_failing_trainer(rank: int, world_size: int, method: str) -> None:
     strategy.close()
 
 
-@pytest.mark.parametrize("method", ["_copy", "prepare", "bucket"])
-def test_all_trainers_hear_of_ones_failure(pool: Pool, method: str) -> None:
-    pool.run(check_failing_trainer, 3, method=method)
-
-
-def check_failing_mapping(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_what_cannot_be_mapped_after_all_is_sent(rank: int, world_size: int) -> None:
     training, transport = Training(rank, FSDP2, RESIDENT), Slow()
     transport.go.set()
     with mock.patch.object(MappedMemory, "view", side_effect=RuntimeError("page-locking broke")):
@@ -213,10 +206,6 @@ def check_failing_mapping(rank: int, world_size: int) -> None:
         training.strategy.wait_for_publication()
     assert rank or same(transport.received[1], expected)
     training.strategy.close()
-
-
-def test_what_cannot_be_mapped_after_all_is_sent(pool: Pool) -> None:
-    pool.run(check_failing_mapping, 3)
 
 
 def check_workers(rank: int, world_size: int) -> tuple[str, list[Any]]:

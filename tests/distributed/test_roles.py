@@ -22,6 +22,7 @@ from lightstep import ConfigError, Strategy, TrainingEnded, TransformersEngine, 
 from lightstep.checkpoint.huggingface import full_weights
 from lightstep.strategy import fsdp2
 from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.unit.test_stream import random_delays, random_sleeps
 
@@ -191,7 +192,10 @@ def _never(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("an async rollout worker came to the FSDP path")
 
 
-def check_what_a_worker_has(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_an_async_rollout_worker_holds_inference_weights_and_nothing_else(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     """Inference weights, once, and an answer to every question about what it has not."""
     strategy = load(FSDP2, FIRST, precision={"parameters": "float32"})
     assert (strategy.role, strategy.is_main) == [("rollout", False), ("trainer", True)][rank]
@@ -202,7 +206,7 @@ def check_what_a_worker_has(rank: int, world_size: int, folder: str) -> None:
             strategy.prepare_model(Model, role="rollout")
         with pytest.raises(ConfigError, match="this one trains"):
             strategy.receive_weights(TransformersEngine(Deep()))
-        strategy.save_checkpoint(Path(folder, "saved"), model)
+        strategy.save_checkpoint(Path(tmp_path, "saved"), model)
         strategy.publish_weights(model, version=7)
         return
     fsdp2.fully_shard, whole = _never, fsdp2.fully_shard
@@ -217,17 +221,17 @@ def check_what_a_worker_has(rank: int, world_size: int, folder: str) -> None:
     assert strategy.receive_weights(engine, wait=False) is None
     with strategy.release_device_memory():
         pass
-    strategy.load_checkpoint(Path(folder, "saved"), model)
-    strategy.export_model(Path(folder, "exported"), model)
-    assert Path(folder, "exported", "model.safetensors").exists()
+    strategy.load_checkpoint(Path(tmp_path, "saved"), model)
+    strategy.export_model(Path(tmp_path, "exported"), model)
+    assert Path(tmp_path, "exported", "model.safetensors").exists()
     plain = nn.Linear(2, 2)
     for what, call in {
         "create_optimizer": lambda: strategy.create_optimizer(model),
         "create_optimizer on": lambda: strategy.create_optimizer(plain),
         "accumulate": lambda: strategy.accumulate(model),
-        "save_checkpoint": lambda: strategy.save_checkpoint(Path(folder, "none"), model),
+        "save_checkpoint": lambda: strategy.save_checkpoint(Path(tmp_path, "none"), model),
         "load_checkpoint with an optimizer": lambda: strategy.load_checkpoint(
-            Path(folder, "saved"), model, torch.optim.SGD(plain.parameters())
+            Path(tmp_path, "saved"), model, torch.optim.SGD(plain.parameters())
         ),
         "publish_weights": lambda: strategy.publish_weights(model),
         "mesh()": lambda: strategy.mesh(),
@@ -235,11 +239,7 @@ def check_what_a_worker_has(rank: int, world_size: int, folder: str) -> None:
     }.items():
         with pytest.raises(ConfigError, match=what.replace("(", r"\(").replace(")", r"\)")):
             call()
-    assert not Path(folder, "none").exists()
-
-
-def test_an_async_rollout_worker_holds_inference_weights_and_nothing_else(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_what_a_worker_has, 2, folder=str(tmp_path))
+    assert not Path(tmp_path, "none").exists()
 
 
 class Failing(TransformersEngine):
@@ -254,7 +254,8 @@ class Failing(TransformersEngine):
         super().load_weights(weights)
 
 
-def check_colocated(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sharded_trainers_fill_the_engines_beside_them(rank: int, world_size: int) -> None:
     """Every trainer has an engine; what fails in one of them is told to all."""
     strategy = Strategy.load({"sharding": FSDP2, "roles": {"rollout": {"parameters": "float32", "bucket_mib": SMALL}}})
     torch.manual_seed(rank)
@@ -273,10 +274,6 @@ def check_colocated(rank: int, world_size: int) -> None:
         for name, tensor in copied(engine.model.state_dict()).items()
     )
     train(strategy, model, optimizer, 1, first=1)
-
-
-def test_sharded_trainers_fill_the_engines_beside_them(pool: Pool) -> None:
-    pool.run(check_colocated, 2)
 
 
 # -- the ranks that train, among themselves ---------------------------------------------------------------------------
@@ -341,7 +338,8 @@ class Unfinished(TransformersEngine):
         super().load_weights(weights)
 
 
-def check_failures(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_failures_are_told_to_every_trainer_and_leave_complete_weights_or_none(rank: int, world_size: int) -> None:
     """Every trainer is told, nothing changes, and the next publication arrives."""
     strategy = load(FSDP2, {**FIRST, "bucket_mib": SMALL})
     impatient = load(FSDP2, {**FIRST, "timeout_s": 1.0})
@@ -389,10 +387,6 @@ def check_failures(rank: int, world_size: int) -> None:
     train(strategy, model, optimizer, 1, first=1)
     dist.barrier()
     impatient.close()
-
-
-def test_failures_are_told_to_every_trainer_and_leave_complete_weights_or_none(pool: Pool) -> None:
-    pool.run(check_failures, 3)
 
 
 class Deadly(TransformersEngine):
@@ -451,7 +445,8 @@ def test_a_worker_that_dies_costs_the_trainer_an_error_and_nothing_else(tmp_path
     assert (tmp_path / "after").is_dir()
 
 
-def check_updates_in_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_weights_between_backward_and_step_are_not_published(rank: int, world_size: int) -> None:
     """Between backward and step there are no weights of any step to publish."""
     clipping = {"max_norm": 1.0, "scope": "unit"}
     strategy = load(FSDP2, FIRST, optimizer_state={"backend": "resident", "update": "in_backward"}, clipping=clipping)
@@ -467,11 +462,8 @@ def check_updates_in_backward(rank: int, world_size: int) -> None:
     strategy.publish_weights(model)
 
 
-def test_weights_between_backward_and_step_are_not_published(pool: Pool) -> None:
-    pool.run(check_updates_in_backward, 2)
-
-
-def check_closed(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_closed_strategy_sends_and_receives_nothing(rank: int, world_size: int) -> None:
     strategy = load(FSDP2, FIRST)
     model = prepared(strategy)
     strategy.close()
@@ -483,11 +475,8 @@ def check_closed(rank: int, world_size: int) -> None:
         calls[strategy.role]()
 
 
-def test_a_closed_strategy_sends_and_receives_nothing(pool: Pool) -> None:
-    pool.run(check_closed, 3)
-
-
-def check_ranks(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_that_cannot_have_these_roles(rank: int, world_size: int) -> None:
     for rollout, message in (
         ({"ranks": 3}, "at least one has to be left to train"),
         ({"ranks": [5]}, r"roles.rollout.ranks is \[5\] and 3 are running"),
@@ -497,10 +486,6 @@ def check_ranks(rank: int, world_size: int) -> None:
     load(FSDP2).start()
     with pytest.raises(ConfigError, match="the same roles"):
         load(FSDP2, {"ranks": [0]}).start()
-
-
-def test_ranks_that_cannot_have_these_roles(pool: Pool) -> None:
-    pool.run(check_ranks, 3)
 
 
 # -- the examples -----------------------------------------------------------------------------------------------------

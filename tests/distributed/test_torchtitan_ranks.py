@@ -19,6 +19,7 @@ from lightstep import Rule, Strategy
 from lightstep.distributed import local_tensor
 from lightstep.integrations.torchtitan import OptimizersContainer
 from lightstep.sharding.prepared_model import PreparedModel
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool, device_of
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_model import representable
@@ -30,7 +31,8 @@ def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
 
 
-def check_sharded(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_parts_that_are_sharded_already(rank: int, world_size: int, tmp_path: Path) -> None:
     """Parts that something else sharded, clipped by torch's own function over all of them."""
 
     def build(create: Any) -> tuple[list[Stage], Any]:
@@ -46,22 +48,19 @@ def check_sharded(rank: int, world_size: int, folder: str) -> None:
     expected, plain = build(lambda parts: torch.optim.AdamW(parameters_of(parts), lr=1e-2, fused=True))
     parts, container = build(lambda parts: OptimizersContainer(strategy, parts, lr=1e-2))
     assert train(container, parts, range(2)) == train(plain, expected, range(2))
-    dcp.save({"optimizer": container}, checkpoint_id=folder)
+    dcp.save({"optimizer": container}, checkpoint_id=tmp_path)
     later, other = build(lambda parts: OptimizersContainer(strategy, parts, lr=1e-2))
     for one, another in zip(parameters_of(later), parameters_of(parts), strict=True):
         one.detach().copy_(another.detach())
-    dcp.load({"optimizer": other}, checkpoint_id=folder)
+    dcp.load({"optimizer": other}, checkpoint_id=tmp_path)
     train(other, later, range(2, 4))
     train(plain, expected, range(2, 4))
     for one, another in zip(whole(parameters_of(later)), whole(parameters_of(expected)), strict=True):
         assert torch.equal(one, another)
 
 
-def test_parts_that_are_sharded_already(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_sharded, 2, folder=str(tmp_path))
-
-
-def check_stages(rank: int, world_size: int) -> None:
+@on_ranks(None, "ranks", [2, 4])
+def test_pipeline_stages_have_one_norm(rank: int, world_size: int) -> None:
     """Two stages, on one rank each or in shards on two: the whole model's loop, stage by stage."""
     device = device_of(rank, world_size)
     number = rank * 2 // world_size
@@ -100,22 +99,15 @@ def shard_like(parameter: Any, gradient: Tensor) -> Tensor:
     return distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_pipeline_stages_have_one_norm(pool: Pool, ranks: int) -> None:
-    pool.run(check_stages, ranks)
-
-
-def check_copies(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_plain_copies_of_a_stage_are_refused(rank: int, world_size: int) -> None:
     parts = stages(PARTS[0] if rank < 2 else PARTS[1])
     with pytest.raises(ValueError, match=r"layers\.0\..* is on ranks \[0, 1\] and on no others"):
         OptimizersContainer(Strategy.load({"clipping": {"max_norm": 0.1}}), [parts[0].bfloat16()], lr=1e-2)
 
 
-def test_plain_copies_of_a_stage_are_refused(pool: Pool) -> None:
-    pool.run(check_copies, 3)
-
-
-def check_prepared(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parts_that_the_strategy_shards(rank: int, world_size: int) -> None:
     """Parts that the strategy shards: fp32 gradients of 16-bit shards reach the one optimizer."""
     values = {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": 0.1}}
     one = Strategy.load(values)
@@ -138,11 +130,8 @@ def check_prepared(rank: int, world_size: int) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_parts_that_the_strategy_shards(pool: Pool) -> None:
-    pool.run(check_prepared, 2)
-
-
-def check_rules_of_stages(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_rules_of_pipeline_stages(rank: int, world_size: int) -> None:
     """Each rank may have nothing of a rule; one that nobody has anything of is refused by all."""
     (part,) = stages(PARTS[rank])
     strategy = Strategy.load({"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}})
@@ -162,10 +151,6 @@ def check_rules_of_stages(rank: int, world_size: int) -> None:
         OptimizersContainer(strategy, [part], rules=Rule(torch.optim.SGD, names=["", r"layers\.7"], lr=0.1))
     with pytest.raises(ValueError, match=r"layers\.2\..* is trained, and matches no rule"):
         OptimizersContainer(strategy, [part], rules=by_stage[:1])
-
-
-def test_rules_of_pipeline_stages(pool: Pool) -> None:
-    pool.run(check_rules_of_stages, 2)
 
 
 # -- weights on the host
@@ -267,7 +252,8 @@ def test_shards_of_others_that_rest_on_the_host(
     pool.run(check_on_host, ranks, **case)
 
 
-def check_refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_shardings_that_cannot_rest_on_the_host(rank: int, world_size: int) -> None:
     """Shardings that cannot go to the host. Nothing of them has been moved: they train on the device."""
     on_host = Strategy.load({"weights": {"placement": "host"}})
 
@@ -302,11 +288,8 @@ def check_refused(rank: int, world_size: int) -> None:
         OptimizersContainer(on_host, [part], lr=1e-2)
 
 
-def test_shardings_that_cannot_rest_on_the_host(pool: Pool) -> None:
-    pool.run(check_refused, 2)
-
-
-def check_made_before(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_that_was_made_before(rank: int, world_size: int) -> None:
     """An optimizer that knows the model from before it was sharded, and before its shards went to the host."""
     found = []
     for early in (False, True):
@@ -330,10 +313,6 @@ def check_made_before(rank: int, world_size: int) -> None:
         optimizer.synchronize()
         found.append([local_tensor(parameter).clone() for parameter in part.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_an_optimizer_that_was_made_before(pool: Pool) -> None:
-    pool.run(check_made_before, 2)
 
 
 class WithHead(Stage):
@@ -362,7 +341,9 @@ class WithHead(Stage):
         return total
 
 
-def check_chunks(rank: int, world_size: int, time: str) -> None:
+@pytest.mark.parametrize("time", ["next_forward", "overlap"])
+@on_ranks(2)
+def test_a_head_that_is_called_in_chunks(rank: int, world_size: int, time: str) -> None:
     found = []
     for placement in ("device", "host"):
         torch.manual_seed(0)
@@ -386,8 +367,3 @@ def check_chunks(rank: int, world_size: int, time: str) -> None:
     (wanted, expected), (seen, tested) = found
     assert seen == wanted and min(wanted[2::3]) > 0.1
     assert all(torch.equal(one, other) for one, other in zip(tested, expected, strict=True))
-
-
-@pytest.mark.parametrize("time", ["next_forward", "overlap"])
-def test_a_head_that_is_called_in_chunks(pool: Pool, time: str) -> None:
-    pool.run(check_chunks, 2, time=time)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightstep import ConfigError
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.verl_engines import (
     HAS_VERL,
@@ -110,16 +111,13 @@ def test_checkpoints_go_on_where_they_were_saved(pool: Pool, folder: Path, tmp_p
     pool.run(check_resumed, 2, cpu=True, folder=folder, target=tmp_path)
 
 
-def check_reference(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2, cpu=True)
+def test_a_reference_has_no_optimizer(rank: int, world_size: int, folder: Path) -> None:
     import_verl()
     settings = {"forward_only": True}
     own, ours = make_engine("lightstep", folder, **settings), make_engine("lightstep", folder)
     batch = make_batch(rank, LENGTHS)
     assert own.optimizer is None and all(map(torch.equal, log_probs(own, batch), log_probs(ours, batch)))
-
-
-def test_a_reference_has_no_optimizer(pool: Pool, folder: Path) -> None:
-    pool.run(check_reference, 2, cpu=True, folder=folder)
 
 
 IN_A_WORKER = """
@@ -152,7 +150,8 @@ def test_the_engine_is_known_when_verls_worker_builds_a_reference(folder: Path) 
     assert started.stdout.splitlines() == ["before the actor: LightstepEngine", "fsdp2-stream"], started.stderr
 
 
-def check_adapters(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(1, cpu=True)
+def test_adapters(rank: int, world_size: int, folder: Path) -> None:
     """Only the adapters are trained, and merged weights are sent."""
     import_verl()
     settings: dict[str, Any] = {"model": {"lora_rank": 4, "lora": {"merge": True}}}
@@ -164,11 +163,8 @@ def check_adapters(rank: int, world_size: int, folder: Path) -> None:
     assert all(torch.equal(tensor, weights[name]) for name, tensor in expected_weights.items())
 
 
-def test_adapters(pool: Pool, folder: Path) -> None:
-    pool.run(check_adapters, 1, cpu=True, folder=folder)
-
-
-def check_loss_scale(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2, cpu=True)
+def test_a_loss_scale(rank: int, world_size: int, folder: Path) -> None:
     """Backward is the optimizer's. A step that is not finite changes nothing; others do."""
     import_verl()
     for scale, trains in (({"kind": "constant", "scale": 2.0**40}, False), ({"kind": "constant", "scale": 64.0}, True)):
@@ -182,11 +178,8 @@ def check_loss_scale(rank: int, world_size: int, folder: Path) -> None:
         )
 
 
-def test_a_loss_scale(pool: Pool, folder: Path) -> None:
-    pool.run(check_loss_scale, 2, cpu=True, folder=folder)
-
-
-def check_refusals(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(1, cpu=True)
+def test_refusals(rank: int, world_size: int, folder: Path) -> None:
     import_verl()
     with pytest.raises(ConfigError, match=r"needs 'fsdp2'"):
         make_engine("lightstep", folder, lightstep="stream")
@@ -194,7 +187,3 @@ def check_refusals(rank: int, world_size: int, folder: Path) -> None:
         make_engine("lightstep", folder, offload_policy=True)
     with pytest.raises(ConfigError, match=r"enable_activation_offload is set"):
         make_engine("lightstep", folder, model={"enable_activation_offload": True})
-
-
-def test_refusals(pool: Pool, folder: Path) -> None:
-    pool.run(check_refusals, 1, cpu=True, folder=folder)
