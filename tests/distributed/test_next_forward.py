@@ -188,8 +188,7 @@ def check_all_awaited(rank: int, world_size: int, sharding: dict[str, Any], upda
     assert found[0][1].keys() == found[1][1].keys() and not different, different
 
 
-@pytest.mark.parametrize("update", ["next_forward", "overlap"])
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp"])
+@pytest.mark.parametrize(("layout", "update"), [("fsdp2", "next_forward"), ("fsdp2", "overlap"), ("hsdp", "overlap")])
 def test_gathering_after_somebody_has_waited_for_everything(pool: Pool, layout: str, update: str) -> None:
     world_size, sharding = LAYOUTS[layout]
     pool.run(check_all_awaited, world_size, sharding=sharding, update=update)
@@ -241,7 +240,10 @@ def test_experts_on_a_mesh_of_their_own(pool: Pool) -> None:
 
 
 def check_readers(rank: int, world_size: int, sharding: dict[str, Any], folder: Path) -> None:
-    """Whoever reads between or right after steps sees what an optimizer without deferred updates shows."""
+    """Whoever reads between or right after steps sees what an optimizer without deferred updates shows.
+
+    Those who read weights alone: ``test_reads_while_updates_are_deferred``.
+    """
     values = {"sharding": sharding, "precision": {"parameters": "bfloat16"}, "clipping": {"max_norm": 0.5}}
     seen: list[dict[str, Any]] = []
     for name, state in {"at_step": {"backend": "stream", "ring_mib": 0.01}, "next_forward": DEFERRED}.items():
@@ -249,7 +251,7 @@ def check_readers(rank: int, world_size: int, sharding: dict[str, Any], folder: 
         training.step()
         training.delay(rank)
         found: dict[str, Any] = {}
-        for number, read in enumerate((_weights, _optimizer_state, _saved, _exported, _resumed)):
+        for number, read in enumerate((_optimizer_state, _saved, _resumed)):
             training.step()
             found[read.__name__] = read(training, folder / name / str(number))
         found["end"] = training.snapshot()
@@ -265,10 +267,6 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(local_tensor(one), local_tensor(other)) if isinstance(one, Tensor) else bool(one == other)
 
 
-def _weights(training: Training, folder: Path) -> Any:
-    return {key: local_tensor(value).clone() for key, value in training.model.state_dict().items()}
-
-
 def _optimizer_state(training: Training, folder: Path) -> Any:
     return training.optimizer.state_dict()
 
@@ -278,12 +276,6 @@ def _saved(training: Training, folder: Path) -> Any:
     training.step()
     training.strategy.load_checkpoint(folder, training.model, training.optimizer)
     return training.evaluate()
-
-
-def _exported(training: Training, folder: Path) -> Any:
-    return [
-        local_tensor(parameter).clone() for parameter in training.strategy.unwrap_model(training.model).parameters()
-    ]
 
 
 def _resumed(training: Training, folder: Path) -> Any:

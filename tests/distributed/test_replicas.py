@@ -306,7 +306,7 @@ def check_without_share(
 
 @every_value(
     update=["at_step", "next_forward", "in_backward", "overlap"],
-    layout=[(DDP, 2, OneWeight), (DDP, 4, HeadOnly), (HSDP, 4, OneWeight)],
+    layout=[(DDP, 2, OneWeight), (DDP, 3, HeadOnly), (HSDP, 4, OneWeight)],
 )
 def test_a_replica_without_parameters(
     pool: Pool, tmp_path: Path, layout: tuple[dict[str, Any], int, Callable[[], nn.Module]], update: str

@@ -49,7 +49,7 @@ def test_weights_of_the_first_rank(rank: int, world_size: int) -> None:
         load(FSDP2).prepare_model(model)
 
 
-@on_ranks(4, "sharding", [FSDP2, HSDP, DDP])
+@on_ranks(None, ("ranks", "sharding"), [(3, FSDP2), (4, HSDP), (2, DDP)])
 def test_meta_device(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     torch.manual_seed(rank)
     strategy = load(sharding)
