@@ -156,10 +156,10 @@ def test_fsdp2(pool: Pool, case: str) -> None:
     pool.run(check_exact, 3 if case == "fp16-shards-streamed" else 2, case=case, sharding={"kind": "fsdp2"})
 
 
-@pytest.mark.parametrize("case", ["bf16-shards-reduced-in-bf16", "fp32-shards-checkpointed"])
-def test_hsdp(pool: Pool, case: str) -> None:
+def test_hsdp(pool: Pool) -> None:
+    """Other precisions: ``test_branches.py``, ``test_programs.py``."""
     sharding = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 2}}
-    pool.run(check_exact, 4, case=case, sharding=sharding)
+    pool.run(check_exact, 4, case="bf16-shards-reduced-in-bf16", sharding=sharding)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import lightstep
-from lightstep.distributed import local_tensor
 from tests.covering import every_value
-from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.ranks import Pool, device_of
-from tests.distributed.sharding_runs import HSDP
-from tests.distributed.test_next_forward import random_delays
+from tests.distributed.ranks import Pool
+from tests.distributed.sharding_runs import FSDP2, HSDP
+from tests.distributed.test_next_forward import Training
 
-FSDP2 = {"kind": "fsdp2"}
 STREAM = {"backend": "stream", "ring_mib": 1}
 SETTINGS: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "resident": (2, FSDP2, {"backend": "resident"}, "float16"),
@@ -27,69 +23,48 @@ SETTINGS: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-class Run:
-    """A tiny transformer in training; ``moves`` says at which moments it is moved."""
+class Run(Training):
+    """``moves`` says at which moments the model is moved."""
 
     def __init__(
         self, rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], dtype: str, moves: str = ""
     ) -> None:
-        self.rank, self.device, self.moves = rank, device_of(rank, world_size), moves
+        self.moves = moves
         scope = "unit" if state.get("update") == "in_backward" else "global"
         scale = {"loss_scale": {"kind": "constant", "scale": 256.0}} if dtype == "float16" else {}
-        self.strategy = lightstep.Strategy.load(
-            {
-                "sharding": sharding,
-                "precision": {"parameters": dtype, **scale},
-                "optimizer_state": state,
-                "clipping": {"max_norm": 0.5, "scope": scope},
-            }
-        )
-        torch.manual_seed(0)
-        self.model: nn.Module = self.strategy.prepare_model(TinyTransformer())
-        self._move("before the optimizer")
-        groups = self.strategy.unwrap_model(self.model).split()
-        self.optimizer: Any = self.strategy.create_optimizer(self.model, torch.optim.AdamW, param_groups=groups)
-        self._move("before the first step")
+        values = {"sharding": sharding, "precision": {"parameters": dtype, **scale}, "optimizer_state": state}
+        super().__init__(rank, world_size, {**values, "clipping": {"max_norm": 0.5, "scope": scope}})
+        self.move(self.model, "before the first step")
 
-    def _move(self, moment: str) -> None:
+    def prepare(self, model: nn.Module) -> nn.Module:
+        prepared = super().prepare(model)
+        self.move(prepared, "before the optimizer")
+        return prepared
+
+    def move(self, model: nn.Module, moment: str) -> None:
         """To other memory and back; as :meth:`torch.nn.Module.to` does, which on the CPU has nothing to do."""
         if moment in self.moves:
-            self.model.cpu()
-            self.model._apply(torch.clone)
-            self.model.to(self.device)
+            model.cpu()
+            model._apply(torch.clone)
+            model.to(self.device)
 
-    def train(self, steps: int) -> None:
-        for step in range(steps):
-            for micro in range(2):
-                with self.strategy.accumulate(self.model, last=micro == 1):
-                    loss = loss_of(self.model, step, micro, self.rank, self.device)
-                    self.optimizer.backward(loss)
-            del loss
-            self._move("before the step")
-            self.optimizer.step()
-            self._move("after the step")
-            if step == 0 and self.device.type == "cpu" and hasattr(self.optimizer._backend, "inner"):
-                random_delays(self.optimizer._backend.lanes, step)
-
-    def content(self) -> dict[str, Tensor]:
-        self.optimizer.synchronize()
-        found = {}
-        for name, parameter in self.strategy.unwrap_model(self.model).named_parameters():
-            found[name] = local_tensor(parameter).detach().cpu().clone()
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"{name}/{key}"] = local_tensor(torch.as_tensor(value)).cpu().clone()
-        return found
+    def step(self) -> list[float]:
+        losses = super().step()
+        self.move(self.model, "after the step")
+        return losses
 
 
 def check_moved(rank: int, world_size: int, settings: str, moves: str) -> None:
     _, sharding, state, dtype = SETTINGS[settings]
-    tested, expected = (Run(rank, world_size, sharding, state, dtype, moved) for moved in (moves, ""))
-    for run in (tested, expected):
-        run.train(3)
-    wanted, found = expected.content(), tested.content()
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert torch.equal(found[key], value), f"{key} differs on rank {rank}"
+    runs = [Run(rank, world_size, sharding, state, dtype, moved) for moved in ("", moves)]
+    losses = [[run.step()] for run in runs]
+    if state["backend"] == "stream":
+        runs[1].delay(rank)
+    for run, found in zip(runs, losses, strict=True):
+        found += [run.step() for _ in range(2)]
+    wanted, found = (run.snapshot() for run in runs)
+    assert losses[0] == losses[1] and found.keys() == wanted.keys()
+    assert [key for key, value in wanted.items() if not torch.equal(found[key], value)] == []
 
 
 @every_value(moves=["before the optimizer, before the first step", "after the step"], settings=SETTINGS)

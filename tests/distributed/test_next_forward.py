@@ -71,12 +71,15 @@ class Training:
         self.rank, self.device = rank, device_of(rank, world_size)
         self.strategy = lightstep.Strategy.load(values)
         torch.manual_seed(0)
-        self.model = self.strategy.prepare_model(make())
+        self.model = self.prepare(make())
         groups = self.inner.split()
         self.optimizer: Any = self.strategy.create_optimizer(
             self.model, torch.optim.AdamW, param_groups=groups, lr=1e-2
         )
         self.steps = 0
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        return self.strategy.prepare_model(model)
 
     @property
     def inner(self) -> nn.Module:

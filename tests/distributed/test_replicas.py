@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import os
-import pickle
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -444,19 +443,6 @@ def test_state_dict_is_complete(rank: int, world_size: int) -> None:
 
     parameter = next(p for p in tested.inner.parameters() if p in tested.optimizer.state)
     assert bool(tested.optimizer.kept_state(parameter)) is tested.optimizer.keeps_state(parameter)
-
-
-@on_ranks(2)
-def test_copies(rank: int, world_size: int) -> None:
-    """``deepcopy`` shares the work as its original does; the ranks it is shared with cannot be pickled."""
-    run = Run(DDP, CUT)
-    run.train(2)
-    twin = copy.deepcopy(run.optimizer)
-    assert twin._backend._share is not None
-    assert len(run.owned()) == sum(not item.is_remote for item in twin.managed()) < len(twin.managed())
-    same_tree("deepcopy", twin.state_dict(), run.optimizer.state_dict())
-    with pytest.raises(TypeError, match=r"cannot be pickled: save optimizer\.state_dict"):
-        pickle.dumps(run.optimizer)
 
 
 class AllTrained(TinyTransformer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -108,6 +109,11 @@ def test_a_deep_copy_goes_on_by_itself(rank: int, world_size: int, sharding: dic
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
     train(strategy, model, optimizer, steps=1)
     twin = copy.deepcopy(optimizer)
+    if backend == "stream":  # each shares the work with the other replicas
+        with pytest.raises(TypeError, match=r"cannot be pickled: save optimizer\.state_dict"):
+            pickle.dumps(optimizer)
+        assert len(twin.managed()) > sum(not item.is_remote for item in twin.managed())
+        assert [item.is_remote for item in twin.managed()] == [item.is_remote for item in optimizer.managed()]
     pairs = [
         (p, q)
         for group, other in zip(optimizer.param_groups, twin.param_groups, strict=True)
