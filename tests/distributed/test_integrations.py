@@ -253,9 +253,10 @@ def test_a_checkpoint_of_one_process_is_continued(pool: Pool, tmp_path: Path, ki
     pool.run(resume_plain, 2, kind=kind, folder=str(tmp_path))
 
 
-def asynchronous(rank: int, world_size: int, kind: str, state: dict[str, Any], folder: str) -> None:
+def asynchronous(rank: int, world_size: int, folder: str) -> None:
     """The ranks' writers begin at different moments, while training goes on; each saved step is continued."""
-    strategy = STRATEGIES[kind] | {"optimizer_state": state}
+    kind = "accelerate"
+    strategy = STRATEGIES[kind] | {"optimizer_state": {**OVERLAP, "update": "overlap"}}
     write, moments = save.write_tensors, random.Random(rank)
 
     def late(*arguments: Any) -> Any:
@@ -280,11 +281,9 @@ def asynchronous(rank: int, world_size: int, kind: str, state: dict[str, Any], f
             same(whole(resumed.model), weights)
 
 
-@pytest.mark.parametrize(
-    ("kind", "state"), [("accelerate", {**OVERLAP, "update": "overlap"}), ("ddp", {"backend": "resident"})]
-)
-def test_asynchronous_saves(pool: Pool, tmp_path: Path, kind: str, state: dict[str, Any]) -> None:
-    pool.run(asynchronous, 2, kind=kind, state=state, folder=str(tmp_path))
+def test_asynchronous_saves(pool: Pool, tmp_path: Path) -> None:
+    """What state on the device and replicas save while they train: ``test_snapshots.py``, here and in tests/unit."""
+    pool.run(asynchronous, 2, folder=str(tmp_path))
     assert len(list(tmp_path.glob("checkpoint-3/rng_state_*.pth"))) == 2
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.covering import every_value
 from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import FSDP2, HSDP
-from tests.distributed.test_next_forward import Training
+from tests.distributed.sharding_runs import FSDP2
+from tests.distributed.test_next_forward import LAYOUTS, Training
 
 STREAM = {"backend": "stream", "ring_mib": 1}
 SETTINGS: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
@@ -19,7 +19,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "next_forward": (2, FSDP2, {**STREAM, "update": "next_forward"}, "float32"),
     "in_backward": (2, FSDP2, {**STREAM, "update": "in_backward"}, "bfloat16"),
     "overlap": (2, FSDP2, {**STREAM, "update": "overlap"}, "bfloat16"),
-    "hsdp": (4, HSDP, {**STREAM, "update": "next_forward"}, "bfloat16"),
+    "copies": (2, LAYOUTS["copies"][1], {**STREAM, "update": "next_forward"}, "bfloat16"),
 }
 
 
