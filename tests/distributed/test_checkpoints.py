@@ -457,17 +457,17 @@ def test_ranks_outside_the_mesh_of_a_weight(rank: int, world_size: int, tmp_path
     strategy = lightstep.Strategy.load("fp32")
     for holders in ([1], [1, 2]):
         model = Elsewhere(holders)
-        strategy.export_model(Path(tmp_path, "weights"), model)
+        strategy.export_model(tmp_path / "weights", model)
         dist.barrier()
-        assert torch.equal(load_file(Path(tmp_path, "weights", "model.safetensors"))["held"], model.whole), holders
+        assert torch.equal(load_file(tmp_path / "weights" / "model.safetensors")["held"], model.whole), holders
         optimizer = strategy.create_optimizer(model, lr=0.1)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        strategy.save_checkpoint(Path(tmp_path, "all"), model, optimizer)
+        strategy.save_checkpoint(tmp_path / "all", model, optimizer)
         other = Elsewhere(holders, seed=1)
         fresh = strategy.create_optimizer(other, lr=0.1)
-        strategy.load_checkpoint(Path(tmp_path, "all"), other, fresh)
+        strategy.load_checkpoint(tmp_path / "all", other, fresh)
         for mine, its in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(local_tensor(mine), local_tensor(its))
             for key, value in optimizer.state[mine].items():

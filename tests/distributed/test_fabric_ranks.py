@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightstep import Strategy
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.ranks import Pool
+from tests.distributed.on_ranks import on_ranks
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"sharding": {"kind": "ddp", "find_unused_parameters": True}, "clipping": {"max_norm": 0.5}},
@@ -47,7 +47,9 @@ def train(strategy: Strategy, model: nn.Module, optimizer: Any, rank: int, steps
     return [getattr(weight, "full_tensor", weight.clone)() for weight in weights]
 
 
-def check_fabric(rank: int, world_size: int, values: dict[str, Any], folder: str) -> None:
+@pytest.mark.parametrize("values", STRATEGIES.values(), ids=STRATEGIES)
+@on_ranks(2)
+def test_the_same_weights_as_without_fabric(rank: int, world_size: int, values: dict[str, Any], tmp_path: Path) -> None:
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import ModelParallelStrategy
 
@@ -71,15 +73,10 @@ def check_fabric(rank: int, world_size: int, values: dict[str, Any], folder: str
     strategy, fabric, model, optimizer = setup()
     train(strategy, model, optimizer, rank, range(2))
     if values["sharding"]["kind"] == "fsdp2":
-        fabric.save(folder, {"model": model, "optimizer": optimizer})
+        fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
         strategy, fabric, model, optimizer = setup()
-        fabric.load(folder, {"model": model, "optimizer": optimizer})
+        fabric.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
     weights = train(strategy, model, optimizer, rank, range(2, 4))
     for mine, theirs in zip(weights, expected, strict=True):
         assert torch.equal(mine, theirs)
     del os.environ["TORCHELASTIC_RUN_ID"]
-
-
-@pytest.mark.parametrize("values", STRATEGIES.values(), ids=STRATEGIES)
-def test_the_same_weights_as_without_fabric(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
-    pool.run(check_fabric, 2, values=values, folder=str(tmp_path / "saved"))

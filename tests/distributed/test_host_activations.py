@@ -8,7 +8,7 @@ import pytest
 
 from lightstep.state.host_activations import HostActivations
 from tests.covering import every_value
-from tests.distributed.ranks import Pool
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_exactness import CASES, OWN_BUCKETS, DistributedPair
 from tests.unit.test_next_forward import host_activations_of
 from tests.unit.test_stream import random_delays
@@ -20,17 +20,14 @@ SHARDINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_exact(rank: int, world_size: int, case: str, sharding: dict[str, Any]) -> None:
+@every_value(sharding=SHARDINGS, case=["bf16-shards", "fp16-shards-streamed"])
+@on_ranks(2)
+def test_the_same_bits(rank: int, world_size: int, case: str, sharding: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostActivations, "SMALLEST", 1)
-        wanted = {**sharding, "activation_checkpointing": "host"}
+        wanted = {**SHARDINGS[sharding], "activation_checkpointing": "host"}
         pair = DistributedPair(rank, world_size, {**CASES[case], "sharding": {}}, wanted)
         (keeper,) = host_activations_of(pair.model)
         random_delays(keeper.lanes, rank, 2e-3)
         pair.train(steps=3, micro_batches=2, overflow_at=(1,))
         assert keeper.sent >= 3 * 2 * 3 and keeper.brought > 0
-
-
-@every_value(sharding=SHARDINGS, case=["bf16-shards", "fp16-shards-streamed"])
-def test_the_same_bits(pool: Pool, sharding: str, case: str) -> None:
-    pool.run(check_exact, 2, case=case, sharding=SHARDINGS[sharding])

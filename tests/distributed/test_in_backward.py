@@ -6,13 +6,12 @@ import gc
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from lightstep.optimizer.in_backward import FinalUpdates
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.ranks import Pool
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_next_forward import LAYOUTS, Training
 
 STATES: dict[str, dict[str, Any]] = {
@@ -26,7 +25,8 @@ CLIPPING: dict[str, dict[str, Any]] = {
 }
 
 
-def check_memory(rank: int, world_size: int, state: dict[str, Any]) -> None:
+@on_ranks(2, "state", [*STATES.values()])
+def test_gradients_of_two_blocks_at_a_time(rank: int, world_size: int, state: dict[str, Any]) -> None:
     """Whenever a unit's gradients arrive, those of the unit before the last one are gone."""
     alive: list[tuple[str, weakref.ref[Tensor]]] = []
     layers: list[int] = []
@@ -52,23 +52,23 @@ def check_memory(rank: int, world_size: int, state: dict[str, Any]) -> None:
     assert torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_gradients_of_two_blocks_at_a_time(pool: Pool, state: str) -> None:
-    pool.run(check_memory, 2, state=STATES[state])
-
-
-def check_overflow(
-    rank: int, world_size: int, sharding: dict[str, Any], clipping: dict[str, Any], value: float
+@on_ranks(
+    None,
+    ("ranks", "layout", "clipping", "value"),
+    [(2, "fsdp2", "none", "nan"), (2, "fsdp2", "unit-inf", "nan"), (4, "hsdp", "unit", "inf")],
+)
+def test_a_shard_that_is_not_finite_leaves_its_whole_layer_alone(
+    rank: int, world_size: int, layout: str, clipping: str, value: str
 ) -> None:
     """Of an embedding one row, on one rank, has a gradient that is not finite."""
 
     def spoiled(_: Any, gradients: tuple[Tensor]) -> tuple[Tensor]:
         gradient = gradients[0].clone()
-        gradient[0, 0, 0] = value
+        gradient[0, 0, 0] = float(value)
         return (gradient,)
 
     for state in STATES.values():
-        values = {"sharding": sharding, "clipping": clipping, "optimizer_state": state}
+        values = {"sharding": LAYOUTS[layout][1], "clipping": CLIPPING[clipping], "optimizer_state": state}
         training = Training(rank, world_size, values, TinyTransformer)
         training.step()
         before = training.snapshot()
@@ -84,14 +84,3 @@ def check_overflow(
         assert {name for name in left if name.startswith("embed.")} == {n for n in after if n.startswith("embed.")}
         assert not any(name.startswith("head.") for name in left)
         training.optimizer.close()
-
-
-@pytest.mark.parametrize(
-    ("layout", "clipping", "value"),
-    [("fsdp2", "none", "nan"), ("fsdp2", "unit-inf", "nan"), ("hsdp", "unit", "inf")],
-)
-def test_a_shard_that_is_not_finite_leaves_its_whole_layer_alone(
-    pool: Pool, layout: str, clipping: str, value: str
-) -> None:
-    world_size, sharding = LAYOUTS[layout]
-    pool.run(check_overflow, world_size, sharding=sharding, clipping=CLIPPING[clipping], value=float(value))

@@ -112,7 +112,7 @@ def same(tested: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 # -- the Trainer
 
 
-def arguments(folder: str, kind: str = "strategy", **changes: Any) -> Any:
+def arguments(folder: str | Path, kind: str = "strategy", **changes: Any) -> Any:
     """One row a micro-batch, in order; accelerate shards if ``kind`` says so."""
     values = {"per_device_train_batch_size": 1, "use_cpu": CPU, "train_sampling_strategy": "sequential"}
     values |= {"fsdp": True if kind == "accelerate" else None, "max_steps": STEPS}
@@ -130,7 +130,7 @@ def trainer_of(args: Any, model: nn.Module, strategy: Any, **options: Any) -> Li
     return trainer
 
 
-def trained(folder: str, kind: str, resume: str | None = None, seed: int = 0) -> LightstepTrainer:
+def trained(folder: str | Path, kind: str, resume: str | None = None, seed: int = 0) -> LightstepTrainer:
     trainer = trainer_of(arguments(folder, kind, **SAVES), make_llama(seed), STRATEGIES[kind])
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -440,7 +440,7 @@ def test_generation_from_shards(rank: int, world_size: int, tmp_path: Path) -> N
         generates(values, tmp_path)
 
 
-def generates(values: dict[str, Any], folder: str) -> None:
+def generates(values: dict[str, Any], folder: Path) -> None:
     """An encoder that ``generate`` calls by itself, with updates that are not waited for: the whole model's tokens."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 48}

@@ -206,7 +206,7 @@ def test_an_async_rollout_worker_holds_inference_weights_and_nothing_else(
             strategy.prepare_model(Model, role="rollout")
         with pytest.raises(ConfigError, match="this one trains"):
             strategy.receive_weights(TransformersEngine(Deep()))
-        strategy.save_checkpoint(Path(tmp_path, "saved"), model)
+        strategy.save_checkpoint(tmp_path / "saved", model)
         strategy.publish_weights(model, version=7)
         return
     fsdp2.fully_shard, whole = _never, fsdp2.fully_shard
@@ -221,17 +221,17 @@ def test_an_async_rollout_worker_holds_inference_weights_and_nothing_else(
     assert strategy.receive_weights(engine, wait=False) is None
     with strategy.release_device_memory():
         pass
-    strategy.load_checkpoint(Path(tmp_path, "saved"), model)
-    strategy.export_model(Path(tmp_path, "exported"), model)
-    assert Path(tmp_path, "exported", "model.safetensors").exists()
+    strategy.load_checkpoint(tmp_path / "saved", model)
+    strategy.export_model(tmp_path / "exported", model)
+    assert (tmp_path / "exported" / "model.safetensors").exists()
     plain = nn.Linear(2, 2)
     for what, call in {
         "create_optimizer": lambda: strategy.create_optimizer(model),
         "create_optimizer on": lambda: strategy.create_optimizer(plain),
         "accumulate": lambda: strategy.accumulate(model),
-        "save_checkpoint": lambda: strategy.save_checkpoint(Path(tmp_path, "none"), model),
+        "save_checkpoint": lambda: strategy.save_checkpoint(tmp_path / "none", model),
         "load_checkpoint with an optimizer": lambda: strategy.load_checkpoint(
-            Path(tmp_path, "saved"), model, torch.optim.SGD(plain.parameters())
+            tmp_path / "saved", model, torch.optim.SGD(plain.parameters())
         ),
         "publish_weights": lambda: strategy.publish_weights(model),
         "mesh()": lambda: strategy.mesh(),
@@ -239,7 +239,7 @@ def test_an_async_rollout_worker_holds_inference_weights_and_nothing_else(
     }.items():
         with pytest.raises(ConfigError, match=what.replace("(", r"\(").replace(")", r"\)")):
             call()
-    assert not Path(tmp_path, "none").exists()
+    assert not (tmp_path / "none").exists()
 
 
 class Failing(TransformersEngine):
