@@ -287,13 +287,15 @@ def test_asynchronous_saves(pool: Pool, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("checkpoint-3/rng_state_*.pth"))) == 2
 
 
-def rules(rank: int, world_size: int, kind: str, folder: str) -> None:
+@pytest.mark.parametrize("kind", ["strategy", "accelerate"])
+@on_ranks(2)
+def test_rules(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
     """Muon beside AdamW on shards: as with an optimizer that the strategy made; under accelerate, continued."""
     found = {}
     for spelling in ("rules", "optimizers", *(["resumed"] if kind == "accelerate" else [])):
         with fresh_state(kind):
             saves = SAVES if spelling == "rules" else {}
-            args = arguments(folder, kind, **saves, weight_decay=0.01)  # AdamW's own
+            args = arguments(tmp_path, kind, **saves, weight_decay=0.01)  # AdamW's own
             strategy, model = Strategy.load(STRATEGIES[kind]), make_llama(spelling == "resumed")
             muon = Rule(torch.optim.Muon, kinds="hidden_matrices", lr=0.02)
             chosen: dict[str, Any] = {"rules": [muon, {"kinds": "rest"}]}
@@ -304,15 +306,10 @@ def rules(rank: int, world_size: int, kind: str, folder: str) -> None:
                         LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), **chosen)
                     continue
             trainer = trainer_of(args, model, strategy, **chosen)
-            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if spelling == "resumed" else None)
+            trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2" if spelling == "resumed" else None)
             found[spelling] = whole(trainer.model)
     for weights in found.values():
         same(weights, found["rules"])
-
-
-@pytest.mark.parametrize("kind", ["strategy", "accelerate"])
-def test_rules(pool: Pool, tmp_path: Path, kind: str) -> None:
-    pool.run(rules, 2, kind=kind, folder=str(tmp_path))
 
 
 # -- weights on the host
@@ -359,18 +356,20 @@ class Average(TrainerCallback):
             slow_host(kwargs["model"], optimizer, args.process_index)
 
 
-def trainer_on_host(rank: int, world_size: int, kind: str, time: str, folder: str) -> None:
+@pytest.mark.parametrize(("kind", "time"), [("strategy", "overlap"), ("accelerate", "next_forward")])
+@on_ranks(2)
+def test_the_trainer_with_weights_on_the_host(rank: int, world_size: int, kind: str, time: str, tmp_path: Path) -> None:
     """The bits of weights on the device. Under the strategy what was saved continues at the other place."""
     tokens, found = Rows()[rank]["input_ids"][None, :6], {}
 
     def run(placement: str, resumed: str | None = None) -> list[Any]:
         values = {**STRATEGIES[kind], "optimizer_state": {**OVERLAP, "update": time}, "weights": PLACEMENTS[placement]}
-        args = arguments(f"{folder}/{placement}", kind, **EVALUATES, **({} if resumed else SAVES))
+        args = arguments(f"{tmp_path}/{placement}", kind, **EVALUATES, **({} if resumed else SAVES))
         average = Average(placement)
         held_out = torch.utils.data.Subset(Rows(), range(5))
         trainer = trainer_of(args, make_llama(), values, callbacks=[average], eval_dataset=held_out)
         first = trainer.evaluate()["eval_loss"] if kind == "strategy" and resumed is None else None
-        trainer.train(resume_from_checkpoint=resumed and f"{folder}/{resumed}/checkpoint-2")
+        trainer.train(resume_from_checkpoint=resumed and f"{tmp_path}/{resumed}/checkpoint-2")
         model: Any = trainer.model.eval()
         weights = {name: tensor.cpu() for name, tensor in whole(model).items()}
         names = ("loss", "grad_norm", "learning_rate", "eval_loss")
@@ -379,9 +378,9 @@ def trainer_on_host(rank: int, world_size: int, kind: str, time: str, folder: st
             return [weights, None, logs]
         ids = {"input_ids": tokens.to(args.device), "pad_token_id": 0}
         written = model.generate(**ids, max_new_tokens=2, do_sample=False).tolist()
-        trainer.save_model(f"{folder}/saved-{placement}")
+        trainer.save_model(f"{tmp_path}/saved-{placement}")
         torch.distributed.barrier()
-        same_in_folder(f"{folder}/saved-{placement}", weights)
+        same_in_folder(f"{tmp_path}/saved-{placement}", weights)
         return [weights, (first, written, average.averages), logs]
 
     with reducing_each():
@@ -396,11 +395,6 @@ def trainer_on_host(rank: int, world_size: int, kind: str, time: str, folder: st
         if begun is not None:
             assert begun[:2] == expected[1][:2]
             assert all(torch.equal(*pair) for pair in zip(begun[2], expected[1][2], strict=True))
-
-
-@pytest.mark.parametrize(("kind", "time"), [("strategy", "overlap"), ("accelerate", "next_forward")])
-def test_the_trainer_with_weights_on_the_host(pool: Pool, tmp_path: Path, kind: str, time: str) -> None:
-    pool.run(trainer_on_host, 2, kind=kind, time=time, folder=str(tmp_path))
 
 
 # -- what stands in front of the Trainer
@@ -469,7 +463,9 @@ def generates(values: dict[str, Any], folder: Path) -> None:
         trainer.predict(torch.utils.data.Subset(rows, range(4)))  # calls generate itself
 
 
-def best(rank: int, world_size: int, kind: str, adapter: bool, folder: str) -> None:
+@pytest.mark.parametrize(("kind", "adapter"), [("strategy", True), ("strategy", False), ("ddp", False)])
+@on_ranks(2)
+def test_the_best_model_is_loaded(rank: int, world_size: int, kind: str, adapter: bool, tmp_path: Path) -> None:
     """The best model goes into shards, from a checkpoint that has nothing else.
 
     That of an adapter holds the adapter alone; the weights of the other have the names that transformers stores.
@@ -480,7 +476,7 @@ def best(rank: int, world_size: int, kind: str, adapter: bool, folder: str) -> N
     stand_in = {"peft": peft_stand_in.module()} if adapter else {}
     with fresh_state(kind), mock.patch.dict(sys.modules, stand_in):
         model = peft_stand_in.make_adapted() if adapter else make_converted("mixtral")
-        args = arguments(folder, kind, **EVALUATES, **SAVES | only_model | worst)
+        args = arguments(tmp_path, kind, **EVALUATES, **SAVES | only_model | worst)
         data = torch.utils.data.Subset(Rows(), range(8))
         trainer = trainer_of(args, model, STRATEGIES[kind], train_dataset=data, eval_dataset=data)
         if CPU and adapter:
@@ -497,11 +493,6 @@ def best(rank: int, world_size: int, kind: str, adapter: bool, folder: str) -> N
             same({name: weights[name.removeprefix("base_model.")].cpu() for name in saved}, saved)
             trainer.train()
             assert any(not torch.equal(tensor, weights[name]) for name, tensor in whole(trainer.model).items())
-
-
-@pytest.mark.parametrize(("kind", "adapter"), [("strategy", True), ("strategy", False), ("ddp", False)])
-def test_the_best_model_is_loaded(pool: Pool, tmp_path: Path, kind: str, adapter: bool) -> None:
-    pool.run(best, 2, kind=kind, adapter=adapter, folder=str(tmp_path))
 
 
 def alone(rank: int, world_size: int, kind: str, folder: str) -> None:
@@ -569,7 +560,9 @@ def accelerated_steps(accelerator: Accelerator, model: nn.Module, optimizer: Any
     return skipped
 
 
-def accelerate(rank: int, world_size: int, kind: str, folder: str) -> None:
+@pytest.mark.parametrize("kind", STRATEGIES)
+@on_ranks(2)
+def test_accelerate(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
     """Against the strategy's own loop, through save_state and load_state; with two classes if accelerate shards."""
     values = STRATEGIES[kind] | {"precision": {"parameters": "float16", "loss_scale": FP16_SCALE}}
     chosen: dict[str, Any] = {"rules": both_classes()} if kind == "accelerate" else ADAMW
@@ -577,20 +570,20 @@ def accelerate(rank: int, world_size: int, kind: str, folder: str) -> None:
         accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values, chosen)
         assert accelerator.mixed_precision == "no"
         assert accelerated_steps(accelerator, model, optimizer, scheduler, range(2)) == 1
-        pending = accelerator.save_state(f"{folder}/state", asynchronous=True)
+        pending = accelerator.save_state(f"{tmp_path}/state", asynchronous=True)
         accelerated_steps(accelerator, model, optimizer, scheduler, range(2, STEPS))
-        assert pending.result(PATIENCE) == Path(folder, "state") and Path(folder, "state").is_dir()
+        assert pending.result(PATIENCE) == tmp_path / "state" and (tmp_path / "state").is_dir()
         weights, rate = whole(strategy.unwrap_model(model)), scheduler.get_last_lr()
         given = accelerator.get_state_dict(model)
         if rank == 0:
             same({name: given[name].cpu() for name in weights}, weights)
     with fresh_state(kind):
         accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values, chosen)
-        accelerator.load_state(f"{folder}/state")
+        accelerator.load_state(f"{tmp_path}/state")
         accelerated_steps(accelerator, model, optimizer, scheduler, range(2, STEPS))
-        accelerator.save_state(f"{folder}/waited")
+        accelerator.save_state(f"{tmp_path}/waited")
         with mock.patch("lightstep.integrations.accelerate._is_written_in_place", return_value=rank == 1):
-            accelerator.save_state(f"{folder}/waited")  # what one rank finds counts on all
+            accelerator.save_state(f"{tmp_path}/waited")  # what one rank finds counts on all
         same(whole(strategy.unwrap_model(model)), weights)
         assert scheduler.get_last_lr() == rate
         assert rate[-1] == pytest.approx(3e-3 * 0.9 ** (world_size * (STEPS - 1)))  # accelerate counts per process
@@ -615,13 +608,12 @@ def own_loop(rank: int, world_size: int, values: dict[str, Any], chosen: dict[st
     return whole(strategy.unwrap_model(model))
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_accelerate(pool: Pool, tmp_path: Path, kind: str) -> None:
-    pool.run(accelerate, 2, kind=kind, folder=str(tmp_path))
+@on_ranks(2)
+def test_accelerate_with_weights_on_the_host(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The bits of weights on the device. What was saved continues at the other place.
 
-
-def accelerate_on_host(rank: int, world_size: int, folder: str) -> None:
-    """The bits of weights on the device. What was saved continues at the other place."""
+    Other tests show how times and shardings meet there, the Trainer's with the strategy's shards, too.
+    """
     values = {**STRATEGIES["accelerate"], "optimizer_state": OVERLAP}
     found: dict[str, list[Any]] = {}
 
@@ -650,26 +642,21 @@ def accelerate_on_host(rank: int, world_size: int, folder: str) -> None:
                 accelerated_steps(*run, range(2))
                 if placement == "host":
                     slow_host(run[1], run[2], rank)
-                run[0].save_state(f"{folder}/{placement}")
+                run[0].save_state(f"{tmp_path}/{placement}")
                 found[placement] = end(*run)
                 if placement == "host":
-                    run[0].save_model(run[1], f"{folder}/model")
+                    run[0].save_model(run[1], f"{tmp_path}/model")
         for placement, other in zip(PLACEMENTS, reversed(PLACEMENTS), strict=True):
             with fresh_state("accelerate"):
                 run = begin(other)
-                run[0].load_state(f"{folder}/{placement}")
+                run[0].load_state(f"{tmp_path}/{placement}")
                 found[f"from {placement}"] = end(*run)
     for name, (weights, *rest) in found.items():
         same(weights, found["device"][0])
         assert rest == found["device"][1:], name
     if rank == 0:
-        saved = load_file(f"{folder}/model/model.safetensors")
+        saved = load_file(f"{tmp_path}/model/model.safetensors")
         same({name: found["device"][0][name] for name in saved}, saved)
-
-
-def test_accelerate_with_weights_on_the_host(pool: Pool, tmp_path: Path) -> None:
-    """Other tests show how times and shardings meet there, the Trainer's with the strategy's shards, too."""
-    pool.run(accelerate_on_host, 2, folder=str(tmp_path))
 
 
 @on_ranks(2)
