@@ -331,9 +331,9 @@ def test_each_replica_has_its_share(rank: int, world_size: int, sharding: dict[s
         stage(ring, record, slot)
 
     with replaced(Ring, "_fetch", counting):
-        run.train(3)
+        run.train(1)
     kept, report = _record_bytes(run.backend), run.optimizer.memory_report()
-    assert sum(fetched) == 3 * kept > 0
+    assert sum(fetched) == kept > 0
     assert report["parameters"] == sum(local_tensor(p).numel() for p in run.inner.parameters() if p.requires_grad)
     assert report["host_bytes_per_parameter"] == report["host_bytes"] / report["parameters"]
 

@@ -47,7 +47,7 @@ def check_same_bits(rank: int, world_size: int, sharding: dict[str, Any], time: 
 
 @pytest.mark.parametrize(
     ("layout", "time"),
-    [("fsdp2", "overlap"), ("ddp", "at_step"), ("copies", "next_forward")],
+    [("fsdp2", "overlap"), ("copies", "next_forward")],
 )
 def test_the_same_bits_whatever_stays(pool: Pool, layout: str, time: str, tmp_path: Path) -> None:
     world_size, sharding = LAYOUTS[layout]
