@@ -79,7 +79,7 @@ import lightstep, torch
 
 restarts, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
 if restarts and rank == 0:
-    time.sleep(1)  # until the other rank has looked in the store for the first one's address
+    time.sleep(2)  # until the other rank has looked in the store for the first one's address
 with lightstep.Strategy.load("ddp") as strategy:
     strategy.start()
     torch.distributed.all_reduce(torch.ones(1))
