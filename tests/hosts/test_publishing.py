@@ -107,10 +107,16 @@ def check_both(rank: int, world_size: int) -> None:
     check_worker(rank, world_size)
 
 
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
+
+
 def check_cut(rank: int, world_size: int) -> tuple[str, float, list[dict[str, str]]]:
     """The link goes down in the middle of the second set. Returns what is said, after how long, and all sets."""
     answers = Path(os.environ["ANSWERS"])
     publishing = Publishing(rank, "fsdp2-overlap")
+    wait_for(answers / "serving")
     sets = [publishing.publish(wait=True)]
     (answers / "hold").touch()
     publishing.connect(LIMIT)
@@ -120,8 +126,7 @@ def check_cut(rank: int, world_size: int) -> tuple[str, float, list[dict[str, st
     seconds = time.time() - (answers / "cut").stat().st_mtime
     publishing.training.step()  # training goes on
     (answers / f"failed{rank}").touch()
-    while not (answers / "restored").exists():
-        time.sleep(0.02)
+    wait_for(answers / "restored")
     publishing.connect()
     sets.append(publishing.publish(wait=False))
     publishing.close()
@@ -130,7 +135,7 @@ def check_cut(rank: int, world_size: int) -> tuple[str, float, list[dict[str, st
 
 @contextlib.contextmanager
 def receiver(hosts: Hosts, folder: Path, kind: str = "vllm", model: str = "tiny") -> Iterator[None]:
-    """On the second host."""
+    """On the second host. There is a file ``serving`` as soon as it answers."""
     command = [sys.executable, "-m", "tests.hosts.receiver", kind, model, ADDRESSES[1], str(PORT), str(folder)]
     process = hosts.start(1, folder / "receiver.log", command)
     try:
@@ -138,6 +143,7 @@ def receiver(hosts: Hosts, folder: Path, kind: str = "vllm", model: str = "tiny"
         while asked(hosts, "/weights") is None:
             assert process.poll() is None and time.monotonic() < end, (folder / "receiver.log").read_text()
             time.sleep(0.1)
+        (folder / "serving").touch()
         yield
     finally:
         process.kill()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightstep import Strategy, WeightTransferError
 from tests.hosts.hosts import RANKS, Hosts, lacks_discipline
 from tests.hosts.receiver import LAYERS, wide_model
-from tests.hosts.test_publishing import URL, asked, receiver, unanswered
+from tests.hosts.test_publishing import URL, asked, receiver, unanswered, wait_for
 from tests.patience import PATIENCE
 from tests.rollout_faults import CLIENTS, checksum
 
@@ -76,6 +76,7 @@ def check_too_slow(rank: int, world_size: int, kind: str) -> tuple[str, float, l
     """The link is too slow, or down, from the third bucket of the second set on, until that has failed."""
     answers = Path(os.environ["ANSWERS"])
     trainers = Trainers(kind)
+    wait_for(answers / "serving")
     sets = [trainers.publish()]
     (answers / "hold").touch()
     trainers.connect(LIMIT)
@@ -83,8 +84,7 @@ def check_too_slow(rank: int, world_size: int, kind: str) -> tuple[str, float, l
         trainers.publish(wait=False)
     seconds = time.time() - (answers / "cut").stat().st_mtime
     (answers / f"failed{rank}").touch()
-    while not (answers / "restored").exists():
-        time.sleep(0.02)
+    wait_for(answers / "restored")
     sets.append(trainers.publish(wait=False))
     trainers.close()
     return str(raised.value), seconds, sets
@@ -134,11 +134,11 @@ def check_lost_call(rank: int, world_size: int, kind: str) -> list[dict[str, str
             connection.connect()
             (answers / "port.new").write_text(str(connection.sock.getsockname()[1]))
             (answers / "port.new").rename(answers / "port")
-            while not (answers / "lost").exists():
-                time.sleep(0.01)
+            wait_for(answers / "lost")
         request(connection, method, url, *arguments, **keywords)
 
     trainers = Trainers(kind)
+    wait_for(answers / "serving")
     sets = [trainers.publish()]
     trainers.connect(SHORT_LIMIT)
     with pytest.raises(WeightTransferError), mock.patch.object(http.client.HTTPConnection, "request", lost):
