@@ -43,7 +43,7 @@ class HostGradients:
             on the device then, if no forward comes before.
     """
 
-    is_incomplete = False
+    is_incomplete = is_in_place = False
 
     def __init__(self, weights: HostWeights, float32: bool) -> None:
         self._weights, self._float32 = weights, float32

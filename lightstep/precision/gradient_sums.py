@@ -32,7 +32,12 @@ class SumsInPlace:
     """For one process: ``p.grad`` is converted to fp32 before autograd adds a second gradient to it.
 
     ``torch.autograd.grad`` calls the hooks too and adds nothing; the conversion does no harm there.
+
+    Attributes:
+        is_in_place: the sum is in ``p.grad`` as soon as autograd has added a gradient.
     """
+
+    is_in_place = True
 
     def __init__(self) -> None:
         self._hooks = LeafHooks()
@@ -116,6 +121,8 @@ class SumsAside:
     Attributes:
         is_incomplete: a reduction has begun, and has left gradients out.
     """
+
+    is_in_place = False
 
     def __init__(self, reads_unused: ReadsUnused, must_reduce: MustReduce) -> None:
         self.reads_unused, self.must_reduce = reads_unused, must_reduce

@@ -45,6 +45,7 @@ class ReducedGradients(Protocol):
 class SumsElsewhere(Protocol):
     """Sums that are not in ``p.grad``: see ``lightstep.optimizer.host_gradients``."""
 
+    is_in_place: bool
     is_incomplete: bool
 
     def set_parameters(self, parameters: Sequence[Tensor]) -> None: ...
@@ -181,7 +182,7 @@ class GradientAccumulator:
     @property
     def reader(self) -> Callable[[Tensor], Tensor | None]:
         """What :meth:`peek` does while the watched parameters stay the same: called for each of them in backward."""
-        return _local if isinstance(self._sums, SumsInPlace) and self._reduction is None else self.peek
+        return _local if self._sums.is_in_place and self._reduction is None else self.peek
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """:meth:`peek`, and remove the gradient."""
