@@ -9,7 +9,8 @@
     torchrun --nproc-per-node 2 -m tests.measure_offload --folder FOLDER
 
 The first prints what the link does, time and peak memory of forward and backward alone (without a limit, weights on the
-device), and of a step for each of `--steps`. It needs a GPU with room for weights and gradients (40 GB), for that.
+device) with the tokens of the largest micro-batch, and of a step for each of `--steps`. It needs a GPU with room for
+weights and gradients (32 GB) and activations, for that.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ import lightstep
 from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.distributed import local_tensor
 from lightstep.plan.measure import measure_link
-from lightstep.sharding.preparation import checkpoint_activations
 
 SEQUENCE = 4096
 
@@ -52,7 +52,8 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def timed(what: str, work: Callable[[], object], times: int = 3) -> None:
+def timed(what: str, work: Callable[[], object], times: int = 3) -> float:
+    """Says how long it takes and what it needs; the peak of the device in GB."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     begin, retries = time.perf_counter(), torch.cuda.memory_stats()["num_alloc_retries"]
@@ -62,18 +63,24 @@ def timed(what: str, work: Callable[[], object], times: int = 3) -> None:
     took, peak = (time.perf_counter() - begin) / times * 1e3, torch.cuda.max_memory_allocated() / 1e9
     reserved, retries = torch.cuda.max_memory_reserved() / 1e9, torch.cuda.memory_stats()["num_alloc_retries"] - retries
     say(f"{what}: {took:.0f} ms, peak {peak:.1f} GB of {reserved:.1f} reserved, {retries} retries of the allocator")
+    return peak
 
 
-def alone(shape: LlamaShape) -> None:
-    model = Llama.make(shape, torch.device("cuda"), length=SEQUENCE)
-    checkpoint_activations(model)
-    words = batch(shape, 4 * SEQUENCE)
+def alone(shape: LlamaShape, tokens: int, recomputation: bool | str) -> None:
+    """The computation and its activations: weights and gradients are on the device, and nothing is updated."""
+    strategy = lightstep.Strategy.load("resident", overrides={"sharding.activation_checkpointing": recomputation})
+    model = strategy.prepare_model(Llama.make(shape, torch.device("cuda"), length=SEQUENCE))
+    words = batch(shape, tokens)
 
     def iterate() -> None:
         model(*words).backward()
 
     iterate()
-    timed(f"forward and backward alone, {4 * SEQUENCE} tokens", iterate)
+    inputs = "host" if recomputation == "host" else "device"
+    peak = timed(f"forward and backward alone, {tokens} tokens, inputs of blocks on the {inputs}", iterate, 2)
+    held = sum(parameter.nbytes + parameter.grad.nbytes for parameter in model.parameters())
+    say(f"activations: {peak - held / 1e9:.1f} GB beside {held / 1e9:.1f} GB of weights and gradients")
+    strategy.close()
 
 
 def set_up(shape: LlamaShape, gpu_memory: float, keys: dict[str, Any]) -> tuple[lightstep.Strategy, Any, Any]:
@@ -96,7 +103,8 @@ def host_peak() -> str:
 
 def saved(made: tuple[lightstep.Strategy, Any, Any], shape: LlamaShape, folder: Path, loads: bool) -> None:
     """Steps before and after a checkpoint, or after it alone. Losses and norms of those after it are printed."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # attention's backward is not deterministic with `warn_only`
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not deterministic
     strategy, model, optimizer = made
     torch.manual_seed(1)
@@ -291,8 +299,10 @@ def main() -> None:
         return
     link = measure_link(torch.device("cuda"))
     say(f"link: {link}")
-    alone(shape)
-    torch.cuda.empty_cache()
+    tokens, recomputation = max(tokens for _, tokens in given.steps), keys["sharding.activation_checkpointing"]
+    for setting in [True] if recomputation is True else [True, recomputation]:
+        alone(shape, tokens, setting)
+        torch.cuda.empty_cache()
     offloaded(made(), shape, given.steps)
 
 

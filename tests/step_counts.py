@@ -38,7 +38,7 @@ STAND_INS = {
 }
 """What runs on the CPU alone: files, and how the names of their functions begin."""
 PRESETS = ("resident", "stream", "stream-overlap")
-BLOCKS, LAYERS, WIDTH, WARM_UP = 10, 6, 192, 5
+BLOCKS, LAYERS, WIDTH, WARM_UP = 10, 6, 384, 5
 EVERYTHING_STREAMED = {"optimizer_state.resident_gib": 0, "optimizer_state.spare_host_gib": 1}
 
 

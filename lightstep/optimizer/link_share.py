@@ -42,18 +42,14 @@ class LinkShare:
         self._begin_event: Any = None
         self._ready_events: list[Any] = []  # the gradients of a batch of units are complete
         self._done_events: list[Any] = []  # the units of that batch are updated
-        self._batches = 0
+        self._batches, self._timed = 0, False
         self._held = 0  # backwards before more is tried
         self._first = True
         self._advised = False
 
-    @property
-    def _timed(self) -> bool:
-        return self._backend.lanes.device.type != "cpu"
-
     def record_begin(self) -> None:
         """Backward begins."""
-        self._batches = 0
+        self._batches, self._timed = 0, self._backend.lanes.device.type != "cpu"
         if self._timed:
             if self._backend.host_weights is not None:
                 self._backend.host_weights.measure_waits(begin=True)

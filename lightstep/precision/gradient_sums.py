@@ -46,7 +46,7 @@ class SumsInPlace:
     def set_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Sum the gradients of exactly these parameters."""
         self._parameters = parameters
-        self._hooks.set_parameters(parameters, before=_widen_before_sum)
+        self._hooks.set_parameters(parameters, before=_widen_before_sum, sums_only=True)
 
     def begin(self) -> None:
         """A backward begins. Compiled autograd reads ``p.grad`` before it calls hooks, so all are converted here."""
@@ -77,7 +77,8 @@ class SumsInPlace:
 
 
 def _widen_before_sum(parameter: Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.dtype is not torch.float32:
+    assert parameter.grad is not None
+    if parameter.grad.dtype is not torch.float32:
         if _compiled_autograd():
             raise RuntimeError(
                 "compiled autograd is about to add gradients in the parameters' dtype, and precision.reduce is "

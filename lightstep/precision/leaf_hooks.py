@@ -30,12 +30,17 @@ class LeafHooks:
         self._attributes: dict[Tensor, dict[str, Any]] = {}  # ``vars(p)`` when its hooks were registered
 
     def set_parameters(
-        self, parameters: Iterable[Tensor], before: Hook | None = None, after: Hook | None = None
+        self,
+        parameters: Iterable[Tensor],
+        before: Hook | None = None,
+        after: Hook | None = None,
+        sums_only: bool = False,
     ) -> None:
         """Keep hooks on exactly these parameters; on frozen ones too, which may be unfrozen at any time.
 
         Args:
             before, after: functions that are called with the parameter; they must not refer to one.
+            sums_only: the first one is not called if there is no gradient to add to.
         """
         wanted = dict.fromkeys(parameters)
         for parameter in [parameter for parameter in self._handles if parameter not in wanted]:
@@ -45,7 +50,7 @@ class LeafHooks:
         for parameter in wanted:
             if parameter not in self._handles:
                 self._by_id[id(parameter)], self._attributes[parameter] = parameter, vars(parameter)
-                self._handles[parameter] = self._register(parameter, before, after)
+                self._handles[parameter] = self._register(parameter, before, after, sums_only)
 
     def restore(self) -> None:
         """Make autograd call the hooks of parameters that have been swapped (``model.to`` of DTensors): a swap takes
@@ -64,14 +69,16 @@ class LeafHooks:
                 if handle.id in hooks and [*hooks][-1] != handle.id:
                     hooks[handle.id] = hooks.pop(handle.id)
 
-    def _register(self, parameter: Tensor, before: Hook | None, after: Hook | None) -> list[RemovableHandle]:
+    def _register(
+        self, parameter: Tensor, before: Hook | None, after: Hook | None, sums_only: bool
+    ) -> list[RemovableHandle]:
         frozen = not parameter.requires_grad
         if frozen:  # torch registers hooks only on tensors that require gradients, and keeps them
             parameter.requires_grad_(True)
         handles: list[RemovableHandle] = []
         try:
             if before is not None:
-                hook = _called_with_parameter(weakref.ref(self), id(parameter), before)
+                hook = _called_with_parameter(weakref.ref(self), id(parameter), before, sums_only)
                 handles.append(parameter.register_hook(_excluded(hook)))
             if after is not None:
                 handles.append(parameter.register_post_accumulate_grad_hook(_excluded(after)))
@@ -85,13 +92,15 @@ class LeafHooks:
                 parameter.requires_grad_(False)
 
 
-def _called_with_parameter(reference: weakref.ref[LeafHooks], number: int, hook: Hook) -> Hook:
+def _called_with_parameter(reference: weakref.ref[LeafHooks], number: int, hook: Hook, sums_only: bool) -> Hook:
     """A tensor hook, which autograd calls with the gradient; ``number`` is the parameter's ``id``."""
 
     def with_parameter(_: Tensor) -> None:
         hooks = reference()
         if hooks is not None and number in hooks._by_id:
-            hook(hooks._by_id[number])
+            parameter = hooks._by_id[number]
+            if not sums_only or parameter.grad is not None:
+                hook(parameter)
 
     return with_parameter
 

@@ -77,7 +77,7 @@ class WeightLink:
             if len(self._buffer) < len(data):
                 self._buffer = torch.empty(len(data), dtype=torch.uint8, device=self.device)
             buffer = self._buffer[: len(data)]
-            self._lanes(buffer.device).load(buffer, data)
+            self._lanes[buffer.device].load(buffer, data)
             data = buffer
         self.broadcast(data.to(self.device))
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightstep.state.host_copy_pool import HostCopyPool
-from lightstep.state.lanes import Lanes
+from lightstep.state.lanes import Lanes, LanesOfDevices
 from lightstep.state.record import Record, Slot
 
 __all__ = ["DeviceCopies"]
@@ -40,7 +40,7 @@ class DeviceCopies:
         self._changed = threading.Condition()
         self.closed = False
 
-    def queue(self, shadows: Mapping[Record, Record], lanes_of: Callable[[torch.device], Lanes]) -> None:
+    def queue(self, shadows: Mapping[Record, Record], lanes_of: LanesOfDevices) -> None:
         """Copy these records, as they are after what the current stream has queued; their shadows get the copies.
 
         Raises:
@@ -49,7 +49,7 @@ class DeviceCopies:
         self._copies.reserve(sum(record.nbytes for record in shadows))
         for record, shadow in shadows.items():
             assert record.slot is not None
-            lanes = lanes_of(record.device)
+            lanes = lanes_of[record.device]
             ready = lanes.caller().record(lanes.event())
             self._sources[record] = record.slot
             self._awaited[record] = lanes

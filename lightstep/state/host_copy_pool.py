@@ -123,7 +123,7 @@ class HostCopyPool:
             source: 1-D uint8 on an accelerator. The caller gives it up.
             filled: from :meth:`seal`, after ``source`` was written.
         """
-        lanes = self._lanes(source.device)
+        lanes = self._lanes[source.device]
         lane = lanes.device_to_host
         lane.wait(filled)
         lane.copy(target, source, self._what)
@@ -133,11 +133,11 @@ class HostCopyPool:
 
     def load(self, target: Tensor, source: Tensor) -> None:
         """Copy host memory to an accelerator, in the order of the current stream. Both are 1-D uint8."""
-        self._lanes(target.device).load(target, source)
+        self._lanes[target.device].load(target, source)
 
     def wait_for_background(self) -> None:
         """The current streams wait for all that :meth:`bring` has queued, also for an earlier moment."""
-        for lanes in self._lanes:
+        for lanes in self._lanes.used():
             lanes.caller().wait(lanes.device_to_host.record(lanes.event()))
 
     def seal(self) -> Event | None:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -184,7 +184,7 @@ class Lanes:
         return self.host_to_device, self.compute, self.device_to_host
 
 
-class LanesOfDevices:
+class LanesOfDevices(dict[torch.device, Lanes]):
     """The lanes of each device, made at the first use.
 
     Args:
@@ -192,18 +192,18 @@ class LanesOfDevices:
     """
 
     def __init__(self, small_pieces: bool) -> None:
+        super().__init__()
         self._small_pieces = small_pieces
-        self._known: dict[torch.device, Lanes] = {}
         self._threads: frozenset[int | None] = frozenset()
 
-    def __call__(self, device: torch.device) -> Lanes:
-        if device not in self._known:
-            lanes = self._known[device] = Lanes(device, self._small_pieces)
-            self._threads |= lanes.threads
-        return self._known[device]
+    def __missing__(self, device: torch.device) -> Lanes:
+        lanes = self[device] = Lanes(device, self._small_pieces)
+        self._threads |= lanes.threads
+        return lanes
 
-    def __iter__(self) -> Iterator[Lanes]:
-        return iter(list(self._known.values()))
+    def used(self) -> list[Lanes]:
+        """Those that exist."""
+        return list(self.values())
 
     @property
     def is_lane_thread(self) -> bool:
@@ -212,18 +212,18 @@ class LanesOfDevices:
 
     def exist_for(self, device: torch.device | None) -> bool:
         """Whether this device's lanes have been used."""
-        return device in self._known
+        return device in self
 
     def wait_until_idle(self, device: torch.device) -> None:
         """Wait for all work on the device. Memory that several streams use may be freed then."""
-        if device in self._known:
-            self._known[device].synchronize()
+        if device in self:
+            self[device].synchronize()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
     def synchronize(self) -> None:
         """Wait for all jobs of all lanes; raises if one failed."""
-        for lanes in self:
+        for lanes in self.used():
             lanes.synchronize()
 
 

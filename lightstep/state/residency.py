@@ -9,12 +9,12 @@ for the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from lightstep.state.host_memory import require
-from lightstep.state.lanes import Lanes
+from lightstep.state.lanes import Lanes, LanesOfDevices
 from lightstep.state.record import Record
 from lightstep.state.ring import Slot
 from lightstep.state.spare_memory import GIB, AutoBudget, DeviceMemory
@@ -39,7 +39,7 @@ class Residency:
 
     def __init__(
         self,
-        lanes_of: Callable[[torch.device], Lanes],
+        lanes_of: LanesOfDevices,
         versions: Versions,
         memory: DeviceMemory | None = None,
         budget: Budget = None,
@@ -112,13 +112,13 @@ class Residency:
         slots: dict[Record, Slot] = {}
         try:
             for record in arriving:
-                slots[record] = Slot(record.nbytes, self._lanes_of(record.device))
+                slots[record] = Slot(record.nbytes, self._lanes_of[record.device])
         except torch.OutOfMemoryError:
             if self._budget is None:
                 raise
             self._shrink_to_fit([record for record in self._chosen if record.slot is not None], slots, cached)
         for device in {record.device for record in slots}:
-            self._lanes_of(device).wait_for_caller()
+            self._lanes_of[device].wait_for_caller()
         for record, slot in slots.items():
             self._fetch(record, slot)
         if slots:
@@ -161,7 +161,7 @@ class Residency:
         for record in records:
             record.allocate_on_host()
         for device in devices:
-            self._write_back([record for record in records if record.device == device], self._lanes_of(device))
+            self._write_back([record for record in records if record.device == device], self._lanes_of[device])
         for record in records:
             record.slot = None
             self._chosen.discard(record)
@@ -197,7 +197,7 @@ class Residency:
     # -- small parts
 
     def _fetch(self, record: Record, slot: Slot) -> None:
-        lane, source = self._lanes_of(record.device).host_to_device, record.host
+        lane, source = self._lanes_of[record.device].host_to_device, record.host
         if record.written_back is not None:
             lane.wait(record.written_back)
         if source is not None:

@@ -103,6 +103,7 @@ class Segment(Run):
         super().__init__(parts)
         head = parts[0]
         self.group, self.layout, self.coding = head.owner.group, head.block.layout, head.coding
+        self.has_master = head.has_master
         self.shape = head.shape if head.owner.whole_tensors else (self.stop - self.first,)
         self.coded = coded_entries(head.owner)
         self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and is_own_segment(head)
@@ -126,10 +127,6 @@ class Segment(Run):
     @property
     def has_state(self) -> bool:
         return self.parts[0].history is not None
-
-    @property
-    def has_master(self) -> bool:
-        return self.parts[0].has_master
 
     def views_in(self, slot: Slot) -> Views:
         """Views of its fields in a slot that holds its record."""

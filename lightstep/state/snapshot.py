@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightstep.state.device_copies import DeviceCopies
 from lightstep.state.entries import Entries, equals_rounded
-from lightstep.state.lanes import Lanes
+from lightstep.state.lanes import LanesOfDevices
 from lightstep.state.record import History, Part, Record
 from lightstep.state.schema import Managed
 from lightstep.state.staging import MasterSplitter
@@ -94,7 +94,7 @@ class Snapshot:
         copied.owner, copied.history = owner, self._histories[part.history]
         return copied
 
-    def pin(self, fingerprints: Mapping[Record, Tensor] | None, lanes_of: Callable[[torch.device], Lanes]) -> None:
+    def pin(self, fingerprints: Mapping[Record, Tensor] | None, lanes_of: LanesOfDevices) -> None:
         """Pin the records of all parameters that were added, as they are after what the current stream has queued.
 
         Args:

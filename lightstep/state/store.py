@@ -214,7 +214,7 @@ class Store:
                 f"parameters are on {', '.join(listed) or 'no device'}; updates that run beside the model need all of "
                 "them on one device: set optimizer_state.update: at_step"
             )
-        return self._lanes(self._device)
+        return self._lanes[self._device]
 
     @property
     def supports_lanes(self) -> bool:
@@ -236,7 +236,7 @@ class Store:
     def failed(self) -> bool:
         """Whether a step failed, in the lanes or between :meth:`acquire` and :meth:`release`. State must then be loaded
         before the next :meth:`begin`."""
-        return self._acquired is not None or (self._on_host and any(lanes.failed for lanes in self._lanes))
+        return self._acquired is not None or (self._on_host and any(lanes.failed for lanes in self._lanes.used()))
 
     def _run(self, job: Callable[[], object]) -> None:
         """Run ``job``, which queues work on the current stream."""
@@ -445,7 +445,7 @@ class Store:
         slot = record.slot
         assert slot is not None
         if slot.arriving:
-            self._lanes(record.device).caller().wait(slot.staged)
+            self._lanes[record.device].caller().wait(slot.staged)
             slot.arriving = False
         return slot
 
@@ -474,10 +474,10 @@ class Store:
 
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
         """Finish the unit: write the ``updated`` segments to their parameters and to where their state lives."""
-        is_speculative = self.is_speculative(unit)
+        is_final = self._share is not None and not self.is_speculative(unit)
         self._release(unit, updated)
         self._release_weights(self._records.by_unit[unit] if updated else None)
-        if self._share is not None and not is_speculative:
+        if self._share is not None and is_final:
             self._share.updated(unit)
 
     def _release(self, unit: Unit, updated: Sequence[Segment]) -> None:
@@ -824,7 +824,7 @@ class Store:
             for record in self._records:
                 self._settle(record)
         items = list(items)
-        for lanes in self._lanes if items else ():
+        for lanes in self._lanes.used() if items else ():
             if not lanes.failed:
                 lanes.caller_waits_for_updates()  # they gather weights in the same memory
         if self._host_weights is None or not items:
@@ -852,7 +852,7 @@ class Store:
         if self._on_host:
             self.synchronize()
         else:
-            for lanes in self._lanes:
+            for lanes in self._lanes.used():
                 if lanes.failed:  # copies for an earlier snapshot
                     lanes.reset()
         kept = {item: keys for item, keys in wanted.items() if item.updated and self._can_pin(item, copies is not None)}
@@ -964,7 +964,7 @@ class Store:
             self._share.close()
 
     def _free(self) -> None:
-        for lanes in self._lanes:
+        for lanes in self._lanes.used():
             with contextlib.suppress(LaneError):
                 lanes.synchronize()
             lanes.close()
@@ -1041,7 +1041,7 @@ class Store:
 
     def _reset_pipeline(self) -> None:
         """Wait for all work and drop what was fetched, so that records may be edited. Clears a failure."""
-        for lanes in self._lanes:
+        for lanes in self._lanes.used():
             if lanes.failed:
                 lanes.reset()
                 self._residency.reset(self._records)

@@ -11,8 +11,9 @@ __all__ = ["CUT_ELEMENTS", "RingError", "group_by_layer", "pack_whole", "plan_un
 CUT_ELEMENTS = 128
 """Tensors are cut at multiples of this many elements: every part then starts on a 128-byte boundary or better."""
 
-SMALL_UNIT = 4 << 20
-"""Bytes: consecutive smaller layers form one unit of at most this size, because smaller copies are slow."""
+SMALL_UNIT = 16 << 20
+"""Bytes: consecutive smaller layers form one unit of at most this size. The host needs longer to update a smaller one
+(0.5 ms) than the link to move it."""
 
 ParameterRange = tuple[Managed, int, int]
 Bytes = Callable[[Managed, int], int]

@@ -35,7 +35,7 @@ def test_the_trainer(arguments: str, time: str, tmp_path: Path) -> None:
     runs = []
     for placement in ("device", "host"):
         preset = dict(values(placement, time))
-        if arguments == "own norm":
+        if "max_grad_norm" in ARGUMENTS[arguments]:
             preset.pop("clipping")
         given = {**ARGUMENTS[arguments], "use_cpu": False}
         run = Run(tmp_path / placement, preset, arguments=given, evaluates_first=arguments == "plain")

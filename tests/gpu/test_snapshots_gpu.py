@@ -34,7 +34,7 @@ def test_what_is_saved_is_the_moment_of_asking(tmp_path: Path, state: str) -> No
     run = Run(*llama(STATES[state]))
     train(run.model, run.optimizer, range(2))
     if state == "resident":  # copies begin when an update that did not wait for them would be over
-        lanes = run.optimizer._backend._lanes(torch.device("cuda", torch.cuda.current_device()))
+        lanes = run.optimizer._backend._lanes[torch.device("cuda", torch.cuda.current_device())]
         lanes.delay = lambda _: torch.cuda._sleep(10_000_000)
     for number in range(2):
         pending = ask_twice(run, tmp_path / str(number))

@@ -114,7 +114,7 @@ def check_saved(folder: Path) -> None:
 
 def hold_copies(training: Any) -> None:
     """Copies of state on the device begin when an update that did not wait for them would be over."""
-    training.optimizer._backend._lanes(torch.device("cpu")).delay = lambda _: time.sleep(0.01)
+    training.optimizer._backend._lanes[torch.device("cpu")].delay = lambda _: time.sleep(0.01)
 
 
 def settings(update: str, parameters: str) -> dict[str, Any]:
