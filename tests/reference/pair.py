@@ -101,10 +101,12 @@ def strategy_values(
     reduce: str = "float32",
     master_weights: bool | str = True,
     rounding_seed: int = 0,
+    weights: Mapping[str, Any] | None = None,
     **state: Any,
 ) -> dict[str, Any]:
     """A strategy file for one device, as a mapping."""
     return {
+        "weights": dict(weights or {}),
         "sharding": {"kind": "single"},
         "precision": {
             "parameters": parameters,

@@ -53,6 +53,14 @@ HOMES: dict[str, dict[str, Any]] = {
     "stream, some resident": {"backend": "stream", "ring_mib": 0.02, "resident_gib": 2 / 2**20},
 }
 TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
+DEVICE, HOST = {"placement": "device"}, {"placement": "host", "device_mib": 0.001}
+PLACES = {
+    "device": (DEVICE, DEVICE),
+    "host": (HOST, HOST),
+    "device, then host": (DEVICE, HOST),
+    "host, then device": (HOST, DEVICE),
+}
+"""Of weights and gradients, before and after the resume."""
 STEPS, OVERFLOWS, RESUMES_AT = 14, (0, 4, 11), 7
 
 
@@ -71,7 +79,9 @@ class Slow(Pair):
         return result
 
     def delay(self, seed: int) -> None:
-        random_delays(self.optimizer._backend.lanes, seed, 1e-3)
+        weights = self.optimizer.engine._host_weights
+        for lanes in [self.optimizer._backend.lanes, *([] if weights is None else [weights.lanes])]:
+            random_delays(lanes, seed, 1e-3)
 
 
 def pair_for(
@@ -105,10 +115,10 @@ def pair_for(
     )
 
 
-def train(pair: Slow, seed: int) -> None:
+def train(pair: Slow, seed: int, place: str = "device") -> None:
     """Clipped or not at random, while learning rates rise and a layer is frozen and another thawed.
 
-    A new model and a new optimizer go on in the middle.
+    A new model and a new optimizer go on in the middle, perhaps in another place.
     """
     choose = random.Random(seed)
     base = [group["lr"] for group in pair.optimizer.param_groups]
@@ -118,6 +128,7 @@ def train(pair: Slow, seed: int) -> None:
             after = pair.model.state_dict()
             unchanged = {key for key in before if torch.equal(before[key], after[key])}  # bf16 hides small updates
             assert {"frozen.weight", "dead.weight", "dead.bias"} <= unchanged <= before.keys() - {"hidden.weight"}
+            pair.values["weights"] = PLACES[place][1]
             pair.resume(choose.choice(["model first", "optimizer first"]))
         if step in (1, RESUMES_AT + 1):
             pair.delay(seed + step)
@@ -139,18 +150,21 @@ def train(pair: Slow, seed: int) -> None:
     pair.optimizer.close()
 
 
-@every_pair(name=TWO_GROUPS, home=HOMES, time=TIMES, parameters=DTYPES, micro_batches=[1, 2], reduce=REDUCE)
+@every_pair(
+    name=TWO_GROUPS, home=HOMES, time=TIMES, parameters=DTYPES, micro_batches=[1, 2], reduce=REDUCE, place=PLACES
+)
 @pytest.mark.usefixtures("small_units", "never_pauses")
 def test_equal_to_the_textbook_loop(
-    name: str, home: str, time: str, parameters: str, micro_batches: int, reduce: str
+    name: str, home: str, time: str, parameters: str, micro_batches: int, reduce: str, place: str
 ) -> None:
-    pair = pair_for(name, home, time, parameters, micro_batches, reduce=reduce)
-    train(pair, zlib.crc32(f"{name} {home} {time}".encode()))
+    pair = pair_for(name, home, time, parameters, micro_batches, reduce=reduce, weights=PLACES[place][0])
+    train(pair, zlib.crc32(f"{name} {home} {time}".encode()), place)
 
 
+@pytest.mark.parametrize("place", ["device", "host"])
 @every_value(name=OTHERS, home=["resident", "stream"], time=TIMES, parameters=["bfloat16", "float32"])
-def test_any_element_wise_optimizer(name: str, home: str, time: str, parameters: str) -> None:
-    train(pair_for(name, home, time, parameters, 1), seed=1)
+def test_any_element_wise_optimizer(name: str, home: str, time: str, parameters: str, place: str) -> None:
+    train(pair_for(name, home, time, parameters, 1, weights=PLACES[place][0]), seed=1, place=place)
 
 
 class SomeLayersInFp32(Slow):
