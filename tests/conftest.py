@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.collector import collect_seldom
+from tests.small_units import make_units_small
 
 torch.set_num_threads(1)
 
@@ -45,11 +46,7 @@ def fixed_seed() -> None:
 
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny models have several units, as large ones have."""
-    monkeypatch.setattr("lightstep.state.units.CUT_ELEMENTS", 64)
-    monkeypatch.setattr("lightstep.state.units.SMALL_UNIT", 1 << 10)
-    monkeypatch.setattr("lightstep.state.ring_plan.RingPlan.BULK_UNIT", 1 << 12)
-    monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1 << 7)
+    make_units_small(monkeypatch)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Host memory for optimizer state: slabs of exact size, page-locked if a CUDA device will read them.
+"""Host memory for optimizer state and weights: slabs of exact size, page-locked if a CUDA device will read them.
 
 `pin_memory=True` and torch's pinned allocator round up to powers of two (up to twice the memory); mapping pages and
 registering them with `cudaHostRegister` does not. Call `require()` before allocating: it raises an error if there is
@@ -324,7 +324,7 @@ def _warn_pageable(reason: str) -> None:
         return
     _warned_pageable = True
     warnings.warn(
-        f"host memory for optimizer state could not be page-locked ({reason}); it stays pageable. Results are "
+        f"host memory could not be page-locked ({reason}); it stays pageable. Results are "
         "the same, but copies go through a bounce buffer and block the host: expect a fraction of link speed and "
         "little overlap with compute. Raise the lock limit (`ulimit -l unlimited`, in a container "
         "`--ulimit memlock=-1`) to allow page-locking",

@@ -24,12 +24,14 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.collector import collect_seldom
 from tests.patience import PATIENCE
 from tests.ports import free_port
+from tests.small_units import make_units_small
 
 TIMEOUT = datetime.timedelta(seconds=PATIENCE)
 """Of one collective. A rank that waits longer for the others fails."""
@@ -141,6 +143,7 @@ def _serve(pipe: Connection) -> None:
     """A rank process: check after check until the pipe closes."""
     gc.freeze()  # what was imported before the fork is collected by nobody
     collect_seldom()  # _run() does after each check
+    make_units_small(pytest.MonkeyPatch())
     while True:
         try:
             rank, module, name, world_size, port, meeting_place, arguments = pickle.loads(pipe.recv_bytes())

@@ -116,6 +116,10 @@ def check_same_bits(
     assert found[:3] == wanted[:3], f"seed {seed}: {found[:3]}, expected {wanted[:3]}"
     different = [key for key, value in wanted[3].items() if not torch.equal(found[3][key], value)]
     assert found[3].keys() == wanted[3].keys() and not different, f"seed {seed}: {different}"
+    store, redone = tested.optimizer._backend, tested.optimizer.engine.queue.redone
+    if time == "overlap" and store.name != "resident":
+        assert (redone > 0) is (values["clipping"]["max_norm"] == LIMITS["clipped"])
+        assert store._versions.host_bytes() > 0, "nothing was updated in backward"
     assert all(p.grad is None for p in tested.inner.parameters())
     assert all(local_tensor(p).device.type == "cpu" for p in tested.inner.parameters())
     tested.optimizer.close()

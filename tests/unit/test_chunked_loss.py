@@ -55,8 +55,8 @@ def test_never_more_logits_than_those_of_a_chunk(monkeypatch: pytest.MonkeyPatch
 
 
 def test_logits_of_a_large_vocabulary_take_less_than_a_gigabyte() -> None:
-    """8,192 tokens of 128,256 words, with checkpoints, beside what a chunk of one token takes."""
-    model, tokens = load_shape("Llama-3.2-3B"), 8_192
+    """16,384 tokens of 128,256 words, with checkpoints, beside what chunks of 64 tokens take."""
+    model, tokens = load_shape("Llama-3.2-3B"), 16_384
 
     def peak(loss_chunk: int) -> int:
         small: Any = _with_blocks(model, 3, torch.bfloat16)

@@ -102,11 +102,13 @@ def build(
     *,
     bias: bool = True,
     ring_mib: float = 0.02,
-    **values: Any,
+    update: str = "at_step",
+    weights: dict[str, Any] | None = None,
 ) -> tuple[Any, nn.Module, Any]:
     torch.manual_seed(0)
-    state = {**BACKENDS[backend], **({"ring_mib": ring_mib} if backend == "stream" else {})}
-    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+    state = {**BACKENDS[backend], "update": update, **({"ring_mib": ring_mib} if backend == "stream" else {})}
+    values = {"clipping": {"max_norm": None}, "optimizer_state": state, "weights": weights or {}}
+    strategy = lightstep.Strategy.load(values)
     model = strategy.prepare_model(nn.Sequential(nn.Linear(12, 40, bias=bias), nn.Tanh(), nn.Linear(40, 3, bias=bias)))
     return strategy, model, strategy.create_optimizer(model, optimizer_class, lr=1e-2)
 
@@ -152,14 +154,18 @@ def test_who_needs_whole_tensors_is_found_out(optimizer_class: type[torch.optim.
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("optimizer_class", [Lamb, SignedSum, Declared, torch.optim.Adafactor])
+@pytest.mark.parametrize("optimizer_class", [Lamb, SignedSum, Declared, torch.optim.Adafactor, torch.optim.Muon])
 def test_streamed_equals_resident(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """With the weights on the host, too."""
+    host = {"placement": "host", "device_mib": 0.001}
+    streamed = [{}, *({"update": time, "weights": host} for time in ("at_step", "next_forward", "overlap"))]
     found = []
-    for backend in ("stream", "resident"):
-        _, model, optimizer = build(backend, optimizer_class)
+    for backend, more in [("resident", {}), *(("stream", more) for more in streamed)]:
+        _, model, optimizer = build(backend, optimizer_class, bias=optimizer_class is not torch.optim.Muon, **more)
         train(model, optimizer, *range(8))
         found.append(snapshot(model, optimizer))
-    assert_same(*found)
+    for other in found[1:]:
+        assert_same(other, found[0])
 
 
 def test_an_optimizer_that_mixes_parameters_is_refused() -> None:
