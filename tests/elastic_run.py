@@ -31,7 +31,7 @@ _ROWS = 8
 """Sequences of a step, over all ranks."""
 
 
-def training_file(folder: Path, output: Path, steps: int) -> Path:
+def training_file(folder: Path, output: Path, steps: int, strategy: str = "fsdp2") -> Path:
     """A file for ``lightstep train``, which saves after every fourth step, in ``folder``."""
     (folder / "text.txt").write_text("".join(f"line {n} of a text that says {n * n % 97}\n" for n in range(200)))
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -39,7 +39,7 @@ def training_file(folder: Path, output: Path, steps: int) -> Path:
         "output": str(output),
         "model": {"config": {"model_type": "llama", **sizes, "num_attention_heads": 2, "num_key_value_heads": 1}},
         "data": str(folder / "text.txt"),
-        "strategy": "fsdp2",
+        "strategy": strategy,
         "steps": steps,
         "batch": {"sequences": 4, "length": 32},
         "validation": {"sequences": 4},

@@ -60,7 +60,7 @@ def require(nbytes: int, what: str, advice: str = _ADVICE) -> None:
         return
     each = f" ({nbytes / _GIB:.2f} GiB for each of the {ranks} ranks on this host)" if ranks > 1 else ""
     raise HostMemoryError(
-        f"{what} needs {nbytes * ranks / _GIB:.2f} GiB of host memory{each} and {free / _GIB:.2f} GiB are free. "
+        f"{what}: {nbytes * ranks / _GIB:.2f} GiB of host memory are needed{each} and {free / _GIB:.2f} GiB are free. "
         f"{advice}. "
         f"If this machine has more than it reports, set {CHECK_VARIABLE}=off, or to the free GiB"
     )

@@ -55,9 +55,9 @@ def test_a_second_process_group_under_torchrun(rank: int, world_size: int) -> No
         del store
 
 
-def check_dying_rank(rank: int, world_size: int, folder: str, sharding: dict[str, Any]) -> None:
+def check_dying_rank(rank: int, world_size: int, folder: str, values: dict[str, Any]) -> None:
     """The last rank goes away without a word in the second step; the first one writes down what it is told."""
-    strategy = load(sharding)
+    strategy = load(**values)
     model = strategy.prepare_model(TinyTransformer())
     optimizer = strategy.create_optimizer(model)
     train(strategy, model, optimizer, steps=1)
@@ -71,10 +71,17 @@ def check_dying_rank(rank: int, world_size: int, folder: str, sharding: dict[str
         os._exit(1)  # ending the group may wait for the other rank
 
 
-@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
-def test_a_rank_that_dies_ends_the_others(tmp_path: Path, sharding: dict[str, Any]) -> None:
+ON_HOST = {"weights": {"placement": "host"}, "optimizer_state": {"backend": "stream", "update": "overlap"}}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"sharding": FSDP2}, {"sharding": FSDP2, **ON_HOST}, {"sharding": DDP}],
+    ids=["fsdp2", "fsdp2-offload", "ddp"],
+)
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path, values: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="the process ended"):
-        Pool(patience=60).run(check_dying_rank, 2, folder=str(tmp_path), sharding=sharding)
+        Pool(patience=60).run(check_dying_rank, 2, folder=str(tmp_path), values=values)
     assert not (tmp_path / "after").exists()
     if torch.cuda.device_count() < 2:  # nccl's watchdog ends the process itself
         told = (tmp_path / "0.txt").read_text(encoding="utf-8")

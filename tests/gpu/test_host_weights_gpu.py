@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from lightstep.bench.llama import Llama, LlamaShape
 from tests.covering import every_pair
 from tests.gpu.test_next_forward_gpu import Training
 from tests.unit.test_homes_and_times import HOMES, LIMITS
-from tests.unit.test_host_weights import TIMES, clean, make
+from tests.unit.test_host_weights import TIMES, check_other_placements, clean, make
 from tests.unit.test_next_forward import assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("small_units")]
@@ -49,6 +50,10 @@ def test_the_same_bits(
         assert found + tested.train(6) == losses, seed
         assert_same(clean(tested.snapshot()), wanted)
         tested.optimizer.close()
+
+
+def test_a_run_goes_on_with_another_placement(tmp_path: Path) -> None:
+    check_other_placements(tmp_path, Training)
 
 
 class OwnHead(Llama):

@@ -235,7 +235,7 @@ def test_too_little_memory_is_a_sentence_with_numbers_and_settings(monkeypatch: 
     require(3 * GIB, "streamed optimizer state")
     with pytest.raises(
         HostMemoryError,
-        match=r"streamed optimizer state needs 4\.50 GiB of host memory and 3\.00 GiB are free.*backend: res.*=off",
+        match=r"streamed optimizer state: 4\.50 GiB of host.* needed and 3\.00 GiB are free.*backend: res.*=off",
     ) as raised:
         require(9 * GIB // 2, "streamed optimizer state")
     assert "resident_gib" not in str(raised.value), "what is resident has its host memory too"

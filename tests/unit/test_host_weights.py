@@ -105,6 +105,26 @@ def test_the_same_bits(
     tested.optimizer.close()
 
 
+@pytest.mark.parametrize(("time", "wanted"), [("at_step", 3), ("next_forward", 2)])
+def test_an_update_in_the_next_forward_uses_the_weights_that_are_brought_for_it(
+    time: str, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each micro-batch, as there is room until its backward, and one for an update in ``step()``."""
+    run = make("stream", time, "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0})
+    run.train(3)
+    run.delays(1)
+    counts, bring = Counter[str](), Field.bring
+
+    def counting(field: Field) -> None:
+        counts[field.what] += 1
+        bring(field)
+
+    monkeypatch.setattr(Field, "bring", counting)
+    run.train(4)
+    assert {counts[f"the weights of blocks.{number}"] for number in (1, 2)} == {4 * wanted}
+    run.optimizer.close()
+
+
 def test_memory_of_gradients_is_kept_until_their_update_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five layers share a unit: its update reads gradients that have left long before the last of them arrives."""
     monkeypatch.setattr("lightstep.state.units.SMALL_UNIT", 1 << 12)
@@ -866,16 +886,21 @@ def test_a_model_that_is_given_up_leaves_neither_memory_nor_threads(time: str, f
 
 
 def test_a_run_goes_on_with_another_placement(tmp_path: Path) -> None:
-    expected = make("resident", "at_step", "clipped", "bfloat16")
+    check_other_placements(tmp_path, Training)
+
+
+def check_other_placements(folder: Path, kind: type[Training]) -> None:
+    """The run changes its placement at each resume."""
+    expected = make("resident", "at_step", "clipped", "bfloat16", kind=kind)
     losses = expected.train(6)
     placements = [{"placement": "host"}, None, {"placement": "host", "device_mib": 0.005}]
     for number, weights in enumerate(placements):
-        run = make("stream", "overlap", "clipped", "bfloat16", weights)
+        run = make("stream", "overlap", "clipped", "bfloat16", weights, kind)
         if number:
-            run.strategy.load_checkpoint(tmp_path / str(number - 1), run.model, run.optimizer)
+            run.strategy.load_checkpoint(folder / str(number - 1), run.model, run.optimizer)
             run.steps = 2 * number
         assert run.train(2) == losses[2 * number : 2 * number + 2]
-        run.strategy.save_checkpoint(tmp_path / str(number), run.model, run.optimizer)
+        run.strategy.save_checkpoint(folder / str(number), run.model, run.optimizer)
     assert_same(run.snapshot(), expected.snapshot())
 
 

@@ -106,6 +106,19 @@ def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
         Strategy.load(HOST).prepare_model(on_meta(), weights=tmp_path)
 
 
+def test_too_little_memory_for_gradients_is_refused_before_weights_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights on the host give their own memory back, one by one."""
+    strategy, model = Strategy.load(HOST), make_llama().bfloat16()
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    monkeypatch.setenv(CHECK_VARIABLE, repr(0.95 * (max(sizes) + sum(sizes)) / 2**30))
+    with pytest.raises(HostMemoryError, match=r"^weights and gradients.* Set weights.placement: device"):
+        strategy.prepare_model(model)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    monkeypatch.setenv(CHECK_VARIABLE, repr(1.05 * (max(sizes) + sum(sizes)) / 2**30))
+    strategy.prepare_model(model)
+
+
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_too_little_memory_for_state_and_gradients_is_refused_before_backward(
     accumulates: bool, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +133,7 @@ def test_too_little_memory_for_state_and_gradients_is_refused_before_backward(
     monkeypatch.setenv(CHECK_VARIABLE, repr((5.5 + accumulates) * weights / 2**30))
     with (
         strategy.accumulate(model, last=not accumulates),
-        pytest.raises(HostMemoryError, match=r"^optimizer state and gradients on the host needs .* Lower it"),
+        pytest.raises(HostMemoryError, match=r"^optimizer state and gradients on the host: .* Lower it"),
     ):
         optimizer.backward(loss)
     visits = PreparedModel.of(model).weight_visits

@@ -678,7 +678,7 @@ def test_too_little_host_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     training, expected = (Training({"backend": "resident"}) for _ in range(2))
     training.train(2)
     monkeypatch.setenv(CHECK_VARIABLE, "0.000001")
-    with pytest.raises(HostMemoryError, match="releasing device memory: the optimizer state on the host needs"):
+    with pytest.raises(HostMemoryError, match="releasing device memory: the optimizer state on the host: "):
         training.optimizer.release_device_memory()
     assert training.train(2) == expected.train(4)[2:]
     assert_same(training.snapshot(), expected.snapshot())

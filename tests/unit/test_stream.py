@@ -517,7 +517,7 @@ def test_small_slots_are_warned_about_once_tensors_are_cut(caplog: pytest.LogCap
 def test_too_little_host_memory_is_refused_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHECK_VARIABLE, "0.000001")
     backend = streamed(3)
-    with pytest.raises(HostMemoryError, match=r"optimizer state on the host needs 0\.00 GiB"):
+    with pytest.raises(HostMemoryError, match=r"optimizer state on the host: 0\.00 GiB"):
         Run(backend)
     assert backend.units() == []
     monkeypatch.setenv(CHECK_VARIABLE, "off")
@@ -643,7 +643,7 @@ def test_every_rank_of_a_host_needs_its_memory(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(host_memory, "ranks_on_this_host", lambda: 8)
     monkeypatch.setenv(CHECK_VARIABLE, "100")
     host_memory.require(12 << 30, "state")
-    with pytest.raises(HostMemoryError, match=r"needs 480\.00 GiB of host memory \(60\.00 GiB for each of the 8 ranks"):
+    with pytest.raises(HostMemoryError, match=r"480\.00 GiB .* needed \(60\.00 GiB for each of the 8 ranks"):
         host_memory.require(60 << 30, "state")
 
 
