@@ -21,7 +21,7 @@ from lightstep.bench.machine import read_timeline, write_timeline
 from lightstep.bench.peers import CpuAdamW, DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2Offload, TorchFsdp2, TorchResident
 from lightstep.bench.qwen_moe import MoeShape, QwenMoe
 from lightstep.bench.report import BY_HAND, Column, Panel, Values, View, size
-from lightstep.bench.run import Measurement, Row, Run, Spread, Task, add_times_by_hand
+from lightstep.bench.run import Measurement, Row, Run, Spread, Task, add_rounds_by_hand, add_times_by_hand
 from lightstep.bench.strategies import WithoutOptimizer
 from lightstep.sharding.preparation import checkpoint_activations
 
@@ -100,7 +100,7 @@ class IterationTask(Task):
             contender.iterate(batch)
             seen.append(contender.grad_norm)
 
-        measurement.time(iterate, 1 + effort.warmup, synchronize=False)
+        measurement.time(iterate, measurement.untimed, synchronize=False)
         timed = list(zip(seen, limits, strict=True))[-effort.steps :]
         norms = [(float(norm), limit) for norm, limit in timed if norm is not None]
         loss = float(contender.loss)
@@ -198,6 +198,7 @@ class SmallModelTask(IterationTask):
     default_peers = "torch"
     peers = (TorchResident,)
     has_loop_by_hand = True
+    keeps_contenders = True
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -216,6 +217,10 @@ class SmallModelTask(IterationTask):
     def head(self, run: Run) -> Values:
         models = {task.case: task.describe() for task in run.tasks if isinstance(task, SmallModelTask)}
         return {**super().head(run), "model": models, "tokens_per_rank": self.tokens}
+
+    def compare(self, run: Run, rows: Sequence[Row], values: Sequence[Values]) -> None:
+        super().compare(run, rows, values)
+        add_rounds_by_hand(rows, values)
 
     def describe(self) -> Values:
         """For the JSON file."""
@@ -366,4 +371,6 @@ def _small_title(values: Values, case: Any) -> str:
     )
 
 
-SmallModelTask.view = replace(IterationTask.view, title=_small_title, case="model")
+_COLUMNS = list(IterationTask.view.columns)
+_COLUMNS.insert(_COLUMNS.index(BY_HAND) + 1, Column("rounds’\n×", "times_by_hand_range", ".3f", 7))
+SmallModelTask.view = replace(IterationTask.view, columns=tuple(_COLUMNS), title=_small_title, case="model")

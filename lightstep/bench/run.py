@@ -1,4 +1,7 @@
-"""One run: the link, then the contenders one after another, in rounds of alternating order, one at a time in memory.
+"""One run: the link, then the contenders one after another, in rounds of alternating order.
+
+One contender at a time is in memory. Where the host's speed decides, all those of a case stay there, so that rounds can
+be short: the host changes its speed from one minute to the next.
 
 Steps run back to back, and each is timed from the end of the one before, on the device's main stream. So work that a
 step leaves behind (pending copies, prefetched buffers, updates during the next forward) is not free: it delays the
@@ -10,6 +13,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -73,6 +77,7 @@ class Task(ABC):
         optimizer: `--optimizer`.
         threads: torch's CPU threads; None: this rank's share of the cores.
         has_loop_by_hand: whether times are compared with the loop by hand.
+        keeps_contenders: whether the contenders of a case stay in memory from round to round.
         peers: the contenders that `--peers` can name.
         baseline: a contender that is measured before all others.
         view: how tables and chart show the result; None: the task writes its own files instead.
@@ -87,6 +92,7 @@ class Task(ABC):
     max_norm: float = field(default=MAX_NORM, kw_only=True)
     optimizer: str = field(default="adamw", kw_only=True)
     provides_gradients: ClassVar[bool] = False
+    keeps_contenders: ClassVar[bool] = False
     threads: ClassVar[int | None] = None
     peers: ClassVar[tuple[type[Contender], ...]]
     baseline: ClassVar[type[Contender] | None] = None
@@ -276,39 +282,63 @@ def measure_all(run: Run, progress: Callable[[str], None]) -> None:
     """Fill the rows. `progress` is called with a sentence before each contender, and may save the rows so far."""
     progress("the link")
     run.link = run.ranks.measure_link()
-    for number in range(run.effort.rounds):
-        for row in run.rows if number % 2 == 0 else reversed(run.rows):  # fair if the machine slows down
-            if row.note is not None:
-                continue
-            progress(f"round {number + 1} of {run.effort.rounds}: {row.entry.label}")
-            measurement = Measurement(run, row, number)
-            try:
-                measurement.measure()
-            finally:
-                measurement.close()
-                del measurement
-                free_memory(run.task.device)
+    if run.task.keeps_contenders:
+        for task in run.tasks:
+            _measure_in_turn(run, [row for row in run.rows if row.task is task], progress)
+    else:
+        _measure_in_turn(run, run.rows, progress)
     again = run.ranks.measure_link()
     if run.link is not None and again is not None:
         run.link = run.link.or_faster(again)
 
 
+def _measure_in_turn(run: Run, rows: Sequence[Row], progress: Callable[[str], None]) -> None:
+    measurements: dict[str, Measurement] = {}  # of contenders that are in memory
+    try:
+        for number in range(run.effort.rounds):
+            for row in rows if number % 2 == 0 else reversed(rows):  # fair if the machine slows down
+                if row.note is not None:
+                    continue
+                progress(f"round {number + 1} of {run.effort.rounds}: {row.entry.label}")
+                measurements.setdefault(row.entry.name, Measurement(run, row)).measure(number)
+                if row.note is not None or not row.task.keeps_contenders:
+                    _close(measurements, row.entry.name)
+    finally:
+        for name in list(measurements):
+            _close(measurements, name)
+
+
+def _close(measurements: dict[str, Measurement], name: str) -> None:
+    measurement = measurements.pop(name)
+    measurement.close()
+    device = measurement.device
+    del measurement
+    free_memory(device)
+
+
 class Measurement:
-    """One contender in one round, from building it to releasing it.
+    """One contender, from building it to releasing it.
 
     Attributes:
         inputs: gradients or batches, which steps use in turn.
+        number: of the round.
+        untimed: iterations before those that are timed; two in later rounds of a contender that stays in memory.
     """
 
     contender: Contender
     inputs: Sequence[Sequence[Tensor]] = ()
 
-    def __init__(self, run: Run, row: Row, number: int) -> None:
-        self.run, self.row, self.number = run, row, number
+    def __init__(self, run: Run, row: Row) -> None:
+        self.run, self.row = run, row
         self.device = row.task.device
 
-    def measure(self) -> None:
-        """Run all phases on all ranks. A failure on any rank becomes the row's note."""
+    @property
+    def _is_built(self) -> bool:
+        return "contender" in vars(self)
+
+    def measure(self, number: int) -> None:
+        """Run all phases of a round on all ranks. A failure on any rank becomes the row's note."""
+        self.number, self.untimed = number, 2 if self._is_built else 1 + self.run.effort.warmup
         for phase in self._phases():
             self.run.ranks.barrier()
             note, skipped = _failure(phase)
@@ -318,7 +348,8 @@ class Measurement:
                 return
 
     def _phases(self) -> Iterator[Callable[[], None]]:
-        yield self._build
+        if not self._is_built:
+            yield self._build
         yield partial(self.row.task.measure, self)
         if self.number == self.run.effort.rounds - 1:
             yield partial(self.row.task.probe, self)
@@ -350,7 +381,8 @@ class Measurement:
         *window, remaining = lap_times([*steps, self.contender.finish], self.device)
         self.row.windows.append(window)
         self.row.remaining_ms.append(remaining)
-        self._record_memory()
+        if self.number == 0 or not self.row.task.keeps_contenders:  # else others have come to the device since
+            self._record_memory()
 
     def _steps(self, work: Callable[[Any], None], count: int) -> list[Callable[[], None]]:
         return [partial(work, self.inputs[step % len(self.inputs)]) for step in range(count)]
@@ -375,7 +407,7 @@ class Measurement:
         synchronize(self.device)
 
     def close(self) -> None:
-        if "contender" in vars(self):
+        if self._is_built:
             self.contender.close()
             del self.contender
         self.inputs = ()
@@ -436,3 +468,13 @@ def add_times_by_hand(run: Run, values: Sequence[Values], key: str) -> None:
     by_hand = times.get("torch" if run.ranks.world_size == 1 else "torch-fsdp2")
     for shown in (shown for shown in values if key in shown and run.task.has_loop_by_hand):
         shown["times_by_hand"] = None if by_hand is None else shown[key] / by_hand
+
+
+def add_rounds_by_hand(rows: Sequence[Row], values: Sequence[Values]) -> None:
+    """The lowest and the highest ratio to the loop by hand of one round's mean times."""
+    means = {row.entry.name: [statistics.fmean(window) for window in row.windows] for row in rows if row.note is None}
+    by_hand = means.get("torch")
+    for shown in values if by_hand else ():
+        own = means.get(shown["name"])
+        ratios = [time / hand for time, hand in zip(own or (), by_hand or (), strict=False)]
+        shown["times_by_hand_range"] = [min(ratios), max(ratios)] if ratios else None

@@ -368,7 +368,20 @@ def test_a_mixture_of_experts_trains_the_same(tmp_path: Path) -> None:
     assert rows["resident"]["weight_bytes"] == 2 * values["model"]["parameters"]
 
 
-def test_small_models_beside_the_loop_by_hand(tmp_path: Path) -> None:
+def test_small_models_beside_the_loop_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All contenders of a model are in memory at a time, so that rounds can be short."""
+    events: list[str] = []
+    build, close = run.Measurement._build, run.Measurement.close
+
+    def note(what: str, own: Any) -> Any:
+        def noting(measurement: run.Measurement) -> None:
+            events.append(f"{what} {measurement.row.task.case}")
+            own(measurement)
+
+        return noting
+
+    monkeypatch.setattr(run.Measurement, "_build", note("build", build))
+    monkeypatch.setattr(run.Measurement, "close", note("close", close))
     values, output = measured(
         tmp_path, "--small", "--device", "cpu", "--tokens", "32", "--sequence", "16", "--rounds", "2"
     )
@@ -379,8 +392,12 @@ def test_small_models_beside_the_loop_by_hand(tmp_path: Path) -> None:
         assert all(row["note"] is None for row in rows.values()), {name: row["note"] for name, row in rows.items()}
         assert rows["stream-overlap"]["loss"] == rows["resident"]["loss"]
         assert rows["torch"]["loss"] == pytest.approx(rows["resident"]["loss"], rel=1e-2)  # its norm adds up otherwise
-        assert rows["torch"]["times_by_hand"] == 1.0 and rows["resident"]["times_by_hand"] > 0
+        assert rows["torch"]["times_by_hand"] == 1.0 and rows["torch"]["times_by_hand_range"] == [1.0, 1.0]
+        low, high = rows["resident"]["times_by_hand_range"]
+        assert 0 < low < high and low <= rows["resident"]["times_by_hand"] <= high
         assert [len(window) for window in rows["resident"]["windows_ms"]] == [2, 2]
+    cases = ("dense", "lora", "moe")
+    assert events == [f"{what} {case}" for case in cases for what in ("build", "close") for _ in range(4)]
 
 
 def test_small_models_are_recomputed_alike_by_all() -> None:
