@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import lightstep
+from lightstep.checkpoint import load
 from lightstep.distributed import Replicas, local_tensor
 from lightstep.state.replicas import ReplicaShare, assign_owners
 from lightstep.state.ring import Ring
@@ -289,8 +290,16 @@ def check_without_share(
     assert sum(owned) == len(runs[0].optimizer.managed()) and owned[-1] == 0
     same_runs(f"rank {rank}", *runs)
     runs[0].strategy.save_checkpoint(Path(folder, "saved"), runs[0].model, runs[0].optimizer)
-    loaded = make({**STREAM, "update": update}, seed=1)
-    loaded.strategy.load_checkpoint(Path(folder, "saved"), loaded.model, loaded.optimizer)
+    loaded, read, read_tensors = make({**STREAM, "update": update}, seed=1), set[str](), load.read_tensors
+
+    def noting(data: Path, index: Any, targets: Any, *more: Any) -> None:
+        read.update(target.key for target in targets if not target.key.startswith("model."))
+        read_tensors(data, index, targets, *more)
+
+    with replaced(load, "read_tensors", noting):
+        loaded.strategy.load_checkpoint(Path(folder, "saved"), loaded.model, loaded.optimizer)
+    shares = runs[0].backend._share.replicas.gather_objects(read)
+    assert sum(map(len, shares)) == len(set().union(*shares)) > 0, "no entry is read twice"
     loaded.steps = runs[0].steps
     runs[0].optimizer.load_state_dict(through_bytes(runs[0].optimizer.state_dict()))
     for run in (loaded, *runs):
@@ -355,8 +364,8 @@ def _record_bytes(records: Iterable[Any]) -> int:
 
 
 @contextlib.contextmanager
-def replaced(owner: type, name: str, function: Any) -> Iterator[None]:
-    """A method of a class, in this process; the processes of the pool go on to other checks."""
+def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
+    """A method, or a function of a module, in this process; the processes of the pool go on to other checks."""
     original = getattr(owner, name)
     setattr(owner, name, function)
     try:
