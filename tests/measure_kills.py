@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from lightstep.checkpoint import latest_checkpoint
 from tests.elastic_run import PHASES, Options, Step, place_of, steps_of
 from tests.forking_torchrun import Torchrun
-from tests.hosts.hosts import ADDRESSES, NAMES, PORT, RANKS, Hosts
+from tests.hosts.hosts import ADDRESSES, NAMES, PORT, RANKS, HostProcess, Hosts
 from tests.patience import PATIENCE
 
 RESTARTS = 60
@@ -171,10 +171,10 @@ class TwoHosts:
     ) -> None:
         self._hosts, self._folder, self._nodes, self._launcher, self._each = hosts, folder, nodes, launcher, each
         self.ranks = each * len(NAMES)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[HostProcess] = []
         self._options: Program | None = None
         self._runs = 0
-        store = [sys.executable, "-m", "tests.hosts.store", ADDRESSES[0], str(PORT + 1)]
+        store = ["tests.hosts.store", ADDRESSES[0], str(PORT + 1)]
         self._store = hosts.start(0, folder / "store.log", store)
 
     def start(self, options: Program) -> None:
@@ -182,7 +182,7 @@ class TwoHosts:
         self._runs += 1
         self._processes = [self.start_host(host) for host in range(len(NAMES))]
 
-    def start_host(self, host: int) -> subprocess.Popen[bytes]:
+    def start_host(self, host: int) -> HostProcess:
         assert self._options is not None
         return self._hosts.torchrun(
             host,

@@ -8,10 +8,13 @@ process that holds them, so nothing is left when a test is killed. Making them n
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
+import multiprocessing
 import os
 import pickle
+import runpy
 import shutil
 import signal
 import subprocess
@@ -20,6 +23,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.patience import PATIENCE
 
@@ -175,8 +180,7 @@ class Hosts:
             yield Run(answers, processes)
         finally:
             for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
                 process.wait()
 
     def torchrun(
@@ -187,7 +191,7 @@ class Hosts:
         environment: Mapping[str, str] | None = None,
         launcher: str = TORCHRUN,
         **changes: Any,
-    ) -> subprocess.Popen[bytes]:
+    ) -> HostProcess:
         """torchrun on one host. Its output is added to a log in ``answers``, whose name is that of the run.
 
         Args:
@@ -204,19 +208,16 @@ class Hosts:
             **changes,
         }
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        command = [sys.executable, "-m", launcher, *arguments, *program]
+        command = [launcher, *arguments, *program]
         return self.start(host, answers / f"{NAMES[host]}.log", command, environment)
 
     def start(
-        self, host: int, log: Path, command: list[str], environment: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
-        """Start a command on a host, in a session of its own. Its output is added to ``log``."""
+        self, host: int, log: Path, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> HostProcess:
+        """``python -m`` with these arguments on a host, in a session of its own. Its output is added to ``log``."""
         defaults = {"GLOO_SOCKET_IFNAME": LINK, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         variables = {**os.environ, **defaults, **(environment or {})}
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [*self._inside(host), *command], env=variables, stdout=output, stderr=output, start_new_session=True
-            )
+        return HostProcess(self._holders[host].pid, log, command, variables)
 
     def kill(self, host: int, spared: Collection[int] = ()) -> None:
         """Kill all processes of a host at once, as when its power fails.
@@ -237,10 +238,59 @@ class Hosts:
         return ["nsenter", "--target", str(self._holders[host].pid), *where]
 
 
+class HostProcess:
+    """A module that runs in the namespaces of a process, in a fork of one that has imported what tests need.
+
+    The methods are those of ``subprocess.Popen``; :meth:`kill` kills all of its session.
+    """
+
+    def __init__(self, holder: int, log: Path, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        arguments = (holder, str(log), list(command), dict(variables), os.getcwd())
+        self._process = multiprocessing.get_context("forkserver").Process(target=_run_module, args=arguments)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, f"it runs after {timeout} s"
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()  # it may not have its session yet
+
+
+def _run_module(holder: int, log: str, command: list[str], variables: dict[str, str], folder: str) -> None:
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    namespaces = [os.open(f"/proc/{holder}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "mnt")]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for namespace in namespaces:
+        if libc.setns(namespace, 0):
+            raise OSError(ctypes.get_errno(), "setns failed")
+        os.close(namespace)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    torch.set_num_threads(1)  # OpenMP has read the variable already
+    sys.argv = command
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+
 class Run:
     """A check that runs on both hosts; every rank writes its answer to a file."""
 
-    def __init__(self, answers: Path, processes: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(self, answers: Path, processes: list[HostProcess]) -> None:
         self.answers, self._processes = answers, processes
 
     def wait(self, name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,8 +36,8 @@ def network(hosts: Hosts) -> Iterator[Path]:
         each.mkdir()
     clients = []
     for host, name in enumerate(NAMES):
-        program = ["-m", "tests.hosts.network_disk", str(folder), str(mount), str(CACHED_S), name]
-        clients.append(hosts.start(host, hosts.folder / f"network-{name}.log", [sys.executable, *program]))
+        program = ["tests.hosts.network_disk", str(folder), str(mount), str(CACHED_S), name]
+        clients.append(hosts.start(host, hosts.folder / f"network-{name}.log", program))
         end = time.monotonic() + PATIENCE
         while "fuse" not in hosts.on(host, "stat", "--file-system", "--format=%T", str(mount)):
             assert clients[-1].poll() is None and time.monotonic() < end, "no mount"

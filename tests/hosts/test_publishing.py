@@ -136,7 +136,7 @@ def check_cut(rank: int, world_size: int) -> tuple[str, float, list[dict[str, st
 @contextlib.contextmanager
 def receiver(hosts: Hosts, folder: Path, kind: str = "vllm", model: str = "tiny") -> Iterator[None]:
     """On the second host. There is a file ``serving`` as soon as it answers."""
-    command = [sys.executable, "-m", "tests.hosts.receiver", kind, model, ADDRESSES[1], str(PORT), str(folder)]
+    command = ["tests.hosts.receiver", kind, model, ADDRESSES[1], str(PORT), str(folder)]
     process = hosts.start(1, folder / "receiver.log", command)
     try:
         end = time.monotonic() + PATIENCE

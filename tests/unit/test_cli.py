@@ -176,7 +176,9 @@ def test_a_full_disk_gets_one_sentence(file: Path, monkeypatch: pytest.MonkeyPat
 
 def test_too_little_host_memory_gets_one_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTSTEP_HOST_MEMORY_CHECK", "0.000001")
-    assert "GiB of host memory are needed and 0.00 GiB are free" in _sentence(_run("train", file, "--strategy", "stream"), 1)
+    assert "GiB of host memory are needed and 0.00 GiB are free" in _sentence(
+        _run("train", file, "--strategy", "stream"), 1
+    )
 
 
 def test_only_one_rank_of_a_machine_tells(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
