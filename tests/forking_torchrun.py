@@ -36,6 +36,9 @@ def _rank(program: str, *arguments: str) -> None:
     except SystemExit as end:  # the agent waits for this function to return
         if end.code:
             raise
+    except BaseException:  # as an interpreter ends
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
 
 
 class Torchrun:

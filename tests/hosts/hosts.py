@@ -167,7 +167,7 @@ class Hosts:
             check: importable.
             timeout_s: of one collective.
             on: the hosts; with the first one.
-            forks: ranks are forked, and need not import torch. Not where the link dies: they do not end then.
+            forks: ranks are forked, and need not import torch. Their end is not that of an interpreter.
             arguments: as JSON has them.
         """
         answers = self.folder / f"answers-{time.monotonic_ns()}"

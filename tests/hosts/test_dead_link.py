@@ -44,8 +44,10 @@ SECOND = (
 
 @pytest.mark.parametrize("what", ["step", "save", "hsdp"])
 def test_the_link_goes_down(hosts: Hosts, what: str) -> None:
-    """``step``: at any moment of training. Else before the next step, or the save, begins."""
-    with hosts.started(check_failure, timeout_s=TIMEOUT_S, forks=False, disk=str(hosts.disk), what=what) as run:
+    """``step``: at any moment of training, with interpreters that end by themselves. Else before the next step, or the
+    save, begins."""
+    forks = what != "step"
+    with hosts.started(check_failure, timeout_s=TIMEOUT_S, forks=forks, disk=str(hosts.disk), what=what) as run:
         for rank in range(4):
             run.wait(f"ready{rank}")
         if what == "step":
@@ -71,7 +73,7 @@ def test_the_link_goes_down(hosts: Hosts, what: str) -> None:
 
 
 def test_a_rank_of_the_other_host_is_killed(hosts: Hosts) -> None:
-    with hosts.started(check_failure, timeout_s=TIMEOUT_S, forks=False, disk=str(hosts.disk), what="step") as run:
+    with hosts.started(check_failure, timeout_s=TIMEOUT_S, disk=str(hosts.disk), what="step") as run:
         pids = [int(run.wait(f"ready{rank}")) for rank in range(4)]
         (run.answers / "go").touch()
         os.kill(pids[3], signal.SIGKILL)
