@@ -161,8 +161,13 @@ def test_equal_to_the_textbook_loop(
     train(pair, zlib.crc32(f"{name} {home} {time}".encode()), place)
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-@every_value(name=OTHERS, home=["resident", "stream"], time=TIMES, parameters=["bfloat16", "float32"])
+@every_value(
+    name=OTHERS,
+    home=["resident", "stream"],
+    time=TIMES,
+    parameters=["bfloat16", "float32"],
+    place=["device, then host", "host", "host, then device"],
+)
 def test_any_element_wise_optimizer(name: str, home: str, time: str, parameters: str, place: str) -> None:
     train(pair_for(name, home, time, parameters, 1, weights=PLACES[place][0]), seed=1, place=place)
 
