@@ -75,6 +75,7 @@ class Program(DistributedPair):
         self.batches = 0
         self.frozen: set[str] = set()
         self.reduced = True  # nothing is left on its rank
+        self.drops = False  # what was left on its rank has been dropped, and no backward has been reduced since
 
     def run(self, length: int) -> None:
         steps = [self.micro_batch] * 6 + [self.step] * 4
@@ -104,6 +105,8 @@ class Program(DistributedPair):
         skipped = frozenset(index for index in range(3) if chance.random() < 0.25)
         if self.alike and not (last and self.reduced):
             skipped = frozenset()  # torch's FSDP2 adds up nothing for layers that it has not gathered
+        if self.drops:
+            skipped = frozenset()  # torch's DDP takes them for used, and finds no gradient
         self.inner.skipped = self.replica.skipped = skipped
         by_hand = self.reference.loss_scale.scale == 1 and self.chance.random() < 0.3
         self.overflow = self.chance.random() < 0.05 and self.rank == 1
@@ -119,7 +122,7 @@ class Program(DistributedPair):
             self.reference.reduce()
             if self.in_place:
                 self.reference.sums, self.reference.reduced = self.reference.reduced, {}
-        self.reduced, self.overflow = last, False
+        self.reduced, self.drops, self.overflow = last, self.drops and not last, False
 
     def step(self) -> None:
         if not self.reduced or not self.pending:
@@ -140,6 +143,7 @@ class Program(DistributedPair):
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
+        self.drops = self.drops or not (self.alike or self.reduced)
         self.reference.sums, self.reference.reduced, self.reduced = {}, {}, True
 
     def freeze(self) -> None:
@@ -194,12 +198,13 @@ class Program(DistributedPair):
                 parameter.grad = None
                 del sums[replica]
                 continue
-            assert torch.allclose(local_tensor(parameter.grad), sums[replica], 0, 0, equal_nan=True), name
+            found = local_tensor(parameter.grad)  # in 16 bits if the penalty alone has made it
+            assert torch.allclose(found.to(sums[replica].dtype), sums[replica], 0, 0, equal_nan=True), name
             if in_place:
                 parameter.grad.mul_(factor)
             else:
                 parameter.grad = parameter.grad * factor
-            sums[replica] = sums[replica] * factor
+            sums[replica] = (sums[replica].to(found.dtype) * factor).to(sums[replica].dtype)
 
     def penalty(self) -> None:
         """A backward of the shards themselves, which FSDP2 has no part in."""
