@@ -371,6 +371,14 @@ def _small_title(values: Values, case: Any) -> str:
     )
 
 
-_COLUMNS = list(IterationTask.view.columns)
-_COLUMNS.insert(_COLUMNS.index(BY_HAND) + 1, Column("rounds’\n×", "times_by_hand_range", ".3f", 7))
-SmallModelTask.view = replace(IterationTask.view, columns=tuple(_COLUMNS), title=_small_title, case="model")
+_BY_HAND = IterationTask.view.columns.index(BY_HAND) + 1
+SmallModelTask.view = replace(
+    IterationTask.view,
+    columns=(
+        *IterationTask.view.columns[:_BY_HAND],
+        Column("from – to\n×", "times_by_hand_range", ".3f", 7, optional=True),
+        *IterationTask.view.columns[_BY_HAND:],
+    ),
+    title=_small_title,
+    case="model",
+)

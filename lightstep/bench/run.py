@@ -475,6 +475,5 @@ def add_rounds_by_hand(rows: Sequence[Row], values: Sequence[Values]) -> None:
     means = {row.entry.name: [statistics.fmean(window) for window in row.windows] for row in rows if row.note is None}
     by_hand = means.get("torch")
     for shown in values if by_hand else ():
-        own = means.get(shown["name"])
-        ratios = [time / hand for time, hand in zip(own or (), by_hand or (), strict=False)]
+        ratios = [time / hand for time, hand in zip(means.get(shown["name"], ()), by_hand or (), strict=False)]
         shown["times_by_hand_range"] = [min(ratios), max(ratios)] if ratios else None
