@@ -7,7 +7,6 @@ that many can be tried.
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import runpy
 import signal
@@ -20,6 +19,7 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
 import lightstep.strategy.fsdp2  # noqa: F401  (by the strategy's first use)
+from tests.forked import Forked
 
 IMPORTED = {"lightstep": "lightstep.trainer.session", "tests.elastic_run": "tests.distributed.models"}
 """What programs import. :mod:`tests.hosts.rank` imports the module of its check."""
@@ -41,34 +41,15 @@ def _rank(program: str, *arguments: str) -> None:
         os._exit(1)
 
 
-class Torchrun:
-    """torchrun in a fork of the process that ranks of the pool are forked from, where all is imported that tests need.
-
-    The methods are those of ``subprocess.Popen``.
+class Torchrun(Forked):
+    """torchrun, without an interpreter of its own.
 
     Args:
         log: a file to which all of its processes append what they say.
     """
 
     def __init__(self, arguments: list[str], log: Path) -> None:
-        self._process = multiprocessing.get_context("forkserver").Process(target=_run_on_cpu, args=(arguments, log))
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float) -> int:
-        self._process.join(timeout)
-        assert self._process.exitcode is not None, f"torchrun runs after {timeout} s"
-        return self._process.exitcode
-
-    def terminate(self) -> None:
-        self._process.terminate()
+        super().__init__(_run_on_cpu, arguments, log)
 
 
 def _run_on_cpu(arguments: list[str], log: Path) -> None:

@@ -12,8 +12,7 @@ CUT_ELEMENTS = 128
 """Tensors are cut at multiples of this many elements: every part then starts on a 128-byte boundary or better."""
 
 SMALL_UNIT = 16 << 20
-"""Bytes: consecutive smaller layers form one unit of at most this size. The host would need longer to update each than
-the link to move it."""
+"""Bytes: consecutive smaller layers form one unit of at most this size: the host makes hundreds of calls for each."""
 
 ParameterRange = tuple[Managed, int, int]
 Bytes = Callable[[Managed, int], int]

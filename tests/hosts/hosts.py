@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import functools
 import json
-import multiprocessing
 import os
 import pickle
 import runpy
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from tests.forked import Forked
 from tests.patience import PATIENCE
 
 NAMES = ("host-a", "host-b")
@@ -238,34 +238,16 @@ class Hosts:
         return ["nsenter", "--target", str(self._holders[host].pid), *where]
 
 
-class HostProcess:
-    """A module that runs in the namespaces of a process, in a fork of one that has imported what tests need.
-
-    The methods are those of ``subprocess.Popen``; :meth:`kill` kills all of its session.
-    """
+class HostProcess(Forked):
+    """A module that runs in the namespaces of a process; :meth:`kill` kills all of its session."""
 
     def __init__(self, holder: int, log: Path, command: Sequence[str], variables: Mapping[str, str]) -> None:
-        arguments = (holder, str(log), list(command), dict(variables), os.getcwd())
-        self._process = multiprocessing.get_context("forkserver").Process(target=_run_module, args=arguments)
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        assert self._process.exitcode is not None, f"it runs after {timeout} s"
-        return self._process.exitcode
+        super().__init__(_run_module, holder, str(log), list(command), dict(variables), os.getcwd())
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.kill()  # it may not have its session yet
+        super().kill()  # it may not have its session yet
 
 
 def _run_module(holder: int, log: str, command: list[str], variables: dict[str, str], folder: str) -> None:
