@@ -51,6 +51,13 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def never_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates are tried in every backward, clipped or not."""
+    own = "lightstep.optimizer.overlap.SpeculativeUpdates._update_pause"
+    monkeypatch.setattr(own, lambda updates: setattr(updates, "_pause", 0))
+
+
+@pytest.fixture
 def inputs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of recomputed blocks rest on the host, however small they are."""
     monkeypatch.setattr("lightstep.state.host_activations.HostActivations.SMALLEST", 1)

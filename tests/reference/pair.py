@@ -167,7 +167,7 @@ class Pair:
         self.overflow = False
         torch.manual_seed(seed)
         self.strategy, self.model, self.optimizer = self.build()
-        self.reference_model = copy.deepcopy(self.model)
+        self.reference_model = copy.deepcopy(self.model).to(self.strategy.device)
         self.reference = self.reference_class(
             self.param_groups(self.reference_model),
             optimizer_class,
@@ -203,8 +203,15 @@ class Pair:
 
     def arm(self, model: nn.Module) -> None:
         """Let an inf appear in one gradient of ``model`` while ``self.overflow`` is set."""
-        first = torch.tensor([0], device=model.hidden.bias.device)
-        model.hidden.bias.register_hook(lambda grad: grad.index_fill(0, first, torch.inf) if self.overflow else None)
+
+        def with_inf(grad: Tensor) -> Tensor | None:
+            if not self.overflow:
+                return None
+            grad = grad.clone()
+            grad[0] = torch.inf
+            return grad
+
+        model.hidden.bias.register_hook(with_inf)
 
     def named(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
         """(name, tested parameter, reference parameter)."""
@@ -225,7 +232,7 @@ class Pair:
     def step(self) -> Any:
         """One step of both."""
         step, count = self.steps, self.micro_batches
-        options = {"late_from": self.late_from, "intermittent": self.intermittent}
+        options = {"late_from": self.late_from, "intermittent": self.intermittent, "device": self.strategy.device}
         for micro in range(count):
             last = micro == count - 1
             self.overflow = last and step in self.overflow_at
@@ -250,7 +257,7 @@ class Pair:
     def check_weights(self) -> None:
         """Weights, bit for bit."""
         for name, tested, expected in self.named():
-            assert torch.equal(tested, expected), f"step {self.steps}: {name} differs"
+            same(f"step {self.steps}: {name}", tested, expected)
 
     def check(self) -> None:
         """Weights, masters, optimizer state and hyper-parameters, bit for bit."""

@@ -57,9 +57,17 @@ def batch(step: int, micro: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return tokens.to(device), targets.to(device)
 
 
-def loss_of(model: nn.Module, step: int, micro: int = 0, *, late_from: int = 0, intermittent: bool = False) -> Tensor:
-    """fp32 loss of one micro-batch."""
-    tokens, targets = batch(step, micro, next(model.parameters()).device)
+def loss_of(
+    model: nn.Module,
+    step: int,
+    micro: int = 0,
+    *,
+    late_from: int = 0,
+    intermittent: bool = False,
+    device: torch.device | None = None,
+) -> Tensor:
+    """fp32 loss of one micro-batch, on the device of the weights if no other is given."""
+    tokens, targets = batch(step, micro, device or next(model.parameters()).device)
     sometimes = not intermittent or (step + micro) % 2 == 1
     logits = model(tokens, sometimes=sometimes, late=step >= late_from)
     return nn.functional.cross_entropy(logits.float(), targets)

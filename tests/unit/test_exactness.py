@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightstep.optimizer.overlap import SpeculativeUpdates
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale
+from lightstep.state.lanes import Lanes
 from tests.covering import every_pair, every_value
 from tests.reference.lion import Lion
 from tests.reference.pair import DTYPES, FP16_SCALE, IN_BACKWARD, TWO_GROUPS, Pair, scale_for
@@ -64,12 +64,6 @@ PLACES = {
 STEPS, OVERFLOWS, RESUMES_AT = 14, (0, 4, 11), 7
 
 
-@pytest.fixture
-def never_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates are tried in every backward, clipped or not."""
-    monkeypatch.setattr(SpeculativeUpdates, "_update_pause", lambda self: setattr(self, "_pause", 0))
-
-
 class Slow(Pair):
     """Lanes with random delays; a step reads no weights."""
 
@@ -78,9 +72,13 @@ class Slow(Pair):
         assert bool(result) is self.reference.step(result.grad_norm)
         return result
 
-    def delay(self, seed: int) -> None:
+    def lanes(self) -> list[Lanes]:
+        """Of state, and of weights on the host."""
         weights = self.optimizer.engine._host_weights
-        for lanes in [self.optimizer._backend.lanes, *([] if weights is None else [weights.lanes])]:
+        return [self.optimizer._backend.lanes, *([] if weights is None else [weights.lanes])]
+
+    def delay(self, seed: int) -> None:
+        for lanes in self.lanes():
             random_delays(lanes, seed, 1e-3)
 
 
