@@ -19,6 +19,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -153,9 +154,13 @@ def _serve(pipe: Connection) -> None:
             check = _imported(module)
             for part in name.split("."):
                 check = getattr(check, part)
-            pipe.send_bytes(pickle.dumps((True, _run(check, rank, world_size, port, meeting_place, arguments))))
+            _run(check, rank, world_size, port, meeting_place, arguments, partial(_tell, pipe))
         except BaseException:
-            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            _tell(pipe, False, traceback.format_exc())
+
+
+def _tell(pipe: Connection, ok: bool, value: Any) -> None:
+    pipe.send_bytes(pickle.dumps((ok, value)))
 
 
 def _imported(name: str) -> Any:
@@ -169,8 +174,14 @@ def _imported(name: str) -> Any:
 
 
 def _run(
-    check: Any, rank: int, world_size: int, port: int, meeting_place: str | None, arguments: dict[str, Any]
-) -> Any:
+    check: Any,
+    rank: int,
+    world_size: int,
+    port: int,
+    meeting_place: str | None,
+    arguments: dict[str, Any],
+    tell: Callable[[bool, Any], None],
+) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -192,7 +203,10 @@ def _run(
         if device.type == "cpu":
             dist.barrier()  # a check that does not communicate may end while another rank is still connecting
     try:
-        return check(rank, world_size, **arguments)
+        result = check(rank, world_size, **arguments)
+    except BaseException:
+        tell(False, traceback.format_exc())  # nccl does not leave a group while another rank waits in it
+        raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -201,3 +215,4 @@ def _run(
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
             _clear_sharding_prop_cache()
+    tell(True, result)

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import lightstep
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale
 from lightstep.state.lanes import Lanes
 from tests.covering import every_pair, every_value
 from tests.reference.lion import Lion
-from tests.reference.pair import DTYPES, FP16_SCALE, IN_BACKWARD, TWO_GROUPS, Pair, scale_for
+from tests.reference.pair import DTYPES, FP16_SCALE, IN_BACKWARD, TWO_GROUPS, Pair, scale_for, strategy_values
 from tests.reference.plain_loop import ReferenceScale
 from tests.reference.tiny_model import TinyModel, loss_of
 from tests.unit.test_stream import random_delays
@@ -321,6 +322,31 @@ def test_gradients_written_by_hand(parameters: str, backend: str) -> None:
         pair.finish()
         pair.check()
     assert pair.reference.skipped_steps == 1
+
+
+class Strict(torch.optim.SGD):
+    """As torch's fused kernels on a GPU: gradients have the strides of their parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in [parameter for group in self.param_groups for parameter in group["params"]]:
+            if parameter.grad is not None and parameter.grad.stride() != parameter.stride():
+                raise ValueError(f"strides {parameter.grad.stride()} and {parameter.stride()}")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+def test_gradients_of_up_to_one_element_may_have_any_stride(backend: str) -> None:
+    """FSDP2's empty shards have 0."""
+    strategy = lightstep.Strategy.load(strategy_values("float32", backend))
+    model: Any = strategy.prepare_model(nn.ParameterList([torch.ones(0), torch.ones(1), torch.ones(3)]))
+    groups = [{"params": [parameter]} for parameter in model]
+    optimizer = strategy.create_optimizer(model, Strict, param_groups=groups, lr=1.0)
+    for size in range(3):
+        model[0].grad, model[1].grad = torch.ones(1).as_strided((0,), (0,)), torch.ones(3)[::3]
+        model[2].grad = torch.full((3,), float(size))
+        optimizer.step()
+    optimizer.synchronize()
+    assert [parameter.tolist() for parameter in model] == [[], [-2.0], [-2.0] * 3]
 
 
 # -- models that expose what the tiny one does not --------------------------------------------------------------------
