@@ -63,7 +63,8 @@ class SynchronizedCallbackHandler(CallbackHandler):
     """Waits for deferred updates before a callback runs, which may have kept parameters since training began (EMA).
 
     transformers' own callbacks read no weights and no gradients. If there are no others, nothing waits. If another one
-    defines an event around the step, it gets the clipped gradients.
+    defines an event around the step, it gets the clipped gradients. TRL's reference models can follow weights on the
+    host.
     """
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -75,6 +76,9 @@ class SynchronizedCallbackHandler(CallbackHandler):
         if event in ("on_train_begin", "on_pre_optimizer_step"):
             readers = self._others("on_pre_optimizer_step", "on_optimizer_step")
             check_gradients_are_kept(optimizer.optimizer, readers)
+            for callback in self.callbacks if optimizer.optimizer.engine.host_gradients is not None else []:
+                if hasattr(callback, "sync_target_model"):
+                    callback.sync_target_model = follow_weights_on_the_host
             if readers and event == "on_pre_optimizer_step":
                 optimizer.clipped = ClippedGradients(optimizer.optimizer, self.model.parameters())
         if event == "on_optimizer_step" and optimizer.clipped is not None:
@@ -93,6 +97,14 @@ def wait_for_weights(optimizer: LightstepOptimizer) -> None:
         optimizer.wait_for_update()
     else:
         optimizer.synchronize()
+
+
+@torch.no_grad()
+def follow_weights_on_the_host(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+    """``SyncRefModelCallback.sync_target_model`` of TRL, which expects both models on one device."""
+    for target, weight in zip(target_model.parameters(), model.parameters(), strict=True):
+        own = local_tensor(target.data)
+        own.mul_(1.0 - alpha).add_(local_tensor(weight.data).to(own.device), alpha=alpha)
 
 
 def _is_other(callback: Any, event: str) -> bool:
