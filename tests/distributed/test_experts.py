@@ -244,18 +244,18 @@ def test_the_benchs_experts_are_transformers_own(rank: int, world_size: int) -> 
 @on_ranks(2, "marked", [True, False])
 def test_experts_on_a_slice_are_marked_or_compared(rank: int, world_size: int, marked: bool) -> None:
     """Experts on a slice of a mesh differ if they are marked; otherwise they count as copies, and are compared."""
-    norms, losses = [], []
+    norms, losses, device = [], [], device_of(rank, world_size)
     for weights in ({}, {"weights": {"placement": "host", "device_mib": 0.01}}):
         values = {"sharding": {"kind": "fsdp2", "activation_checkpointing": True}, "clipping": {"max_norm": 0.5}}
         strategy = lightstep.Strategy.load({**values, **weights, "optimizer_state": {"backend": "stream"}})
-        model = MoeShape.nearest(200_000).make(torch.device("cpu"), torch.bfloat16, 0, 16)
+        model = MoeShape.nearest(200_000).make(device, torch.bfloat16, 0, 16)
         experts = [p for module in model.modules() if isinstance(module, DividedExperts) for p in module.parameters()]
         for parameter in experts:
             parameter.differs_across_ranks = marked
             with torch.no_grad():
                 local_tensor(parameter).mul_(1 + rank)
         optimizer = strategy.create_optimizer(strategy.prepare_model(model), torch.optim.AdamW, **GROUPS)
-        tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(rank))
+        tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(rank)).to(device)
         norms.append([])
         losses.append([])
         for step in range(2):
@@ -280,7 +280,7 @@ def test_experts_on_a_slice_are_marked_or_compared(rank: int, world_size: int, m
 @on_ranks(2)
 def test_the_benchs_experts_are_brought_once(rank: int, world_size: int) -> None:
     """Backward brings the weights of each module at most once, where there is room for those of three."""
-    shape = MoeShape.nearest(400_000, 4)
+    shape, device = MoeShape.nearest(400_000, 4), device_of(rank, world_size)
     experts = shape.experts // world_size * 3 * shape.expert * shape.hidden * 2
     strategy = lightstep.Strategy.load(
         {
@@ -289,9 +289,9 @@ def test_the_benchs_experts_are_brought_once(rank: int, world_size: int) -> None
             "optimizer_state": {"backend": "stream"},
         }
     )
-    model = strategy.prepare_model(shape.make(torch.device("cpu"), torch.bfloat16, 0, 16))
+    model = strategy.prepare_model(shape.make(device, torch.bfloat16, 0, 16))
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, **GROUPS)
-    tokens = torch.randint(64, (2, 17))
+    tokens = torch.randint(64, (2, 17), device=device)
     brought: Counter[str] = Counter()
     bring = Field.bring
 

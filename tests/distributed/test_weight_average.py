@@ -63,7 +63,7 @@ def check_loaded(rank: int, world_size: int, folder: str, values: dict[str, Any]
     model = strategy.prepare_model(TinyTransformer())
     average = WeightAverage(model)
     strategy.load_checkpoint(folder, model)
-    found, saved = _whole(average.tensors), torch.load(f"{folder}.pt")
+    found, saved = _whole(average.tensors), torch.load(f"{folder}.pt", map_location=strategy.device)
     assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
 
 
