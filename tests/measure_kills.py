@@ -344,10 +344,10 @@ def main() -> None:
         def options() -> Options:
             nonlocal number
             number += 1
-            places = [folder / f"{kind}-{number}" for kind in ("checkpoints", "notes")]
-            for place in places:
+            checkpoints, notes = (folder / f"{kind}-{number}" for kind in ("checkpoints", "notes"))
+            for place in (checkpoints, notes):
                 place.mkdir()
-            return Options(*map(str, places), asked.steps, asynchronous=asked.asynchronous)
+            return Options(str(checkpoints), str(notes), asked.steps, asynchronous=asked.asynchronous)
 
         expected = uninterrupted(cluster, options())
         planned = random_kills(random.Random(asked.seed), cluster.ranks, asked.kills, asked.saves, asked.hosts)

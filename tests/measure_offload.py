@@ -104,7 +104,7 @@ def host_peak() -> str:
 def saved(made: tuple[lightstep.Strategy, Any, Any], shape: LlamaShape, folder: Path, loads: bool) -> None:
     """Steps before and after a checkpoint, or after it alone. Losses and norms of those after it are printed."""
     torch.use_deterministic_algorithms(True)  # attention's backward is not deterministic with `warn_only`
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not deterministic
     strategy, model, optimizer = made
     torch.manual_seed(1)

@@ -124,7 +124,7 @@ def test_device_memory(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
             overrides["weights"] = {"placement": "host", "device_mib": 64}
         strategy = Strategy.load("stream", overrides=overrides)
         model = strategy.prepare_model(Llama.make(shape, strategy.device, length=tokens))
-        optimizer = strategy.create_optimizer(model, lr=1e-3)
+        optimizer: Any = strategy.create_optimizer(model, lr=1e-3)
         generator = torch.Generator().manual_seed(0)
         words = torch.randint(512, (1, tokens + 1), generator=generator).cuda()
         for step in range(3):

@@ -81,7 +81,7 @@ def test_a_head_that_runs_several_times(time: str, tied: bool, chunk: str, monke
         strategy = Strategy.load(name, overrides=overrides)
         kind = OwnHead if chunk == "by its weight" else Llama
         model = strategy.prepare_model(kind.make(shape, strategy.device, length=32))
-        optimizer = strategy.create_optimizer(model, lr=1e-3)
+        optimizer: Any = strategy.create_optimizer(model, lr=1e-3)
         for step in range(4):
             generator = torch.Generator().manual_seed(step)
             words = torch.randint(257, (4, 33), generator=generator).cuda()

@@ -161,7 +161,7 @@ def test_torchs_own_fused_kernel_with_such_moments() -> None:
     ours, theirs = weight.clone(), weight.clone()
     wide = [torch.zeros_like(weight) for _ in range(2)]
     short = [torch.zeros_like(weight, dtype=torch.bfloat16) for _ in range(2)]
-    options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
+    options: Any = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
     for step in range(1, 6):
         gradient = torch.randn_like(weight)
         count = torch.tensor(float(step), device=DEVICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_quantised_weights_stay_and_the_rest_trains(name: str, storage: str) -> 
     for index in (0, 2):
         plain[index].to(strategy.parameter_dtype)
     model = strategy.prepare_model(given)
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    optimizer: Any = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
     reference = torch.optim.AdamW(masters, lr=1e-2, fused=True)
     trained = [p for index in (0, 2) for p in plain[index].parameters()]
     for step in range(4):

@@ -56,7 +56,8 @@ def check_weights(rank: int, world_size: int, cases: Sequence[str] = tuple(CASES
 
 def _hosts_of_shards(model: nn.Module) -> list[str]:
     """The hosts of the ranks that this one shares a model's shards with."""
-    group = next(model.parameters()).device_mesh["shard"].get_group()
+    sharded: Any = next(model.parameters())
+    group = sharded.device_mesh["shard"].get_group()
     names: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(names, socket.gethostname(), group=group)
     return names
