@@ -8,7 +8,26 @@ import pytest
 
 from tests.covering import every_pair, every_value
 from tests.reference.pair import DTYPES, TWO_GROUPS
-from tests.unit.test_exactness import HOMES, OTHERS, PLACES, REDUCE, TIMES, Slow, pair_for, train
+from tests.unit.test_exactness import (  # noqa: F401  (one thing at a time: they run here as they are)
+    HOMES,
+    OTHERS,
+    PLACES,
+    REDUCE,
+    TIMES,
+    Slow,
+    pair_for,
+    test_a_first_update_that_overflows_makes_no_state,
+    test_a_loss_scale_may_be_exchanged,
+    test_a_scale_that_overflows_by_itself_comes_down,
+    test_every_loss_scale,
+    test_gradients_of_up_to_one_element_may_have_any_stride,
+    test_gradients_written_by_hand,
+    test_nan_skips_as_inf_does,
+    test_odd_memory_layouts,
+    test_other_norms,
+    test_the_same_optimizer_on_the_default_group,
+    train,
+)
 from tests.unit.test_stream import random_sleeps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("small_units", "never_pauses")]

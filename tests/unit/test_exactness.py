@@ -342,8 +342,8 @@ def test_gradients_of_up_to_one_element_may_have_any_stride(backend: str) -> Non
     groups = [{"params": [parameter]} for parameter in model]
     optimizer = strategy.create_optimizer(model, Strict, param_groups=groups, lr=1.0)
     for size in range(3):
-        model[0].grad, model[1].grad = torch.ones(1).as_strided((0,), (0,)), torch.ones(3)[::3]
-        model[2].grad = torch.full((3,), float(size))
+        ones = torch.ones(3, device=strategy.device)
+        model[0].grad, model[1].grad, model[2].grad = ones.as_strided((0,), (0,)), ones.clone()[::3], ones * size
         optimizer.step()
     optimizer.synchronize()
     assert [parameter.tolist() for parameter in model] == [[], [-2.0], [-2.0] * 3]
