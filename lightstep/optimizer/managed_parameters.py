@@ -496,12 +496,16 @@ def _as_parameter(item: Managed, value: Any) -> Any:
 
 
 def _of_other_forms(locals_now: Iterable[tuple[Managed, Tensor]]) -> list[Managed]:
-    """The parameters that do not have the shape, dtype and device of the last step any more. It runs in every step."""
+    """The parameters that have another shape, dtype or device than in the last step, or their elements in another order
+    (``weight.t_()``). It runs in every step."""
     both = [(item, local, item.local if item.home is None else item.home.on_host) for item, local in locals_now]
     return [
         item
         for item, local, known in both
-        if local.dtype != known.dtype or local.device != known.device or local.shape != known.shape
+        if local.dtype != known.dtype
+        or local.device != known.device
+        or local.shape != known.shape
+        or local.stride() != known.stride()
     ]
 
 

@@ -13,6 +13,7 @@ from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.queue import Job
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.adam_batch import Scaling
+from lightstep.precision.gradient_stage import as_row
 from lightstep.precision.split import Splitter
 from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.schema import Managed, Unit, versions_of
@@ -45,7 +46,7 @@ class Checksums:
         Args:
             out: int32, one element for each gradient.
         """
-        flat = [gradient.reshape(-1) for gradient in gradients]
+        flat = [as_row(gradient) for gradient in gradients]
         codes = [row if row.dtype.itemsize == 2 else row.view(torch.int16) for row in flat]
         self._splitter.fingerprint_rows([(row, 0, [(0, row.shape[0])], i) for i, row in enumerate(codes)], out)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightstep.precision.scale_kernel import scale_into
 
-__all__ = ["GradientStage", "scalable_in_place"]
+__all__ = ["GradientStage", "as_row", "scalable_in_place"]
 
 
 class Run(Protocol):
@@ -77,7 +77,7 @@ class GradientStage:
         stage.
         """
         if len(gradients) == 1 and gradients[0].is_contiguous():
-            return _flat(gradients[0])
+            return as_row(gradients[0])
         place = self._row(run, gradients[0].device)
         torch._foreach_copy_(place.parts, list(gradients))
         if place.gaps:
@@ -109,7 +109,7 @@ class GradientStage:
         for run, own in zip(runs, gradients, strict=True):
             single = own[0] if len(own) == 1 else None
             if single is not None and in_place and scalable_in_place(single):
-                row = _flat(single.data)  # its version says whether somebody else writes to it
+                row = as_row(single.data)  # its version says whether somebody else writes to it
             elif single is not None and divisor is None and factor is not None:
                 results.append(row := self._row(run, single.device).flat)
                 scale_into(single.device)(single.contiguous().view(-1), factor.reshape(1), row)
@@ -145,7 +145,10 @@ def scalable_in_place(gradient: Tensor) -> bool:
     return gradient.dtype == torch.float32 and gradient.is_contiguous()
 
 
-def _flat(gradient: Tensor) -> Tensor:
-    """A contiguous gradient as one row. ``view(-1)`` keeps the stride of up to one element, which may be any: FSDP2's
-    empty shards have 0. torch's fused kernels refuse gradients with other strides than the parameter's."""
-    return gradient.as_strided((gradient.numel(),), (1,))
+def as_row(gradient: Tensor) -> Tensor:
+    """The gradient's elements in row-major order; a copy only if they are not in this order in memory.
+
+    ``view(-1)`` would keep the stride of up to one element, which may be any: FSDP2's empty shards have 0. torch's fused
+    kernels refuse gradients with other strides than the parameter's. ``reshape(-1)`` would keep gaps.
+    """
+    return gradient.contiguous().as_strided((gradient.numel(),), (1,))

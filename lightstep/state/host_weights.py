@@ -233,7 +233,7 @@ class WeightGroup:
         )
 
     def adopt_replaced(self) -> None:
-        """Copy weights that somebody has put in other memory (``p.data = ...``) to where they rest.
+        """Copy weights that somebody has put in other memory (``p.data = ...``) or transposed to where they rest.
 
         Raises:
             ValueError: they have another shape or dtype.
@@ -242,7 +242,8 @@ class WeightGroup:
             return
         for number, (parameter, rest) in enumerate(zip(self.parameters, self.weights.on_host, strict=True)):
             local = local_tensor(parameter)
-            if local.data_ptr() == rest.data_ptr():
+            is_here = local.data_ptr() == rest.data_ptr()
+            if is_here and local.stride() == rest.stride():
                 continue
             if (local.shape, local.dtype) != (rest.shape, rest.dtype):
                 raise ValueError(
@@ -250,7 +251,7 @@ class WeightGroup:
                     f"on the host as {rest.dtype} of shape {tuple(rest.shape)} (weights.placement: host); cast or "
                     "resize the model before prepare_model"
                 )
-            self.write(number, local.detach())
+            self.write(number, local.detach().clone() if is_here else local.detach())
             self._put(number, rest)
 
     def write(self, number: int, values: Tensor) -> None:

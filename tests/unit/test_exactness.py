@@ -324,6 +324,44 @@ def test_gradients_written_by_hand(parameters: str, backend: str) -> None:
     assert pair.reference.skipped_steps == 1
 
 
+@every_value(parameters=DTYPES, backend=[*SOME_BACKENDS, "stream-in-backward-and-forward"])
+def test_gradients_may_have_gaps(parameters: str, backend: str) -> None:
+    """By the largest element, since the order of additions depends on gaps, and the reference has none."""
+    scale = scale_for(parameters)
+    largest = {"max_norm": 0.05, "norm_type": float("inf")}
+    pair = Pair(*TWO_GROUPS["AdamW"], parameters=parameters, backend=backend, **largest, **scale)
+    for model in (pair.model, pair.reference_model):
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+            parameter.register_post_accumulate_grad_hook(_leave_gaps)
+    pair.train(4)
+
+
+def _leave_gaps(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = torch.stack([parameter.grad, parameter.grad + 7], -1)[..., 0]
+
+
+@every_pair(parameters=DTYPES, backend=[*SOME_BACKENDS, "stream-in-backward-and-forward"], weights=[DEVICE, HOST])
+def test_a_weight_may_be_transposed_in_its_memory(parameters: str, backend: str, weights: dict[str, Any]) -> None:
+    pair = adamw(parameters, backend, weights=weights)
+    for transpose in (_transposed_in_place, _transposed_data):
+        pair.train(2)
+        pair.optimizer.synchronize()
+        for model in (pair.model, pair.reference_model):
+            transpose(model.sometimes.weight)
+        pair.reference.adopt(pair.reference_model.sometimes.weight)
+        pair.train(2)
+
+
+@torch.no_grad()
+def _transposed_in_place(weight: torch.Tensor) -> None:
+    weight.t_()
+
+
+def _transposed_data(weight: torch.Tensor) -> None:
+    weight.data = weight.data.t()
+
+
 class Strict(torch.optim.SGD):
     """As torch's fused kernels on a GPU: gradients have the strides of their parameters."""
 
