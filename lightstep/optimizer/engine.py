@@ -75,7 +75,7 @@ class Engine:
         update_listeners: called when weights may change before ``step()``.
     """
 
-    loss_scale = Setting(check_loss_scale)
+    loss_scale = Setting(check_loss_scale, then="watch_gradients")
     max_norm = Setting(lambda given: None if given is None else check_max_norm(given))
     norm_type = FixedSetting(check_norm_type)
     clip_layers = FixedSetting(bool)
@@ -378,10 +378,15 @@ class Engine:
     # -- gradients
 
     def watch_gradients(self) -> None:
-        """Watch all parameters: frozen ones may be unfrozen before the next backward."""
+        """Watch all parameters: frozen ones may be unfrozen before the next backward.
+
+        In the first step after a cast or a swap a user's own ``loss.backward()`` may have run before anybody watched.
+        """
         parameters = [p for group in self.param_groups for p in group["params"]]
-        self.gradients.watch(parameters)
-        self.scaled_backward.watch(parameters, self.loss_scale)
+        not_summed = self.gradients.watch(parameters)
+        not_checked = self.scaled_backward.watch(parameters, self.loss_scale)
+        if not_summed or not_checked:
+            _warn_unwatched(not_summed, not_checked, self.loss_scale)
 
     def _allow_dropped_gradients(self) -> None:
         """Gradients of an unscaled loss do no harm once ``model.zero_grad()`` has dropped them."""
@@ -402,7 +407,11 @@ class Engine:
         self._drop_gradients()
         self._used = []
         for parameter in listed:
-            parameter.grad = torch.zeros_like(parameter) if parameter in used and not set_to_none else None
+            parameter.grad = None
+        self.watch_gradients()  # a user's own loss.backward() may follow
+        if not set_to_none:
+            for parameter in used.intersection(listed):
+                parameter.grad = torch.zeros_like(parameter)
 
     def _drop_gradients(self) -> None:
         if self.unreduced:
@@ -419,6 +428,7 @@ class Engine:
     def step(self, closure: Callable[[], Any] | None, init_state: bool = False) -> StepResult:
         self.guard.check("step()")
         self.refuse_unusable("Load a checkpoint before the next step")
+        self.watch_gradients()
         loss = None if closure is None else self._run_closure(closure)
         self.refuse_wrong_gradients()
         self.guard.trainer = threading.get_ident()
@@ -480,6 +490,7 @@ class Engine:
         """Complete a step whose updates began in backward."""
         assert self._scaling is not None
         self._refuse_late_edits()
+        self._refuse_late_parameters()
         self.queue.complete(self)
         if self.host_gradients is not None:
             self.host_gradients.wait_until_measured()
@@ -687,6 +698,18 @@ class Engine:
                 "optimizer.state was changed between backward() and step(), and backward has updated with the earlier "
                 "state (optimizer_state.update: in_backward); the change has been dropped. Change the state after "
                 "step() or before the last backward, or set update: at_step"
+            )
+
+    def _refuse_late_parameters(self) -> None:
+        """Refuse gradients of parameters that were frozen, or in no group, in the last backward."""
+        listed = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
+        late = [tuple(parameter.shape) for parameter in listed if self.managed.get(parameter) is None]
+        if late:
+            raise RuntimeError(
+                f"{len(late)} parameters (the first of shape {late[0]}) have gradients, and were frozen or in no group "
+                "when backward began to update weights (optimizer_state.update: in_backward). Nothing has been done: "
+                "drop their gradients and call step() again; unfreeze or add parameters before the last backward, or "
+                "set update: at_step"
             )
 
     def _edits_weights(self) -> bool:
@@ -913,3 +936,19 @@ def _warn_no_gradients(managed: ManagedParameters) -> None:
         "parameters were replaced (load_state_dict(assign=True)) after the optimizer was made",
         stacklevel=10,
     )
+
+
+def _warn_unwatched(not_summed: Collection[Tensor], not_checked: Collection[Tensor], loss_scale: LossScale) -> None:
+    """Warn of gradients that autograd has written where nobody watched it."""
+    doubts = []
+    if sums := [p for p in not_summed if p.grad is not None and p.grad.dtype == p.dtype]:
+        dtype = str(sums[0].dtype).removeprefix("torch.")
+        doubts.append(f"{len(sums)} are sums in {dtype} instead of fp32, if loss.backward() ran more than once")
+    if scaled := [p for p in not_checked if p.grad is not None]:
+        doubts.append(f"{len(scaled)} are divided by {loss_scale!r}, whether or not the loss was multiplied by it")
+    if doubts:
+        warnings.warn(
+            f"there are gradients of parameters that were added to a group, cast or swapped since the last step: "
+            f"{'; '.join(doubts)}. After such changes call optimizer.backward(loss), which sees them, or zero_grad()",
+            stacklevel=10,
+        )

@@ -63,6 +63,10 @@ class HostGradients:
         """Take the gradients of exactly these parameters."""
         self._parameters = frozenset(parameters)
 
+    def restore_hooks(self) -> list[Tensor]:
+        """It has none: modules hand their gradients over."""
+        return []
+
     def begin(self) -> None:
         """A backward begins."""
 

@@ -148,7 +148,7 @@ def scalable_in_place(gradient: Tensor) -> bool:
 def as_row(gradient: Tensor) -> Tensor:
     """The gradient's elements in row-major order; a copy only if they are not in this order in memory.
 
-    ``view(-1)`` would keep the stride of up to one element, which may be any: FSDP2's empty shards have 0. torch's fused
-    kernels refuse gradients with other strides than the parameter's. ``reshape(-1)`` would keep gaps.
+    ``view(-1)`` would keep the stride of up to one element, which may be any: FSDP2's empty shards have 0, and torch's
+    fused kernels refuse gradients with other strides than the parameter's. ``reshape(-1)`` would keep gaps.
     """
     return gradient.contiguous().as_strided((gradient.numel(),), (1,))

@@ -50,10 +50,13 @@ class SumsInPlace:
 
     def begin(self) -> None:
         """A backward begins. Compiled autograd reads ``p.grad`` before it calls hooks, so all are converted here."""
-        self._hooks.restore()
         if _compiled_autograd():
             for parameter in self._parameters:
                 _widen(parameter)
+
+    def restore_hooks(self) -> list[Tensor]:
+        """See :meth:`LeafHooks.restore`."""
+        return self._hooks.restore()
 
     def has_gradient(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` is part of the sum."""
@@ -167,6 +170,10 @@ class SumsAside:
                 self._take_earlier(parameter)
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
                 self._placeholders.add(parameter)
+
+    def restore_hooks(self) -> list[Tensor]:
+        """See :meth:`LeafHooks.restore`."""
+        return self._hooks.restore()
 
     def before(self, parameter: Tensor) -> None:
         """A new gradient is about to arrive in ``p.grad``."""

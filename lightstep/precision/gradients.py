@@ -9,7 +9,7 @@ the fp32 result of a reduction over ranks.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -49,6 +49,7 @@ class SumsElsewhere(Protocol):
     is_incomplete: bool
 
     def set_parameters(self, parameters: Sequence[Tensor]) -> None: ...
+    def restore_hooks(self) -> list[Tensor]: ...
     def begin(self) -> None: ...
     def has_gradient(self, parameter: Tensor) -> bool: ...
     def is_own_gradient(self, parameter: Tensor) -> bool: ...
@@ -83,8 +84,11 @@ class GradientAccumulator:
             self._sums.reads_unused, self._sums.must_reduce = reduction.reads_unused, reduction.must_reduce
         reduction.connect(self._watched, self)
 
-    def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Sum the gradients of exactly these parameters; of frozen ones too, which may be unfrozen."""
+    def watch(self, parameters: Iterable[Tensor]) -> Collection[Tensor]:
+        """Sum the gradients of exactly these parameters; of frozen ones too, which may be unfrozen.
+
+        Returns those whose gradients it has not summed before: they are new, or have been cast or swapped.
+        """
         watched, elsewhere = list(parameters), self._elsewhere
         if elsewhere is not None:
             elsewhere.set_parameters(watched)
@@ -94,7 +98,8 @@ class GradientAccumulator:
         several = initialized() and elsewhere is None
         same = kinds == self._kinds and all(map(operator.is_, watched, self._watched))
         if same and isinstance(self._sums, SumsAside) is several:
-            return
+            return self._sums.restore_hooks()
+        before = self._watched_set.difference(self._sums.restore_hooks())
         self._watched, self._kinds, self._watched_set = watched, kinds, frozenset(watched)
         if elsewhere is None:
             if isinstance(self._sums, SumsAside) is not several:
@@ -103,6 +108,7 @@ class GradientAccumulator:
             self._sums.set_parameters(watched)
         if self._reduction is not None:
             self.set_reduction(self._reduction)
+        return self._watched_set - before
 
     def watches(self, parameter: Tensor) -> bool:
         """Whether it sums the gradients of this parameter."""

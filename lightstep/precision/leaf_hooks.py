@@ -52,13 +52,14 @@ class LeafHooks:
                 self._by_id[id(parameter)], self._attributes[parameter] = parameter, vars(parameter)
                 self._handles[parameter] = self._register(parameter, before, after, sums_only)
 
-    def restore(self) -> None:
+    def restore(self) -> list[Tensor]:
         """Make autograd call the hooks of parameters that have been swapped (``model.to`` of DTensors): a swap takes
-        the tensor from its hooks, and its attributes too."""
-        for parameter, attributes in self._attributes.items():
-            if parameter.__dict__ is not attributes:
-                _register_again(parameter)
-                self._attributes[parameter] = vars(parameter)
+        the tensor from its hooks, and its attributes too. Returns these parameters."""
+        swapped = [p for p, attributes in self._attributes.items() if p.__dict__ is not attributes]
+        for parameter in swapped:
+            _register_again(parameter)
+            self._attributes[parameter] = vars(parameter)
+        return swapped
 
     def put_last(self) -> None:
         """Have post-accumulate-grad hooks called after those that others have registered since, which may still change

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from torch import Tensor
 
@@ -33,15 +33,18 @@ class ScaledBackward:
         self.unscaled = False
         _instances.add(self)
 
-    def watch(self, parameters: Iterable[Tensor], scale: LossScale) -> None:
-        """Check the gradients of exactly these parameters."""
+    def watch(self, parameters: Iterable[Tensor], scale: LossScale) -> Collection[Tensor]:
+        """Check the gradients of exactly these parameters; returns those that it has not checked before."""
         self._scale = scale
         wanted = [] if scale.is_identity else [p for p in parameters if p.is_floating_point()]
+        swapped = self._hooks.restore()
         if len(wanted) == len(self._watched) and all(map(operator.is_, wanted, self._watched)):
-            return
+            return swapped
+        missed = {*wanted}.difference(self._watched).union(swapped)
         self._watched = wanted
         reference = weakref.ref(self)
         self._hooks.set_parameters(wanted, after=_make_hook(reference))
+        return missed
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -49,7 +52,6 @@ class ScaledBackward:
         if self._scale is None or self._scale.is_identity:
             yield
             return
-        self._hooks.restore()
         same_scale = [watch for watch in _instances if watch._scale is not None and _equal(self._scale, watch._scale)]
         for watch in same_scale:
             watch._running += 1

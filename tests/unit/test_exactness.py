@@ -362,6 +362,26 @@ def _transposed_data(weight: torch.Tensor) -> None:
     weight.data = weight.data.t()
 
 
+@every_value(kind=IN_BACKWARD, late=["frozen", "in no group"])
+def test_a_gradient_that_backward_could_not_know_of_is_refused(kind: str, late: str) -> None:
+    pair = Pair(*TWO_GROUPS["AdamW"], backend=kind)
+    pair.train(2)
+    parameter = pair.model.frozen.weight
+    if late == "in no group":
+        parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16, device=pair.strategy.device))
+    pair.optimizer.backward(loss_of(pair.model, pair.steps))
+    pair.reference.backward(loss_of(pair.reference_model, pair.steps))
+    if late == "in no group":
+        pair.optimizer.add_param_group({"params": [parameter]})
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match="were frozen or in no group when backward began"):
+        pair.optimizer.step()
+    parameter.grad = None
+    pair.finish()
+    pair.steps += 1
+    pair.train(2)
+
+
 class Strict(torch.optim.SGD):
     """As torch's fused kernels on a GPU: gradients have the strides of their parameters."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
+from lightstep.precision.loss_scale import ConstantLossScale
 from tests.unit.test_stream import random_delays
 
 Move = Callable[[nn.Module], object]
@@ -51,12 +53,14 @@ def train(strategy: lightstep.Strategy, moved: Move | None) -> tuple[nn.Module, 
         moved(model)  # the fp32 values that masters start from are kept
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
     generator = torch.Generator().manual_seed(1)
+    by_hand = strategy.config.precision.loss_scale.kind == "none"
     for step in range(5):
+        optimizer.zero_grad()
         for micro in range(2):
             inputs = torch.randn(4, 6, generator=generator).to(next(model.parameters()).dtype)
             with strategy.accumulate(model, last=micro == 1):
                 loss = model(inputs).float().square().mean()
-                optimizer.backward(loss)
+                loss.backward() if step % 2 and by_hand else optimizer.backward(loss)
                 del loss
         optimizer.step()
         if step == 1 and strategy.config.optimizer_state.backend == "stream":
@@ -94,6 +98,44 @@ def test_same_bits_with_parameters_that_are_swapped(name: str, update: str, move
         assert torch.equal(parameter, wanted), key
         for entry, value in other.state[wanted].items():
             assert torch.equal(torch.as_tensor(optimizer.state[parameter][entry]), torch.as_tensor(value)), (key, entry)
+
+
+@pytest.mark.parametrize("changed", [reload, lambda model: model.bfloat16()], ids=["swapped", "cast"])
+def test_a_backward_by_hand_that_nobody_has_watched_is_said(changed: Move) -> None:
+    """With one micro-batch nothing is wrong; from the next step on all are watched."""
+    strategy = lightstep.Strategy.load("resident")
+    model = strategy.prepare_model(network())
+    if changed is not reload:
+        model.float()
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    changed(model)
+    inputs = torch.ones(2, 6, dtype=torch.bfloat16)
+    for said in (True, False):
+        model(inputs).float().square().mean().backward()
+        with pytest.warns(UserWarning, match="sums in bfloat16 instead of fp32") if said else nullcontext():
+            optimizer.step()
+    for _ in range(2):
+        model(inputs).float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_loss_by_hand_is_seen_not_to_be_scaled() -> None:
+    """After a loss scale has been set, and after a swap in the second step at the latest."""
+    strategy = lightstep.Strategy.load("resident")
+    model = strategy.prepare_model(network())
+    optimizer: Any = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    optimizer.loss_scale = ConstantLossScale(1024.0)
+    inputs = torch.ones(2, 6, dtype=torch.bfloat16)
+    for swapped in (False, True):
+        if swapped:
+            reload(model)
+            model(inputs).float().mean().backward()
+            with pytest.warns(UserWarning, match="divided by ConstantLossScale"):
+                optimizer.step()
+        model(inputs).float().mean().backward()
+        with pytest.raises(RuntimeError, match="not multiplied by this optimizer's loss scale"):
+            optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("name", ["resident", "fp16", "stream", "stream-overlap"])
