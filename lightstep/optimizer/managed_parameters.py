@@ -505,7 +505,7 @@ def _of_other_forms(locals_now: Iterable[tuple[Managed, Tensor]]) -> list[Manage
         if local.dtype != known.dtype
         or local.device != known.device
         or local.shape != known.shape
-        or local.stride() != known.stride()
+        or (item.has_equal_sizes and local.stride() != known.stride())
     ]
 
 

@@ -46,8 +46,7 @@ class Checksums:
         Args:
             out: int32, one element for each gradient.
         """
-        flat = [as_row(gradient) for gradient in gradients]
-        codes = [row if row.dtype.itemsize == 2 else row.view(torch.int16) for row in flat]
+        codes = [g.ravel() if g.dtype.itemsize == 2 else as_row(g).view(torch.int16) for g in gradients]
         self._splitter.fingerprint_rows([(row, 0, [(0, row.shape[0])], i) for i, row in enumerate(codes)], out)
 
 

@@ -129,6 +129,7 @@ class Managed:
         home: where its weight rests on the host; ``None`` if it stays on the device. ``local`` is then on the device
             that updates it, and has the weight while it is held there.
         is_remote: another replica owns its state and updates it; this one only receives the weight. Set by the backend.
+        has_equal_sizes: two of its dimensions are as large, so that it may be transposed and keep its shape.
     """
 
     param: Tensor
@@ -149,6 +150,10 @@ class Managed:
     provisional: bool = False
     is_remote: bool = False
     home: WeightHome | None = None
+
+    def __post_init__(self) -> None:
+        sizes = [size for size in self.local.shape if size > 1]
+        self.has_equal_sizes = len({*sizes}) < len(sizes)
 
     @property
     def resting(self) -> Tensor:
