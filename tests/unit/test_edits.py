@@ -20,8 +20,9 @@ from torch import Tensor, nn
 import lightstep
 from lightstep.optimizer import managed_parameters
 from tests.covering import every_pair, every_value
-from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD
-from tests.reference.tiny_model import representable
+from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD, TWO_GROUPS, Pair
+from tests.reference.tiny_model import loss_of, representable
+from tests.unit.test_next_forward import FailingOnce
 
 backends = pytest.mark.parametrize("backend", list(BACKENDS))
 
@@ -115,31 +116,6 @@ def test_a_state_that_was_just_loaded_waits_for_its_model(backend: str) -> None:
     other.optimizer.state_dict()  # reading does not take the old weights for an edit
     other.model.load_state_dict(weights)
     assert_same(other.train(3), trained.train(3))
-
-
-@every_value(backend=BACKENDS, parameters=["bfloat16", "float32"])
-def test_an_exchange_or_edit_before_a_parameter_joins_is_noticed(backend: str, parameters: str) -> None:
-    setup, expected = Setup(backend, parameters).train(0), Setup(backend, parameters).train(0)
-    for one in (setup, expected):
-        one.model[0].weight.data = one.model[0].weight.data * 0.5
-        with torch.no_grad():
-            one.model[2].weight.fill_(0.125)
-    extra = nn.Parameter(torch.zeros(5, dtype=getattr(torch, parameters)))
-    setup.optimizer.add_param_group({"params": [extra]})
-    assert_same(setup.train(1, 2), expected.train(1, 2))
-
-
-@backends
-def test_a_parameter_that_is_frozen_after_its_gradient_arrived_is_updated_once_more(backend: str) -> None:
-    """As by torch, which asks for ``p.grad``; before the first step and after it."""
-    setup, expected = Setup(backend), Setup(backend)
-    for number in range(2):
-        for one in (setup, expected):
-            one.backward(number)
-        setup.model[0].requires_grad_(False)
-        assert setup.optimizer.step() and expected.optimizer.step()
-        setup.model[0].requires_grad_(True)
-        assert_same(setup, expected)
 
 
 def halve(model: nn.Module) -> None:
@@ -267,17 +243,11 @@ def test_a_parameter_of_another_shape_starts_anew_or_is_refused(kind: str, param
 
 @every_value(backend=BACKENDS, to=[torch.float32, torch.float16])
 def test_state_may_be_read_between_a_cast_and_the_next_step(backend: str, to: torch.dtype) -> None:
-    setup = Setup(backend)
-    single = nn.Parameter(torch.tensor(0.5, dtype=torch.bfloat16))
-    setup.model.register_parameter("single", single)
-    setup.optimizer.add_param_group({"params": [single]})
-    for number in range(2):
-        single.grad = torch.ones_like(single)
-        setup.step(number)
-    setup.model.to(to)
-    assert len(setup.optimizer.state_dict()["state"]) == 5
-    for parameter in setup.model.parameters():
-        entries = setup.optimizer.state[parameter]
+    pair = Pair(*TWO_GROUPS["AdamW"], backend=backend)
+    pair.train(2)
+    pair.model.to(to)
+    assert len(pair.optimizer.state_dict()["state"]) == len(pair.optimizer.state) > 5
+    for parameter, entries in pair.optimizer.state.items():
         assert entries["master"].shape == entries["exp_avg"].shape == parameter.shape
 
 
@@ -352,65 +322,22 @@ def test_a_model_on_two_devices_is_refused_and_loses_nothing(backend: str, monke
     assert_same(setup.train(3), expected.train(3))
 
 
-@every_value(backend=BACKENDS, to=[torch.float32, torch.float16])
-def test_a_model_that_is_cast_keeps_its_moments(backend: str, to: torch.dtype) -> None:
-    setup = Setup(backend).train(0, 1)
-    moment = setup.optimizer.state[setup.model[0].weight]["exp_avg"].clone()
-    setup.model.to(to)
-    weights = setup.weights()
-    setup.backward(2)
-    setup.optimizer.param_groups[0]["lr"] = 0.0
-    setup.optimizer.step()
-    setup.optimizer.synchronize()
-    state = setup.optimizer.state[setup.model[0].weight]
-    assert ("master" in state) == (to != torch.float32)
-    assert float(state["step"]) == 3 and not torch.equal(state["exp_avg"], moment)
-    assert all(torch.equal(value, weights[name]) for name, value in setup.weights().items() if "weight" not in name)
-    setup.optimizer.param_groups[0]["lr"] = 1e-2
-    setup.train(3)
-    assert not torch.equal(setup.model[0].weight, weights["0.weight"])
-
-
-@every_pair(backend=BACKENDS, by_refresh=[False, True], scope=["global", "unit"])
-def test_gradients_are_measured_and_clipped_after_a_cast(backend: str, by_refresh: bool, scope: str) -> None:
-    clipping = {"max_norm": 0.01, "scope": scope}
-    setup = Setup(backend, clipping=clipping, optimizer_class=torch.optim.SGD, lr=1.0).train(0)
-    setup.model.float()
-    if by_refresh:
-        setup.optimizer.refresh_master_weights()
-    before = setup.weights()
-    setup.backward(1)
-    norm = torch.stack([p.grad.norm() for p in setup.model.parameters() if p.grad is not None]).norm()
-    result = setup.optimizer.step()
-    setup.optimizer.synchronize()
-    assert torch.allclose(result.grad_norm, norm) and float(norm) > 0.1
-    moved = torch.stack([(value - before[name]).norm() for name, value in setup.weights().items()]).norm()
-    assert 0.0 < float(moved) < 0.03, "at most one clipped gradient per layer"
-    before = setup.weights()
-    setup.optimizer.backward(setup.model(torch.full((5, 6), float("inf"))).float().sum())
-    assert not setup.optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in setup.weights().items())
-
-
-def test_layers_are_updated_in_backward_after_a_cast() -> None:
-    def cast(update: str) -> Setup:
-        state = {"backend": "stream", "update": update}
-        setup = Setup("stream", clipping={"max_norm": 0.01, "scope": "unit"}, state=state).train(0)
-        setup.model.float()
-        return setup.train(1, 2)
-
-    assert_same(cast("in_backward"), cast("at_step"))
-
-
-@backends
-def test_a_refresh_after_a_cast_makes_masters_of_the_new_weights(backend: str) -> None:
-    setup = Setup(backend).train(0, 1)
-    setup.model.float()
-    weights = setup.weights()
-    setup.optimizer.refresh_master_weights()
-    assert all("master" not in state and float(state["step"]) == 2 for state in setup.optimizer.state.values())
-    assert all(torch.equal(value, weights[name]) for name, value in setup.weights().items())
-    setup.train(2)
+@every_pair(kind=[*EVERY_TIME, *IN_BACKWARD], to=[torch.float32, torch.float16], then=["train", "refresh", "overflow"])
+def test_a_model_that_is_cast_keeps_its_moments(kind: str, to: torch.dtype, then: str) -> None:
+    """Its masters are the new weights, and gradients are measured and clipped in their new dtype."""
+    scope = "unit" if kind in IN_BACKWARD else "global"
+    pair = Pair(*TWO_GROUPS["AdamW"], backend=kind, max_norm=0.1, scope=scope, micro_batches=2)
+    pair.train(2)
+    pair.overflow_at = frozenset({2} if then == "overflow" else {})
+    for model in (pair.model, pair.reference_model):
+        model.to(to)
+    for parameter in pair.reference.parameters:
+        pair.reference.adopt(parameter)
+    if then == "refresh":
+        pair.optimizer.refresh_master_weights()
+        pair.check()
+    pair.train(3)
+    assert pair.reference.clipped_steps > 0 and pair.reference.skipped_steps == (then == "overflow")
 
 
 # -- gradients
@@ -457,30 +384,12 @@ def test_edits_between_micro_batches_reach_the_whole_sum(edit: str, then: str) -
     assert setup.optimizer.step()
 
 
-@pytest.mark.parametrize("edit", list(EDITS))
-def test_edits_of_a_whole_gradient_count(edit: str) -> None:
-    setup, expected = Setup(), Setup()
-    for one in (setup, expected):
-        one.backward(0)
-        torch.autograd.grad(one.model(torch.ones(1, 6).bfloat16()).sum(), list(one.model.parameters()))
-        for parameter in one.model.parameters():
-            EDITS[edit](parameter)
-        one.step(1) if one is setup else one.optimizer.step()
-    assert not torch.equal(setup.weights()["2.bias"], expected.weights()["2.bias"])
-
-
 # -- state
 
 
 @backends
-def test_entries_that_were_read_earlier_write_only_what_is_assigned(backend: str) -> None:
-    setup, expected = Setup(backend).train(0), Setup("resident").train(0)
-    held = setup.optimizer.state[setup.model[0].weight]
-    for one in (setup, expected):
-        one.train(1)
-    held["exp_avg"] = torch.ones(40, 6)
-    expected.optimizer.state[expected.model[0].weight]["exp_avg"].fill_(1.0)
-    assert_same(setup, expected)
+def test_entries_are_a_mapping(backend: str) -> None:
+    setup = Setup(backend).train(0)
     entries = setup.optimizer.state[setup.model[0].bias]
     entries.setdefault("exp_avg", None)
     assert entries.pop("nothing", 7) == 7
@@ -512,34 +421,19 @@ def resume(way: str, original: Setup, resumed: Setup, folder: Path) -> Setup:
     return resumed
 
 
-@every_value(backend=BACKENDS, way=["state_dict", "checkpoint"])
-def test_frozen_parameters_get_their_state_back(backend: str, way: str, tmp_path: Path) -> None:
-    original, resumed = Setup(backend).train(0, 1), Setup(backend)
-    for one in (original, resumed):
-        one.model[0].requires_grad_(False)
-    resume(way, original.train(2), resumed, tmp_path)
-    for one in (original, resumed):
-        one.model[0].requires_grad_(True)
-    assert_same(resumed.train(3), original.train(3))
+WITHOUT: dict[str, dict[str, Any]] = {
+    "masters, AdamW": {"master_weights": False, "lr": 1e-2},
+    "masters, SGD": {"master_weights": False, "optimizer_class": torch.optim.SGD, "lr": 1e-2, "momentum": 0.9},
+    "masters, RMSprop": {"master_weights": False, "optimizer_class": torch.optim.RMSprop, "lr": 1e-2, "momentum": 0.9},
+    "state": {"optimizer_class": torch.optim.SGD, "lr": 1e-3},
+}
 
 
-@every_pair(
-    backend=BACKENDS,
-    optimizer_class=[torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop],
-    way=["state_dict", "deepcopy", "checkpoint"],
-)
-def test_16_bit_parameters_without_masters_resume(
-    backend: str, optimizer_class: type[torch.optim.Optimizer], way: str, tmp_path: Path
+@every_pair(backend=BACKENDS, without=WITHOUT, way=["state_dict", "deepcopy", "checkpoint"])
+def test_optimizers_without_masters_or_state_survive_load_and_save(
+    backend: str, without: str, way: str, tmp_path: Path
 ) -> None:
-    values = {"lr": 1e-2, "momentum": 0.9} if optimizer_class is not torch.optim.AdamW else {"lr": 1e-2}
-    original, new = (Setup(backend, optimizer_class=optimizer_class, master_weights=False, **values) for _ in range(2))
-    resumed = resume(way, original.train(0, 1), new, tmp_path)
-    assert_same(resumed.train(2), original.train(2))
-
-
-@every_value(backend=BACKENDS, way=["state_dict", "deepcopy", "checkpoint"])
-def test_masters_of_an_optimizer_without_state_survive_load_and_save(backend: str, way: str, tmp_path: Path) -> None:
-    original, *others = (Setup(backend, optimizer_class=torch.optim.SGD, lr=1e-3) for _ in range(3))
+    original, *others = (Setup(backend, **WITHOUT[without]) for _ in range(3))
     twice = original.train(*range(5))
     for other in others:
         twice = resume(way, twice, other, tmp_path)
@@ -550,19 +444,12 @@ def test_masters_of_an_optimizer_without_state_survive_load_and_save(backend: st
 
 
 @backends
-def test_groups_may_be_exchanged_and_parameters_move_between_them(backend: str) -> None:
+def test_groups_may_be_exchanged(backend: str) -> None:
     setup = Setup(backend).train(0)
     setup.optimizer.param_groups[0] = {**setup.optimizer.param_groups[0], "lr": 0.5}
     before = setup.weights()
     setup.train(1)
     assert (setup.weights()["2.bias"] - before["2.bias"]).abs().max() > 0.1
-    first = setup.optimizer.param_groups[0]
-    moved = first["params"].pop(0)
-    setup.optimizer.add_param_group({**first, "params": [moved], "lr": 0.0, "weight_decay": 0.0})
-    before = setup.weights()
-    setup.train(2)
-    assert torch.equal(setup.weights()["0.weight"], before["0.weight"])
-    assert not torch.equal(setup.weights()["2.weight"], before["2.weight"])
 
 
 def two_rates(model: nn.Module) -> list[dict[str, Any]]:
@@ -662,10 +549,12 @@ def test_numpy_numbers_become_plain_ones(tmp_path: Path) -> None:
     setup.strategy.save_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
 
 
-def test_a_group_that_is_no_mapping_is_refused_as_torch_does() -> None:
+def test_groups_that_are_refused_as_torch_does() -> None:
     setup = Setup()
     with pytest.raises(TypeError, match="param_group must be a dict"):
         setup.optimizer.add_param_group([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ValueError, match="more than one"):
+        setup.optimizer.add_param_group({"params": list(setup.model.parameters())})
 
 
 def test_one_tensor_is_a_group_and_a_frozen_model_is_counted() -> None:
@@ -682,26 +571,15 @@ def test_one_tensor_is_a_group_and_a_frozen_model_is_counted() -> None:
 @backends
 def test_a_closed_optimizer_says_so(backend: str) -> None:
     setup = Setup(backend).train(0)
-    setup.optimizer.close()
-    for use in (setup.optimizer.step, setup.optimizer.state_dict, lambda: setup.optimizer.state[setup.model[0].weight]):
-        with pytest.raises(RuntimeError, match="is closed"):
+    optimizer = setup.optimizer
+    optimizer.close()
+    uses = [optimizer.step, optimizer.state_dict, lambda: optimizer.state[setup.model[0].weight]]
+    for use in [*uses, optimizer.release_device_memory, lambda: optimizer.set_residency(1)]:
+        with pytest.raises(RuntimeError, match="closed"):
             use()
 
 
 # -- what goes wrong
-
-
-class Failing(torch.optim.AdamW):
-    """Fails in its n-th update of a unit, once."""
-
-    left = -1
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        Failing.left -= 1
-        super().step()
-        if Failing.left == -1:
-            raise ValueError("the base optimizer fails")
 
 
 @every_pair(backend=BACKENDS, at=[0, 1])
@@ -710,15 +588,15 @@ def test_a_failure_in_the_very_first_step_is_cleared_by_the_state_before_it(
 ) -> None:
     monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1)
     monkeypatch.setattr("lightstep.state.ring_plan.RingPlan.BULK_UNIT", 1)
-    Failing.left = -1
-    setup, expected = (Setup(backend, optimizer_class=Failing, lr=1e-2) for _ in range(2))
+    monkeypatch.setattr(FailingOnce, "left", -1)
+    setup, expected = (Setup(backend, optimizer_class=FailingOnce, lr=1e-2) for _ in range(2))
     weights, state = setup.weights(), setup.optimizer.state_dict()
     setup.optimizer.managed()  # set-up tries the class out
     setup.backward(0)
-    Failing.left = at
+    FailingOnce.left = at
     with pytest.raises(RuntimeError, match="the base optimizer fails"):
         setup.optimizer.step()
-    Failing.left = -1
+    FailingOnce.left = -1
     with pytest.raises(RuntimeError, match="half updated"):
         setup.optimizer.step()
     setup.model.load_state_dict(weights)
@@ -817,7 +695,7 @@ def test_a_step_that_fails_before_the_update_may_be_repeated(
             setup.model[2].weight.grad = whole.to_sparse()
         else:
             patch.setattr(f"lightstep.optimizer.{where}", lambda *_: 1 / 0)
-        with pytest.raises((TypeError, ZeroDivisionError)):
+        with pytest.raises((TypeError, ZeroDivisionError), match=r"\(3, 40\) has a sparse gradient|division"):
             setup.optimizer.step()
     if where == "sparse":
         setup.model[2].weight.grad = whole
@@ -840,51 +718,6 @@ def test_parameters_over_one_storage_are_refused(backend: str) -> None:
 
 
 # -- frozen and thawed
-
-
-class Thawing:
-    """A reference: fp32 masters, torch's own AdamW over all parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = copy.deepcopy(model)
-        self.masters = [p.detach().float() for p in self.model.parameters()]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-2, fused=True)
-
-    def step(self, gradients: list[Tensor | None]) -> None:
-        for master, gradient in zip(self.masters, gradients, strict=True):
-            master.grad = gradient
-        self.optimizer.step()
-        for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
-            parameter.data.copy_(master)
-
-
-@every_value(kind=EVERY_TIME, raw=[False, True])
-def test_layers_that_are_thawed_train_from_then_on(kind: str, raw: bool) -> None:
-    torch.manual_seed(0)
-    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": EVERY_TIME[kind]})
-    model = representable(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)))
-    model = strategy.prepare_model(model)
-    model[0].requires_grad_(False)
-    optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
-    expected = Thawing(model)
-    for step in range(4):
-        model[0].requires_grad_(step >= 2)
-        sums: list[Any] = [None] * 4
-        for micro in range(3):
-            inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + micro)).bfloat16()
-            loss = model(inputs).float().square().mean()
-            trained = [p for p in model.parameters() if p.requires_grad]
-            found = iter(torch.autograd.grad(loss, trained, retain_graph=True))
-            for number, parameter in enumerate(model.parameters()):
-                if parameter.requires_grad:
-                    new = next(found).float()
-                    sums[number] = new if sums[number] is None else sums[number] + new
-            loss.backward() if raw else optimizer.backward(loss)
-        optimizer.step()
-        optimizer.synchronize()
-        expected.step(sums)
-        for parameter, wanted in zip(model.parameters(), expected.model.parameters(), strict=True):
-            assert torch.equal(parameter, wanted), step
 
 
 def test_state_dicts_whose_groups_hold_no_frozen_parameters_load() -> None:
@@ -934,22 +767,16 @@ def test_a_parameter_that_was_never_updated_is_not_in_the_state(backend: str) ->
 @every_value(kind=EVERY_TIME, parameters=["bfloat16", "float32"])
 def test_a_first_step_with_nothing_to_do_is_a_step(kind: str, parameters: str) -> None:
     """Warm-up from 0 and advantages that are all zero."""
-    setup = Setup(state=EVERY_TIME[kind], parameters=parameters, lr=0.0)
-    masters = [p.detach().float() for p in setup.model.parameters()]
-    plain = torch.optim.AdamW(masters, lr=0.0, fused=True)
-    for step in range(3):
-        for group in (setup.optimizer.param_groups[0], plain.param_groups[0]):
-            group["lr"] = 1e-2 * step
-        generator = torch.Generator().manual_seed(step)
-        for parameter, master in zip(setup.model.parameters(), masters, strict=True):
-            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * bool(step)
-            parameter.grad, master.grad = gradient, gradient.float()
-        assert setup.optimizer.step().applied
-        plain.step()
-        setup.optimizer.synchronize()
-        for parameter, master in zip(setup.model.parameters(), masters, strict=True):
-            assert torch.equal(parameter, master.to(parameter.dtype))
-            assert float(setup.optimizer.state[parameter]["step"]) == step + 1
+    pair = Pair(*TWO_GROUPS["AdamW"], backend=kind, parameters=parameters)
+    groups = [*pair.optimizer.param_groups, *pair.reference.optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
+    for factor in (0.0, 0.5, 1.0):
+        for group, lr in zip(groups, rates, strict=True):
+            group["lr"] = factor * lr
+        pair.optimizer.backward(loss_of(pair.model, 0) * factor)
+        pair.reference.backward(loss_of(pair.reference_model, 0) * factor)
+        assert pair.finish()
+    pair.check()
 
 
 @every_value(backend=BACKENDS, edited=[False, True])
@@ -957,21 +784,17 @@ def test_masters_start_from_what_the_weights_were_rounded_from(backend: str, edi
     torch.manual_seed(0)
     given = torch.randn(4000)
     parameter = nn.Parameter(given.bfloat16())
-    small_ring = {"ring_mib": 0.02} if BACKENDS[backend]["backend"] == "stream" else {}  # cuts the parameter in several
-    backend_ = lightstep.Strategy.load({"optimizer_state": {**BACKENDS[backend], **small_ring}})._make_backend(
-        nn.Module()
-    )
+    strategy = lightstep.Strategy.load({"optimizer_state": BACKENDS[backend]})
     optimizer = lightstep.MixedPrecisionOptimizer(
-        [parameter], hyperparameters={"lr": 1e-4}, backend=backend_, initial_masters=lambda p, **_: given
+        [parameter], backend=strategy._make_backend(nn.Module()), initial_masters=lambda p, **_: given
     )
     if edited:
         with torch.no_grad():
             parameter.mul_(2)
     master = parameter.detach().float() if edited else given.clone()
-    plain = torch.optim.AdamW([master], lr=1e-4, fused=True)
+    plain = torch.optim.AdamW([master], fused=True)
     for _ in range(3):
-        parameter.grad = torch.ones_like(parameter)
-        master.grad = torch.ones_like(master)
+        parameter.grad, master.grad = torch.ones_like(parameter), torch.ones_like(master)
         optimizer.step()
         plain.step()
     assert torch.equal(optimizer.state[parameter]["master"].cpu(), master)

@@ -66,51 +66,7 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the same bits
 
 
-def test_a_step_of_plain_backwards_is_clipped_by_its_own_norms() -> None:
-    """Not by those of the step before, whose layers were updated in backward."""
-    snapshots = []
-    for backward in (lambda run, loss: run.optimizer.backward(loss), lambda run, loss: loss.backward()):
-        run = Training(in_backward(), clipping="unit")
-        run.train(2)
-        backward(run, run.loss(5))
-        run.optimizer.step()
-        snapshots.append(run.snapshot())
-    assert_same(snapshots[1], snapshots[0])
-
-
 # -- models and what happens between steps
-
-
-def tied() -> TinyTransformer:
-    return TinyTransformer(tied=True)
-
-
-@every_value(make=[tied, Skipping], backend=BACKENDS)
-def test_parameters_that_are_used_twice_and_blocks_that_are_left_out(backend: str, make: Callable[[], Any]) -> None:
-    found = []
-    for state in ({"backend": "resident"}, in_backward(backend)):
-        training = Training(state, make=make)
-        losses = others.run(training, None, 5, others.skip_layers if make is Skipping else others.wait_for)
-        found.append((losses, training.snapshot()))
-    assert found[0][0] == found[1][0]
-    assert_same(found[1][1], found[0][1])
-
-
-def test_hooks_schedulers_and_hyperparameters() -> None:
-    """Hooks fire once per step, and a schedule that moves after ``step()`` is followed."""
-    found = []
-    for state in ({"backend": "resident"}, in_backward()):
-        training = Training(state)
-        calls: list[str] = []
-        training.optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
-        training.optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
-        schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
-        for _ in range(4):
-            training.step()
-            schedule.step()
-        assert calls == ["before", "after"] * 4
-        found.append(training.snapshot())
-    assert_same(found[1], found[0])
 
 
 def halve_gradient(parameter: Tensor) -> None:
@@ -459,17 +415,6 @@ def test_readers_between_backward_and_step_wait_and_see_updated_layers() -> None
     assert_same(found[1], found[0])
 
 
-def test_gradients_that_are_given_up() -> None:
-    expected, tested = Training({"backend": "resident"}), Training(in_backward())
-    for training in (expected, tested):
-        training.train(1)
-        with training.strategy.accumulate(training.model, last=False):
-            training.optimizer.backward(training.loss(3))
-        training.optimizer.zero_grad()
-        training.train(2)
-    assert_same(tested.snapshot(), expected.snapshot())
-
-
 def test_gradients_of_an_incomplete_layer_are_given_up_before_the_step() -> None:
     """All other layers have been updated by then."""
     training = Training(in_backward(), make=Skipping)
@@ -517,16 +462,3 @@ def test_an_error_before_any_layer_was_updated_changes_nothing() -> None:
     assert_same(training.snapshot(), expected.snapshot())
 
 
-@every_value(used=[True, False], update=["at_step", "next_forward", "in_backward"])
-def test_a_copy_updates_in_step(update: str, used: bool) -> None:
-    """Nobody makes the forwards of a copied model wait; its layers are those of the original."""
-    training = Training({**BACKENDS["stream"], "update": update}, clipping="unit")
-    training.train(2 if used else 0)
-    training.optimizer.synchronize()
-    training.model, training.optimizer = copy.deepcopy((training.model, training.optimizer))
-    training.train(1)
-    training.delays(1, 5e-3)
-    expected = Training({"backend": "resident"}, clipping="unit")
-    expected.train(2 if used else 0)
-    assert training.train(3) == expected.train(4)[1:]
-    assert_same(training.snapshot(), expected.snapshot())

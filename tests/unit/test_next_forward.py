@@ -82,9 +82,13 @@ class Training:
             losses.append(loss.item())
             with self.strategy.accumulate(self.model, last=micro == 1):
                 self.optimizer.backward(loss / 2)
+        self.before_step()
         self.optimizer.step()
         self.steps += 1
         return losses
+
+    def before_step(self) -> None:
+        """Nothing."""
 
     def train(self, steps: int) -> list[list[float]]:
         return [self.step() for _ in range(steps)]

@@ -17,22 +17,24 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.optimizer import overlap, queue
+from lightstep.optimizer import overlap
 from lightstep.optimizer.arrivals import Arrivals
 from lightstep.optimizer.link_share import LinkShare
 from lightstep.optimizer.overlap import SpeculativeUpdates
 from lightstep.state import previous_weights
-from lightstep.state import units as units_module
 from lightstep.state.lanes import DEVICE_TO_HOST
 from lightstep.state.record import Record
 from lightstep.state.ring import Ring
 from lightstep.state.schema import aligned, versions_of
-from tests.covering import every_value
+from tests.covering import every_pair, every_value
 from tests.distributed.models import TinyTransformer
 from tests.patience import PATIENCE
 from tests.unit import test_next_forward as others
-from tests.unit.test_next_forward import assert_same
+from tests.unit.test_next_forward import assert_same, small_cuts
+from tests.unit.test_residency import Growing
 from tests.unit.test_stream import random_delays
+
+__all__ = ["small_cuts"]
 
 OVERLAP: dict[str, Any] = {
     "backend": "stream",
@@ -43,13 +45,9 @@ OVERLAP: dict[str, Any] = {
 ON_HOST: dict[str, Any] = {**OVERLAP, "previous_weights": "host"}
 DEFERRED: dict[str, Any] = {"backend": "stream", "update": "next_forward", "ring_mib": 0.02}
 RESIDENT = {"backend": "resident"}
+WRITTEN = ["weights", "gradients"]
 LOOSE, NEVER, TIGHT = {"max_norm": 0.5}, {"max_norm": 1e6}, {"max_norm": 0.1}
 """Clip some steps, none, and all of them."""
-
-
-@pytest.fixture(autouse=True)
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
 
 
 @pytest.fixture(name="verdicts")
@@ -78,13 +76,6 @@ def counted_verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@pytest.fixture
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try every step, clipped or not."""
-    monkeypatch.setattr(overlap, "_LONGEST_PAUSE", 0)
-    monkeypatch.setattr(SpeculativeUpdates, "_update_pause", lambda self: setattr(self, "_pause", 0))
-
-
 class Training(others.Training):
     """Knows its parameters: a read of the model waits."""
 
@@ -105,50 +96,6 @@ def backward(training: Training) -> None:
 def weights(training: Training) -> dict[str, Tensor]:
     """As they stand in memory, without waiting for anything."""
     return {name: own.detach().clone() for name, own in training.named.items()}
-
-
-@pytest.mark.parametrize("clipping", [NEVER, TIGHT], ids=["committed", "rolled back"])
-@pytest.mark.usefixtures("no_pause")
-def test_a_write_after_step_is_told_whatever_the_verdict(clipping: dict[str, Any], verdicts: Counter[str]) -> None:
-    training = Training(OVERLAP, clipping=clipping)
-    training.train(2)
-    backward(training)
-    speculation = training.optimizer.engine.queue.early._speculation
-    name = next(item.name for item in speculation.used if item not in speculation.first)
-    training.optimizer.step()
-    with torch.no_grad():
-        training.named[name].add_(1)
-    with pytest.raises(RuntimeError, match=f"{name} was written to after step"):
-        training.loss()
-    assert verdicts["commit" if clipping is NEVER else "redo"]
-
-
-@pytest.mark.parametrize(
-    ("parameters", "clipping"),
-    [("bfloat16", NEVER), ("float16", LOOSE), ("float32", TIGHT)],
-    ids=["never", "sometimes", "always"],
-)
-@pytest.mark.usefixtures("no_pause")
-def test_random_delays_in_every_lane(
-    parameters: str, clipping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, verdicts: Counter[str]
-) -> None:
-    half = parameters == "float16"
-    scale = {"kind": "dynamic", "init_scale": 2.0**17, "growth_interval": 1} if half else None
-    expected = Training(RESIDENT, parameters, clipping=clipping, loss_scale=scale)
-    losses, wanted = expected.train(6), expected.snapshot()
-    for seed in range(2):
-        monkeypatch.setattr(queue, "SUBMIT_IN_STEP", (0, 48)[seed])
-        monkeypatch.setattr(queue, "SUBMIT_AHEAD", 1 - seed)
-        tested = Training((OVERLAP, ON_HOST)[seed], parameters, clipping=clipping, loss_scale=scale)
-        found = tested.train(1)
-        tested.delays(seed)
-        assert found + tested.train(5) == losses, seed
-        assert_same(tested.snapshot(), wanted)
-        tested.optimizer.close()
-    assert verdicts["rolled back"] == 0
-    assert (verdicts["commit"] > 0) == (clipping is not TIGHT)
-    assert (verdicts["redo"] > 0) == (clipping is not NEVER)
-    assert (verdicts["drop"] > 0) == half
 
 
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -184,6 +131,7 @@ def train_with_random_verdicts(make: type[Training], name: str, parameters: str,
 
     tested, expected = new(streamed), new(RESIDENT)
     resumes_at = choose.randrange(5, 8)
+    forced = {1: (1e6, 1.0), 2: (1e6, 1.0), 3: (0.05, 1.0), 4: (1e6, torch.inf), 8: (0.05, 1.0), 9: (1e6, torch.inf)}
     for step in range(11):
         if step == resumes_at:
             tested.strategy.save_checkpoint(folder / "half", tested.model, tested.optimizer)
@@ -193,16 +141,8 @@ def train_with_random_verdicts(make: type[Training], name: str, parameters: str,
             tested.steps = step
         if step in (1, resumes_at):
             tested.delays(step)
-        max_norm, factor = choose.choice([1e6, 1e6, 0.05]), choose.choice([1.0, 1.0, 1.0, float("inf")])
-        forced = {
-            1: (1e6, 1.0),
-            2: (1e6, 1.0),
-            3: (0.05, 1.0),
-            4: (1e6, float("inf")),
-            8: (0.05, 1.0),
-            9: (1e6, float("inf")),
-        }
-        max_norm, factor = forced.get(step, (max_norm, factor))  # every verdict at least once
+        chosen = choose.choice([1e6, 1e6, 0.05]), choose.choice([1.0, 1.0, 1.0, torch.inf])
+        max_norm, factor = forced.get(step, chosen)  # every verdict at least once
         for training in (tested, expected):
             training.optimizer.max_norm = max_norm
             with training.strategy.accumulate(training.model, last=False):
@@ -217,11 +157,11 @@ def train_with_random_verdicts(make: type[Training], name: str, parameters: str,
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("SGD-nesterov-foreach", "bfloat16"), ("Muon", "float16")],
+    [("AdamW", "float16"), ("AdamW", "float32"), ("SGD-nesterov-foreach", "bfloat16"), ("Muon", "float16")],
 )
-@pytest.mark.usefixtures("no_pause")
-def test_other_classes_with_random_verdicts(name: str, parameters: str, tmp_path: Path, verdicts: Counter[str]) -> None:
-    """Those of the table of ``test_exactness.py`` are held against a plain loop."""
+@pytest.mark.usefixtures("never_pauses")
+def test_random_verdicts_and_delays(name: str, parameters: str, tmp_path: Path, verdicts: Counter[str]) -> None:
+    """The table of ``test_exactness.py`` has all classes and dtypes, beside a plain loop."""
     train_with_random_verdicts(Training, name, parameters, tmp_path)
     assert verdicts["commit"] and verdicts["redo"]
     assert verdicts["drop"]
@@ -237,58 +177,25 @@ class WithMuon(TinyTransformer):
         ]
 
 
-@pytest.mark.parametrize(("clipping", "verdict"), [(NEVER, "commit"), (TIGHT, "redo")])
-@pytest.mark.usefixtures("no_pause")
-def test_whole_matrices_are_tried(
-    clipping: dict[str, Any], verdict: str, monkeypatch: pytest.MonkeyPatch, verdicts: Counter[str]
-) -> None:
-    tested, expected = pair(clipping, make=WithMuon)
-    tested.train(2)
-    speculate, tried = SpeculativeUpdates._speculate, set()
-
-    def noted(self: SpeculativeUpdates, speculation: Any, units: Any) -> None:
-        tried.update(owner.name for unit in units for owner, _, _ in unit.parts)
-        speculate(self, speculation, units)
-
-    monkeypatch.setattr(SpeculativeUpdates, "_speculate", noted)
-    backward(tested)
-    matrices = {name for name, p in tested.named.items() if p.dim() == 2 and p.grad is not None}
-    assert len(matrices) > 3 and matrices <= {*tried, "embed.weight"}, "all of them before step()"
-    tested.optimizer.zero_grad()
-    expected.train(2)
-    assert tested.train(3) == expected.train(3)
-    assert_same(tested.snapshot(), expected.snapshot())
-    assert verdicts[verdict]
+def tried(training: Training) -> set[str]:
+    """Weights of which a part has been updated, or will have been soon."""
+    units = training.optimizer.engine.queue.early._speculation.submitted
+    return {owner.name for unit in units for owner in unit.owners}
 
 
-class Counting(torch.optim.SGD):
-    """Counts steps in an attribute of its own, and gets another entry in its fifth step."""
-
-    whole_tensors = False
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, lr=lr, momentum=0.9)
-        self.count = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.count += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state.setdefault("first", torch.zeros_like(p)).add_(p.grad)
-                if self.count >= 3:
-                    state.setdefault("second", torch.zeros_like(p)).addcmul_(p.grad, p.grad)
-                p.sub_(state["first"] / self.count + state.get("second", 0), alpha=group["lr"])
+def test_whole_matrices_are_tried() -> None:
+    training = Training(OVERLAP, make=WithMuon, clipping=NEVER)
+    training.train(2)
+    backward(training)
+    matrices = {name for name, p in training.named.items() if p.dim() == 2 and p.grad is not None}
+    assert len(matrices) > 3 and matrices <= {*tried(training), LAST}
 
 
 @pytest.mark.parametrize("clipping", [NEVER, TIGHT], ids=["never", "always"])
-@pytest.mark.usefixtures("no_pause")
+@pytest.mark.usefixtures("never_pauses")
 def test_a_class_that_counts_and_grows(clipping: dict[str, Any], verdicts: Counter[str]) -> None:
-    tested, expected = pair(clipping, optimizer_class=Counting)
-    assert tested.train(5) == expected.train(5)
+    tested, expected = pair(clipping, optimizer_class=Growing)
+    assert tested.train(6) == expected.train(6)
     assert_same(tested.snapshot(), expected.snapshot())
     assert verdicts["commit" if clipping is NEVER else "redo"] > 2
 
@@ -394,9 +301,11 @@ def step_and_write(training: Training, what: str, synchronize: bool) -> None:
         torch._foreach_mul_(kept, 0.5)
 
 
-def write_after_the_step(make: type[Training], state: dict[str, Any], what: str, folder: Path) -> None:
+def write_after_the_step(
+    make: type[Training], state: dict[str, Any], what: str, folder: Path, clipping: dict[str, Any] = NEVER
+) -> None:
     """After ``synchronize()`` that is the program's right; before it the step is refused, until state is loaded."""
-    tested, expected = make(state, clipping=NEVER), make(RESIDENT, clipping=NEVER)
+    tested, expected = make(state, clipping=clipping), make(RESIDENT, clipping=clipping)
     for training in (tested, expected):
         training.named = dict(training.model.named_parameters())
         training.train(3)
@@ -418,10 +327,15 @@ def write_after_the_step(make: type[Training], state: dict[str, Any], what: str,
     tested.optimizer.close()
 
 
-@pytest.mark.parametrize("what", ["weights", "gradients"])
-@pytest.mark.parametrize("state", [OVERLAP, DEFERRED], ids=["overlap", "next_forward"])
-def test_what_a_deferred_update_needs_is_not_written_to(state: dict[str, Any], what: str, tmp_path: Path) -> None:
-    write_after_the_step(Training, state, what, tmp_path)
+@pytest.mark.parametrize(
+    ("state", "what", "clipping"),
+    [*((state, what, NEVER) for state in (OVERLAP, DEFERRED) for what in WRITTEN), (OVERLAP, "weights", TIGHT)],
+)
+@pytest.mark.usefixtures("never_pauses")
+def test_what_a_deferred_update_needs_is_not_written_to(
+    state: dict[str, Any], what: str, clipping: dict[str, Any], tmp_path: Path
+) -> None:
+    write_after_the_step(Training, state, what, tmp_path, clipping)
 
 
 @pytest.mark.parametrize(
@@ -451,47 +365,6 @@ def test_what_happens_between_backward_and_step(
     assert seen[BETWEEN[act]] >= 1
     if act in LINES:
         assert f"updates in backward: {LINES[act]}" in caplog.messages
-
-
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
-def test_while_the_graph_is_kept_nothing_is_updated(parameters: str, verdicts: Counter[str]) -> None:
-    """Its second backward reads the weights again."""
-    tested, expected = pair(parameters=parameters)
-    for training in (tested, expected):
-        training.train(3)
-        loss = training.loss()
-        verdicts.clear()
-        with training.strategy.accumulate(training.model, last=True):
-            training.optimizer.backward(loss, retain_graph=True)
-            assert not verdicts
-            training.optimizer.backward(loss)
-        training.optimizer.step()
-        training.steps += 1
-        training.train(1)
-    assert_same(tested.snapshot(), expected.snapshot())
-
-
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
-def test_a_weight_that_is_not_tried_may_be_written_to(parameters: str, verdicts: Counter[str]) -> None:
-    """There is room for a part of the units only; the masters of the others follow their weights in ``step()``."""
-    tested, expected = pair(parameters=parameters, state={**OVERLAP, "spare_host_gib": 1e-5})
-    for training in (tested, expected):
-        training.train(3)
-        training.optimizer.synchronize()
-        verdicts.clear()
-        backward(training)
-        if training is tested:
-            training.optimizer._backend.lanes.compute.synchronize()
-            tried = {owner.name for owner in training.optimizer.engine.queue.early._speculation.used}
-            assert TRIED in tried and "head.weight" not in tried
-        with torch.no_grad():
-            training.named["head.weight"].mul_(0.5)
-        training.optimizer.step()
-        training.steps += 1
-        training.train(2)
-        if training is tested:
-            assert verdicts["commit"] >= 1 and verdicts["rolled back"] == 0
-    assert_same(tested.snapshot(), expected.snapshot())
 
 
 @pytest.mark.parametrize("verdict", ["commit", "redo", "drop"])
@@ -588,7 +461,7 @@ def test_a_weight_that_was_written_to_is_refused_before_it_is_rolled_back(
         assert_same(weights(tested), before)
 
 
-@pytest.mark.usefixtures("no_pause")
+@pytest.mark.usefixtures("never_pauses")
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adamax])
 def test_an_overflow_is_reported_alike_where_the_host_and_where_the_device_skips(
     optimizer_class: Any, caplog: pytest.LogCaptureFixture, verdicts: Counter[str]
@@ -614,53 +487,11 @@ def test_an_overflow_is_reported_alike_where_the_host_and_where_the_device_skips
     assert verdicts["rolled back"] == 0
 
 
-def test_a_loop_that_changes_the_learning_rate_after_every_backward_gets_one_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    tested, expected = pair()
-    for step in range(15):
-        for training in (tested, expected):
-            backward(training)
-            training.optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
-            training.optimizer.step()
-    assert_same(tested.snapshot(), expected.snapshot())
-    (warned,) = [record for record in caplog.records if record.levelname == "WARNING" and "rolled back" in record.msg]
-    assert "(3 so far): hyper-parameters were changed" in warned.getMessage()
-
-
-def test_an_error_in_backward_leaves_everything_as_it_was(verdicts: Counter[str]) -> None:
-    tested, expected = pair()
-    for training in (tested, expected):
-        training.train(3)
-    tested.optimizer.synchronize()
-    before = weights(tested)
-
-    def fail(_: Tensor) -> None:
-        raise ZeroDivisionError
-
-    handle = next(iter(tested.named.values())).register_hook(fail)  # the embedding: the last one in backward
-    with pytest.raises(ZeroDivisionError):
-        backward(tested)
-    handle.remove()
-    assert verdicts["rolled back"] == 1
-    assert_same(weights(tested), before)
-    tested.optimizer.zero_grad()
-    assert tested.train(3) == expected.train(3)
-    assert_same(tested.snapshot(), expected.snapshot())
-
-
-def test_steps_that_are_always_clipped_are_seldom_tried(verdicts: Counter[str]) -> None:
+def test_after_steps_that_are_clipped_few_are_tried_until_nothing_is_clipped(verdicts: Counter[str]) -> None:
     tested, expected = pair(TIGHT)
     assert tested.train(10) == expected.train(10)
-    assert_same(tested.snapshot(), expected.snapshot())
-    assert verdicts["redo"] == 1
-    assert tested.optimizer.step().redone == 1
-
-
-def test_steps_are_tried_again_when_nothing_is_clipped_any_more(verdicts: Counter[str]) -> None:
-    tested, expected = pair(TIGHT)
+    assert verdicts["redo"] == 1 and tested.optimizer.step().redone == 1
     for training in (tested, expected):
-        training.train(4)
         training.optimizer.max_norm = 1e6
         training.train(6)
     assert_same(tested.snapshot(), expected.snapshot())
@@ -678,7 +509,24 @@ def test_without_spare_memory_the_rest_waits_for_the_forward(gib: float, verdict
     assert bool(verdicts) == (spare > 0)
 
 
-@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+def test_a_weight_that_is_not_tried_may_be_written_to(parameters: str, verdicts: Counter[str]) -> None:
+    """There is room for a part of the units only; the masters of the others follow their weights in ``step()``."""
+    tested, expected = pair(parameters=parameters, state={**OVERLAP, "spare_host_gib": 1e-5})
+    for training in (tested, expected):
+        training.train(3)
+        backward(training)
+        assert training is expected or (TRIED in tried(training) and "head.weight" not in tried(training))
+        with torch.no_grad():
+            training.named["head.weight"].mul_(0.5)
+        training.optimizer.step()
+        training.steps += 1
+        training.train(2)
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts["commit"] >= 1 and verdicts["rolled back"] == 0
+
+
+@pytest.mark.usefixtures("never_pauses")
 def test_weights_that_travel_are_taken_back_when_they_have_arrived() -> None:
     tested, expected = pair(TIGHT, ON_HOST)
     losses = expected.train(3)
@@ -718,7 +566,7 @@ def test_without_device_memory_weights_go_to_the_host_or_the_rest_waits_for_the_
     assert_same(tested.snapshot(), expected.snapshot())
 
 
-@pytest.mark.usefixtures("no_pause")
+@pytest.mark.usefixtures("never_pauses")
 def test_weights_that_travel_take_no_device_memory_beside_the_ring(verdicts: Counter[str]) -> None:
     (on_device, expected), (on_host, _) = pair(LOOSE), pair(LOOSE, ON_HOST)
     losses = expected.train(8)
@@ -824,7 +672,7 @@ def test_where_the_ring_has_no_room_for_weights_they_do_not_travel(
 
 
 @every_value(state=[OVERLAP, ON_HOST], clipping=[NEVER, TIGHT])
-@pytest.mark.usefixtures("no_pause")
+@pytest.mark.usefixtures("never_pauses")
 def test_what_comes_to_stay_on_the_device_is_not_tried(
     state: dict[str, Any], clipping: dict[str, Any], verdicts: Counter[str]
 ) -> None:
@@ -847,10 +695,6 @@ def test_what_is_complete_last_stays_on_the_device_first() -> None:
     backend = tested.optimizer._backend
     last = tested.optimizer.engine.queue.early._arrivals.last_in_backward()
     assert last and [record.unit for record in backend._by_residency_priority()][: len(last)] == last
-    backend.prefer_resident(backend.units()[-1:])
-    backend.set_residency(backend._records.by_unit[backend.units()[-1]].nbytes / 2**30)
-    backend.prepare()
-    assert [record.unit for record in backend._residency._chosen] == list(backend.units()[-1:])
 
 
 def test_updates_in_backward_say_what_stays_first_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -861,35 +705,6 @@ def test_updates_in_backward_say_what_stays_first_too(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Arrivals, "last_in_backward", lambda self: backend.units()[-1:])
     tested.train(1)
     assert [record.unit for record in backend._preferred_resident] == list(backend.units()[-1:])
-
-
-def test_a_copied_pool_keeps_weights_where_its_own_does() -> None:
-    tested = Training({**OVERLAP, "previous_weights": "auto", "resident_gib": 1})
-    versions = tested.optimizer._backend._versions
-    assert versions._goes_to_host and copy.deepcopy(versions)._goes_to_host
-    tested.optimizer._backend.set_residency(0)
-    assert not versions._goes_to_host and not copy.deepcopy(versions)._goes_to_host
-
-
-def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
-    tested, expected = pair(LOOSE)
-    tested.train(4)
-    backward(tested)
-    tested.strategy.save_checkpoint(tmp_path / "step-4", tested.model, tested.optimizer)
-    resumed = Training(OVERLAP, clipping=LOOSE)
-    resumed.strategy.load_checkpoint(tmp_path / "step-4", resumed.model, resumed.optimizer)
-    resumed.steps = 4
-    expected.train(4)
-    assert resumed.train(4) == expected.train(4)
-    assert_same(resumed.snapshot(), expected.snapshot())
-
-
-def test_recomputing_takes_nothing_back(verdicts: Counter[str]) -> None:
-    tested, expected = pair(recompute=True)
-    assert tested.train(5) == expected.train(5)
-    assert_same(tested.snapshot(), expected.snapshot())
-    assert verdicts["rolled back"] == 0
-    assert verdicts["commit"] >= 2
 
 
 class HeldAttempts:
@@ -908,131 +723,168 @@ class HeldAttempts:
         updater.speculate = held
 
 
-def test_backward_does_not_wait_for_what_is_tried() -> None:
-    tested, expected = pair()
-    for training in (tested, expected):
-        training.train(3)
-    tested.optimizer.synchronize()
-    held = HeldAttempts(tested)
-    backward(tested)  # all of it, while the first unit stands still
-    assert held.stood <= 1
-    held.free.set()
-    tested.optimizer.step()
-    backward(expected)
-    expected.optimizer.step()
-    assert_same(tested.snapshot(), expected.snapshot())
-    assert held.stood > 3
+@pytest.mark.parametrize(("width", "writes"), [(7, False), (32, False), (7, True)])
+def test_backward_does_not_wait_for_what_is_tried(width: int, writes: bool, verdicts: Counter[str]) -> None:
+    """Nor is a weight that has several units edited by the first of them, for those behind it.
 
-
-def test_several_units_of_one_weight_count(verdicts: Counter[str]) -> None:
-    """Each raises the weight's version, which is no edit for those behind it that were submitted before."""
-    tested, expected = pair(make=lambda: TinyTransformer(width=32))
-    for training in (tested, expected):
-        training.train(3)
-    tested.optimizer.synchronize()
-    verdicts.clear()
-    parts = Counter(owner.name for unit in tested.optimizer._backend.units() for owner, _, _ in unit.parts)
-    assert parts[TRIED] > 2
-    held = HeldAttempts(tested)
-    backward(tested)
-    held.free.set()
-    tested.optimizer.step()
-    backward(expected)
-    expected.optimizer.step()
-    assert_same(tested.snapshot(), expected.snapshot())
-    assert verdicts["commit"] == 1 and not verdicts["rolled back"]
-
-
-RESIDENT_IN_PART: dict[str, Any] = {**OVERLAP, "resident_gib": 6 * 1024 / 2**30}
-
-
-@pytest.mark.usefixtures("no_pause")
-@every_value(
-    state=[OVERLAP, ON_HOST, RESIDENT_IN_PART], name=["embed.weight", "blocks.1.norm.weight"], clipping=[NEVER, LOOSE]
-)
-def test_a_weight_that_is_written_to_after_every_step_leaves_the_others_alone(
-    name: str,
-    state: dict[str, Any],
-    clipping: dict[str, Any],
-    verdicts: Counter[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A logit scale that is clamped: its own unit is left to ``step()``, which rebuilds its master."""
-    caplog.set_level("INFO", overlap.logger.name)
-    tested, expected = pair(clipping, state)
-    for step in range(7):
-        for training in (tested, expected):
-            assert training.step()
-            with torch.no_grad():
-                training.model.get_parameter(name).mul_(0.9)
-        tested.delays(step)
-    assert_same(tested.snapshot(), expected.snapshot())
-    assert verdicts["commit"] > 0 and verdicts["rolled back"] == 0
-    assert (verdicts["redo"] > 0) == (clipping is LOOSE)
-    said = [text for text in caplog.messages if "were written to" in text]
-    assert len(said) == (name == "blocks.1.norm.weight")  # what is complete last is never speculative
-    assert all(name in text for text in said)
-
-
-@every_value(
-    state=[OVERLAP, RESIDENT_IN_PART], write=[lambda weight: weight.mul_(0.5), lambda weight: weight.add_(1).sub_(1)]
-)
-def test_a_weight_that_is_exchanged_for_a_backward_leaves_the_others_alone(
-    state: dict[str, Any], write: Callable[[Tensor], Any], verdicts: Counter[str]
-) -> None:
-    """Written to before the backward, and again between it and ``step()``: the master is that of the last value."""
-    tested, expected = pair(state=state)
-    for step in range(6):
-        for training in (tested, expected):
-            weight = training.model.get_parameter("blocks.1.norm.weight")
-            kept = weight.detach().clone()
-            with torch.no_grad():
-                weight.add_(0.25)
-            backward(training)
-            with torch.no_grad():
-                training.named["blocks.1.norm.weight"].copy_(kept)
-                if step % 2:
-                    write(training.named["blocks.1.norm.weight"])
-            training.optimizer.step()
-            training.steps += 1
-        tested.delays(step)
-    assert_same(tested.snapshot(), expected.snapshot())
-    assert verdicts["commit"] > 1 and verdicts["rolled back"] == 0
-
-
-def test_a_weight_that_is_written_to_before_it_is_tried_is_updated_from_there() -> None:
-    tested, expected = pair()
+    One that somebody else writes to before its update is updated from there.
+    """
+    tested, expected = pair(make=lambda: TinyTransformer(width=width))
     for training in (tested, expected):
         training.train(3)
         training.optimizer.synchronize()
+        verdicts.clear()
         held = HeldAttempts(training) if training is tested else None
-        backward(training)
-        with torch.no_grad():
-            training.named[TRIED].mul_(0.5)
+        backward(training)  # all of it, while the first unit stands still
+        if writes:
+            with torch.no_grad():
+                training.named[TRIED].mul_(0.5)
         if held is not None:
+            assert held.stood <= 1
             held.free.set()
         training.optimizer.step()
+        if held is not None:
+            parts = Counter(owner.name for unit in training.optimizer._backend.units() for owner in unit.owners)
+            assert (held.stood > 3 or writes) and (parts[TRIED] > 2 or width == 7)
     assert_same(tested.snapshot(), expected.snapshot())
+    assert bool(verdicts["commit"]) is not writes and bool(verdicts["rolled back"]) is writes
 
 
-def test_betas_that_are_written_to_in_place() -> None:
-    tested, expected = pair()
-    for training in (tested, expected):
-        betas = torch.tensor(0.9), torch.tensor(0.99)
-        for group in training.optimizer.param_groups:
-            group.update(lr=torch.tensor(1e-2), betas=betas, fused=False, foreach=False)
-        for _ in range(6):
+NORM = "blocks.1.norm.weight"
+RESIDENT_IN_PART: dict[str, Any] = {**OVERLAP, "resident_gib": 6 * 1024 / 2**30}
+
+
+def keep_the_graph(training: Training) -> None:
+    """Its second backward reads the weights again."""
+    for _ in range(2):
+        loss = training.loss()
+        with training.strategy.accumulate(training.model, last=True):
+            training.optimizer.backward(loss, retain_graph=True)
+            training.optimizer.backward(loss)
+        training.optimizer.step()
+        training.steps += 1
+
+
+def fail_in_backward(training: Training) -> None:
+    """In the last layer: all that was updated is taken back."""
+    before = weights(training)
+    handle = training.named[LAST].register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(training)
+    handle.remove()
+    assert_same(weights(training), before)
+    training.optimizer.zero_grad()
+    training.train(3)
+
+
+def write_to(name: str) -> Callable[[Training], None]:
+    """After every step, as a logit scale is clamped: its own unit is left to ``step()``, which rebuilds its master."""
+
+    def write_after_every_step(training: Training) -> None:
+        for step in range(7):
+            training.optimizer.max_norm = 1e-3 if step == 5 else 1e6
             training.step()
-            betas[0].mul_(0.8)
+            with torch.no_grad():
+                training.model.get_parameter(name).mul_(0.9)
+
+    return write_after_every_step
+
+
+def exchange_for_a_backward(training: Training) -> None:
+    """And write to the weight again between it and ``step()``: the master is that of the last value."""
+    for step in range(6):
+        weight = training.model.get_parameter(NORM)
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            weight.add_(0.25)
+        backward(training)
+        with torch.no_grad():
+            training.named[NORM].copy_(kept)
+            if step % 3:
+                training.named[NORM].mul_(0.5) if step % 3 == 1 else training.named[NORM].add_(1).sub_(1)
+        training.optimizer.step()
+        training.steps += 1
+
+
+def sharpen(training: Training) -> None:
+    """Sharpness-aware minimization (SAM): weights are others in a backward, and the same again before the step."""
+    for step in range(4):
+        if step % 2:
             backward(training)
-            betas[0].mul_(0.9)
-            training.optimizer.step()
-            betas[0].mul_(0.9)
+            training.optimizer.zero_grad()
+        weights_now = list(training.model.parameters())
+        kept = [weight.detach().clone() for weight in weights_now]
+        with torch.no_grad():
+            torch._foreach_mul_(weights_now, 1.125)
+        training.optimizer.backward(training.loss(1))
+        with torch.no_grad():
+            torch._foreach_copy_(weights_now, kept)
+        training.optimizer.step()
+        training.steps += 1
+    training.train(3)  # updates run in backward again
+
+
+def write_to_betas(training: Training) -> None:
+    """In place, also while updates are pending."""
+    betas = torch.tensor(0.9), torch.tensor(0.99)
+    for group in training.optimizer.param_groups:
+        group.update(lr=torch.tensor(1e-2), betas=betas, fused=False, foreach=False)
+    for _ in range(6):
+        training.step()
+        betas[0].mul_(0.8)
+        backward(training)
+        betas[0].mul_(0.9)
+        training.optimizer.step()
+        betas[0].mul_(0.9)
+
+
+def change_the_rate_after_every_backward(training: Training) -> None:
+    for step in range(8):
+        backward(training)
+        training.optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
+        training.optimizer.step()
+
+
+LOOPS: dict[str, tuple[Callable[[Training], None], set[str], bool]] = {
+    "keep the graph": (keep_the_graph, {"commit"}, False),
+    "fail in backward": (fail_in_backward, {"rolled back", "commit"}, False),
+    "write to a norm": (write_to(NORM), {"commit", "redo"}, True),
+    "write to the embedding": (write_to(LAST), {"commit", "redo"}, False),
+    "exchange for a backward": (exchange_for_a_backward, {"commit"}, True),
+    "SAM": (sharpen, {"rolled back", "commit"}, True),
+    "write to betas": (write_to_betas, {"rolled back", "commit"}, False),
+    "change the rate": (change_the_rate_after_every_backward, {"rolled back"}, False),
+}
+"""What users do, which verdicts come of it, and whether the log says that units are left to ``step()``."""
+
+
+@pytest.mark.usefixtures("never_pauses")
+@every_pair(loop=LOOPS, state=[OVERLAP, ON_HOST, RESIDENT_IN_PART], parameters=["bfloat16", "float16", "float32"])
+def test_loops_of_users(
+    loop: str, state: dict[str, Any], parameters: str, verdicts: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", overlap.logger.name)
+    repeat, wanted, is_left_to_step = LOOPS[loop]
+    tested, expected = pair(state=state, parameters=parameters)
+    for training in (tested, expected):
+        training.train(3)
+        training.optimizer.synchronize()
+        training.delays(3) if training is tested else None
+        verdicts.clear()
+        repeat(training)
+        found = {verdict for verdict, times in verdicts.items() if times}
+        assert found == (wanted if training is tested else set())
+    rollbacks = tested.optimizer.engine.queue.rolled_back
     assert_same(tested.snapshot(), expected.snapshot())
+    logged = [record for record in caplog.records if record.name == overlap.logger.name]
+    warned = [record.getMessage() for record in logged if record.levelname == "WARNING"]
+    assert len(warned) == (rollbacks > 2), "one warning of a habit"
+    assert all("rolled back before step() (3 so far): hyper-parameters were changed" in text for text in warned)
+    assert any("were written to after the last one" in text for text in caplog.messages) == is_left_to_step
 
 
 @every_value(update=["at_step", "next_forward", "overlap", "in_backward"], clipping=[NEVER, TIGHT])
-@pytest.mark.usefixtures("no_pause")
+@pytest.mark.usefixtures("never_pauses")
 def test_own_updates_are_not_taken_for_writes_of_others(update: str, clipping: dict[str, Any]) -> None:
     """On an accelerator, weights that others may have written to are compared, and the host waits for that."""
     scope = "unit" if update == "in_backward" else "global"
@@ -1044,34 +896,6 @@ def test_own_updates_are_not_taken_for_writes_of_others(update: str, clipping: d
         managed = training.optimizer.engine.managed
         locals_now = [item.local for item in managed]
         assert managed._watch.touched(zip(managed, locals_now, versions_of(managed), strict=True)) == []
-
-
-@every_value(parameters=["bfloat16", "float16"], two_gradients=[True, False])
-@pytest.mark.usefixtures("no_pause")
-def test_weights_that_are_exchanged_for_a_backward_keep_their_masters(
-    two_gradients: bool, parameters: str, verdicts: Counter[str]
-) -> None:
-    """As for sharpness-aware minimization (SAM): they are the same again before the step."""
-    tested, expected = pair(parameters=parameters)
-    for training in (tested, expected):
-        training.train(2)
-        for _ in range(4):
-            if two_gradients:
-                backward(training)
-                training.optimizer.zero_grad()
-            weights_now = list(training.model.parameters())
-            kept = [weight.detach().clone() for weight in weights_now]
-            with torch.no_grad():
-                torch._foreach_mul_(weights_now, 1.125)
-            training.optimizer.backward(training.loss(1))
-            with torch.no_grad():
-                torch._foreach_copy_(weights_now, kept)
-            training.optimizer.step()
-            training.steps += 1
-        verdicts.clear()
-        training.train(3)
-        assert training is expected or verdicts["commit"], "updates run in backward again"
-    assert_same(tested.snapshot(), expected.snapshot())
 
 
 @pytest.mark.parametrize("backend", ["resident", "stream"])

@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightstep.config import ConfigError
-from lightstep.precision.gradient_stage import GradientStage
 from lightstep.state import residency
-from lightstep.state import units as units_module
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError
 from lightstep.state.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, LaneError
-from lightstep.state.ring import Ring
 from lightstep.state.spare_memory import GIB, AutoBudget
 from lightstep.state.store import Store
 from lightstep.strategy.base import Strategy
@@ -27,21 +23,17 @@ from tests import stores
 from tests.covering import every_value
 from tests.reference.pair import same_tree
 from tests.unit import test_in_backward as in_backward
-from tests.unit.test_next_forward import Skipping, Training, assert_same, look, run, save_and_load
-from tests.unit.test_stream import Run
+from tests.unit.test_next_forward import Skipping, Training, assert_same, save_and_load, small_cuts
+from tests.unit.test_stream import Run, failing, labels_of
 from tests.unit.test_stream import assert_same as assert_same_run
+
+__all__ = ["small_cuts"]
 
 STREAM = {"backend": "stream", "ring_mib": 0.02}
 TIMES = {"at_step": STREAM, "next_forward": {**STREAM, "update": "next_forward"}}
 KIB = 1024 / GIB
 SIZES = [4 * KIB, 9 * KIB, 1.0]
 """GiB: some records, more of them, all (a tiny model has about 15 KiB of state)."""
-
-
-@pytest.fixture(autouse=True)
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut tiny tensors as large ones are cut."""
-    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
 
 
 def held(training: Training) -> int:
@@ -55,22 +47,12 @@ def resident_buffers(training: Training) -> dict[Any, int]:
 
 def copied_bytes(training: Training, steps: int) -> int:
     """Bytes that cross the link in both directions."""
-    total = 0
-    lanes = training.optimizer._backend.lanes
-    real = {lane: lane.run for lane in (lanes.host_to_device, lanes.device_to_host)}
-    for lane in real:
-
-        def counting(job: Callable[[], object], label: str = "", lane: Any = lane) -> None:
-            nonlocal total
-            total += next(r.nbytes for r in training.optimizer._backend._records if r.unit.label in label)
-            real[lane](job, label)
-
-        lane.run = counting
-    training.train(steps)
-    training.optimizer.synchronize()
-    for lane in real:
-        del lane.run
-    return total
+    backend = training.optimizer._backend
+    sizes = {record.unit.label: record.nbytes for record in backend._records}
+    with labels_of(backend.lanes.host_to_device, backend.lanes.device_to_host) as labels:
+        training.train(steps)
+        training.optimizer.synchronize()
+    return sum(next(size for unit, size in sizes.items() if unit in label) for label in labels)
 
 
 def test_what_stays_does_not_travel() -> None:
@@ -85,76 +67,11 @@ def test_what_stays_does_not_travel() -> None:
         assert travelled == everything - 2 * 4 * held(training)
 
 
-def resize(training: Training) -> Any:
-    training.optimizer.set_residency(SIZES[training.steps % 3] if training.steps % 4 else 0)
-    return None
-
-
-def release(training: Training) -> Any:
-    training.optimizer.release_device_memory()
-    report = training.optimizer.memory_report()
-    if training.optimizer._backend.name == "stream":
-        assert report["device_bytes"] == 0
-        assert report["ring_bytes"] == 4 * sum(len(r.parts) for r in training.optimizer._backend._records)
-        assert report["gradient_stage_bytes"] == 0
-    return None
-
-
-def edit(training: Training) -> None:
-    """Weights and one entry of the state."""
-    training.optimizer.synchronize()
-    parameter = training.model.head.weight
-    with torch.no_grad():
-        parameter.add_(0.125)
-    entries = training.optimizer.state[parameter]
-    entries["exp_avg"] = torch.as_tensor(entries["exp_avg"]) * 0.5
-
-
-def read(training: Training) -> dict[str, Tensor]:
-    return training.snapshot()
-
-
-def copies(training: Training) -> Any:
-    state = copy.deepcopy(training.optimizer).state_dict()["state"]
-    return {f"{k}/{key}": torch.as_tensor(v).tolist() for k, entries in state.items() for key, v in entries.items()}
-
-
-@every_value(between=[resize, release, look, save_and_load, edit, read, copies], time=TIMES)
-def test_whatever_happens_between_steps(between: Callable[[Training], Any], time: str) -> None:
-    def on_resident(training: Training) -> Any:
-        return None if between is resize else between(training)
-
-    expected = Training({"backend": "resident"})
-    wanted = run(expected, None, 6, on_resident)
-    tested = Training({**TIMES[time], "resident_gib": SIZES[0]})
-    found = run(tested, 0, 6, between)
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        if isinstance(one, dict) and isinstance(next(iter(one.values())), Tensor):
-            assert_same(one, other)
-        else:
-            assert one == other
-    assert_same(tested.snapshot(), expected.snapshot())
-    tested.optimizer.close()
-
-
 class Interrupted(in_backward.Training):
     """Something happens between the backward that updates and its ``step()``, which has some layers left."""
 
-    def step(self) -> list[float]:
-        self.model.skipped = frozenset({self.steps % 3})
-        losses = []
-        for micro in range(2):
-            with self.strategy.accumulate(self.model, last=micro == 1):
-                loss = self.loss(micro)
-                losses.append(loss.item())
-                self.optimizer.backward(loss / 2)
-        self.between()
-        self.optimizer.step()
-        self.steps += 1
-        return losses
-
-    def between(self) -> None:
+    def before_step(self) -> None:
+        self.model.skipped = frozenset({(self.steps + 1) % 3})  # by the next step
         if self.optimizer._backend.name == "stream":
             self.optimizer.set_residency([0, *SIZES][self.steps % 4])
         if self.steps % 3 == 1:
@@ -174,20 +91,6 @@ def test_updates_in_backward_while_sizes_change() -> None:
         tested.optimizer.close()
 
 
-def test_resuming_with_other_sizes(tmp_path: Path) -> None:
-    expected = Training({"backend": "resident"})
-    expected.train(6)
-    first = Training({**STREAM, "resident_gib": 6 * KIB})
-    first.train(3)
-    first.strategy.save_checkpoint(tmp_path / "checkpoint", first.model, first.optimizer)
-    second = Training({**TIMES["next_forward"], "resident_gib": 1.0})
-    second.strategy.load_checkpoint(tmp_path / "checkpoint", second.model, second.optimizer)
-    second.steps = 3
-    second.train(3)
-    assert held(second) > 0
-    assert_same(second.snapshot(), expected.snapshot())
-
-
 def test_over_the_budget_leaves_at_once() -> None:
     training = Training({**STREAM, "resident_gib": 1.0})
     training.train(3)
@@ -198,11 +101,13 @@ def test_over_the_budget_leaves_at_once() -> None:
     assert held(training) == 0
 
 
-def test_a_steady_step_changes_no_buffer() -> None:
+def test_neither_a_steady_step_nor_an_edit_changes_a_buffer() -> None:
     training = Training({**STREAM, "resident_gib": 6 * KIB})
     training.train(3)
     buffers = resident_buffers(training)
     training.train(3)
+    save_and_load(training)
+    training.train(2)
     assert resident_buffers(training) == buffers and buffers
 
 
@@ -233,12 +138,12 @@ class Allocator:
 
 
 class Steps:
-    """A budget that is obeyed."""
+    """A budget that is obeyed, on a device of 80 bytes with a margin of 4."""
 
-    def __init__(self, allocator: Allocator, state: int = 1 << 40) -> None:
-        self.allocator, self.state, self.held = allocator, state, 0
-        self.budget = AutoBudget(allocator)
-        allocator.held = lambda: self.held
+    def __init__(self, state: int = 1 << 40, total: int = 80, margin: int = 4) -> None:
+        self.allocator, self.state, self.held = Allocator(total, margin), state, 0
+        self.budget = AutoBudget(self.allocator)
+        self.allocator.held = lambda: self.held
 
     def run(self, others: int, steps: int = 1) -> list[int]:
         found = []
@@ -252,51 +157,55 @@ class Steps:
             found.append(self.held)
         return found
 
+    def set_the_peak_back(self) -> None:
+        self.allocator.highest = 0
 
-def test_the_budget_is_what_others_leave_less_the_margin() -> None:
-    steps = Steps(Allocator(80, 4))
-    assert steps.run(40, 6) == [0, 0, 36, 36, 36, 36]
+    def others_give_back(self) -> None:
+        self.allocator.others = 0
 
-
-def test_a_peak_that_grows_once_takes_its_share_once() -> None:
-    steps = Steps(Allocator(80, 4))
-    steps.run(40, 4)
-    assert steps.run(41, 3) == [36] * 3, "half of the margin is still there"
-    assert steps.run(43, 5) == [33] * 5
-    steps.allocator.highest = 0  # the user sets the peak back
-    assert steps.run(43, 2) == [33] * 2
-    assert steps.run(46, 3) == [30] * 3
+    def release(self) -> None:
+        """And the engine that got the memory keeps some of it."""
+        self.held = 0
+        self.budget.remeasure()
+        self.allocator.elsewhere = 10
 
 
-def test_a_state_that_fits_as_a_whole_stays_when_there_is_room() -> None:
-    steps = Steps(Allocator(80, 4), state=20)
-    assert steps.run(40, 4) == [0, 0, 20, 20]
-    assert steps.run(55, 3) == [20] * 3
-    assert steps.run(59, 3) == [17] * 3
+BUDGETS: dict[str, tuple[int, list[Any]]] = {
+    "what others leave less the margin": (1 << 40, [(40, [0, 0, 36, 36, 36, 36])]),
+    "a peak that grows once takes its share once": (
+        1 << 40,
+        [
+            (40, [0, 0, 36, 36]),
+            (41, [36] * 3),  # half of the margin is still there
+            (43, [33] * 5),
+            Steps.set_the_peak_back,
+            (43, [33] * 2),
+            (46, [30] * 3),
+        ],
+    ),
+    "a state that fits as a whole stays": (20, [(40, [0, 0, 20, 20]), (55, [20] * 3), (59, [17] * 3)]),
+    "others need everything": (1 << 40, [(77, [0] * 5)]),
+    "others need it again": (1 << 40, [(40, [0, 0, 36, 36]), Steps.others_give_back, (44, [32])]),
+    "measured again after a release": (1 << 40, [(40, [0, 0, 36, 36]), Steps.release, (40, [26] * 3)]),
+}
+"""The bytes of state, what others need in steps that follow each other, and what then stays."""
 
 
-def test_nothing_stays_where_others_need_everything() -> None:
-    steps = Steps(Allocator(80, 4))
-    assert steps.run(77, 5) == [0] * 5
-    steps = Steps(Allocator(80, 4))
-    steps.run(40, 4)
-    steps.allocator.others = 0
-    assert steps.run(44, 1) == [32]
-
-
-def test_after_a_release_the_device_is_measured_again() -> None:
-    steps = Steps(Allocator(80, 4))
-    steps.run(40, 4)
-    steps.held = 0
-    steps.budget.remeasure()
-    steps.allocator.elsewhere = 10  # the engine kept something
-    assert steps.run(40, 3) == [26] * 3
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_budget(name: str) -> None:
+    state, moves = BUDGETS[name]
+    steps = Steps(state)
+    for move in moves:
+        if callable(move):
+            move(steps)
+        else:
+            assert steps.run(move[0], len(move[1])) == move[1], move
 
 
 def test_growth_by_less_than_half_a_margin_at_once_never_runs_out_of_memory() -> None:
     for seed in range(40):
         generator = random.Random(seed)
-        steps = Steps(Allocator(1000, 50), state=generator.choice([100, 400, 10_000]))
+        steps = Steps(generator.choice([100, 400, 10_000]), 1000, 50)
         others = 300
         steps.run(others, 4)
         for _ in range(100):
@@ -308,7 +217,7 @@ def test_growth_by_less_than_half_a_margin_at_once_never_runs_out_of_memory() ->
                 steps.run(generator.randrange(others))
             assert steps.held <= before
             if generator.random() < 0.1:
-                steps.allocator.highest = 0
+                steps.set_the_peak_back()
 
 
 def auto(monkeypatch: pytest.MonkeyPatch, allocator: Allocator | None, time: str = "at_step") -> Training:
@@ -416,21 +325,9 @@ def test_a_unit_that_is_looked_at_and_not_updated_keeps_its_state(gib: float) ->
     tested, expected = Run(resident(resident_gib=gib)), Run(stores.resident())
     for number in range(4):
         tested.step(number)
-        expected.step(number)
-        tested.backend.begin(tested.items)
-        for unit in tested.backend.units():
-            tested.backend.acquire(unit, tested.items)
-            tested.backend.release(unit, [])
-        tested.backend.finish()
+        tested.look()
+    expected.steps(0, 4)
     assert_same_run(tested, expected)
-
-
-def some_steps(run: Run, between: Callable[[Run], None]) -> Run:
-    for number in range(6):
-        run.step(number)
-        if number > 1:
-            between(run)
-    return run
 
 
 @every_value(gib=[4 * KIB, 1.0], which=[1, 3, 6])
@@ -458,61 +355,57 @@ def test_the_neighbours_of_what_is_edited_keep_what_only_the_device_has(which: i
         run.items[which].local.fill_(0.5)
         run.backend.refresh(run.items[which])
 
-    for between in (load, refresh, remove):
-        tested, expected = (some_steps(Run(b), between) for b in (resident(resident_gib=gib), stores.resident()))
-        assert_same_run(tested, expected, between.__name__)
-    tested, expected = Run(resident(resident_gib=gib)), Run(stores.resident())
-    for one in (tested, expected):
-        some_steps(one, lambda one: None)
-        negative(one)
-        one.step(7, without={which})
-        one.step(8, without={which})
-    assert_same_run(tested, expected)
+    for edit in (load, refresh, remove, negative):
+        tested, expected = Run(resident(resident_gib=gib)), Run(stores.resident())
+        for run in (tested, expected):
+            run.steps(0, 2)
+            for number in range(2, 6):
+                if edit is not negative or number == 2:
+                    edit(run)
+                run.step(number, without={which} if edit is negative else ())
+        assert_same_run(tested, expected, edit.__name__)
 
 
 def test_a_failure_while_records_come_up_leaves_the_others_whole() -> None:
     tested, expected = Run(resident()), Run(stores.resident())
-    for number in range(3):
-        tested.step(number)
-        expected.step(number)
+    for run in (tested, expected):
+        run.steps(0, 3)
     state, weight = expected.entries()[3], expected.items[3].local
     tested.backend.release_device_memory()
-
-    def fail(name: str) -> None:
-        if name == HOST_TO_DEVICE:
-            raise OSError("a page went missing")
-
-    tested.backend.lanes.delay = fail
+    tested.backend.lanes.delay = failing(HOST_TO_DEVICE)
     tested.backend.prepare()
     with pytest.raises(LaneError, match=r"fetching .* failed"):
         tested.backend.synchronize()
     tested.backend.lanes.delay = None
     tested.items[3].local.copy_(weight)
     tested.backend.load(tested.items[3], state)
-    for number in range(3, 6):
-        tested.step(number)
-        expected.step(number)
+    for run in (tested, expected):
+        run.steps(3, 6)
     assert_same_run(tested, expected)
 
 
 class Growing(torch.optim.SGD):
-    """Starts to keep a second entry at some step."""
+    """Counts steps in an attribute of its own, and starts to keep a second entry in a parameter's fourth update."""
 
-    at = 3
+    whole_tensors = False
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr)
+        self.count = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
+        self.count += 1
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             state = self.state[p]
-            state.setdefault("n", 0)
-            state["n"] += 1
+            state["n"] = state.get("n", 0) + 1
             state["first"] = state.get("first", torch.zeros_like(p)).add(p.grad)
-            if state["n"] > Growing.at:
+            if state["n"] > 3:
                 state["second"] = state.get("second", torch.zeros_like(p)).add(state["first"], alpha=0.1)
-            p.add_(state["first"], alpha=-1e-3).sub_(state.get("second", torch.zeros_like(p)), alpha=1e-3)
+            p.add_(state["first"], alpha=-1e-3 / self.count).sub_(state.get("second", torch.zeros_like(p)), alpha=1e-3)
 
 
-@pytest.mark.parametrize("gib", [4 * KIB, 9 * KIB, 1.0])
+@pytest.mark.parametrize("gib", SIZES)
 def test_resident_state_that_grows_in_a_step(gib: float) -> None:
     tested, expected = (
         Run(backend, Growing, {"lr": 1e-2}) for backend in (resident(resident_gib=gib), stores.resident())
@@ -526,9 +419,8 @@ def test_resident_state_that_grows_in_a_step(gib: float) -> None:
 
 
 def test_the_ring_is_for_those_that_travel() -> None:
-    run = Run(resident(resident_gib=0))
-    run.step(0)
-    run.step(1)
+    run, expected = Run(resident(resident_gib=0)), Run(stores.resident())
+    run.steps(0, 2)
     slots = len(run.backend._ring.slots)
     run.backend.set_residency(1.0)
     run.step(2)
@@ -537,49 +429,24 @@ def test_the_ring_is_for_those_that_travel() -> None:
     run.backend.set_residency(0)
     run.step(3)
     assert len(run.backend._ring.slots) == slots
-    expected = Run(stores.resident())
-    for number in range(4):
-        expected.step(number)
+    expected.steps(0, 4)
     assert_same_run(run, expected)
 
 
-@pytest.mark.parametrize("lane", [HOST_TO_DEVICE, DEVICE_TO_HOST])
-def test_a_failed_copy_of_a_resident_record_stops_the_backend_until_a_load(lane: str) -> None:
-    runs = [Run(resident()), Run(stores.resident())]
-    for one in runs:
-        one.step(0)
-        one.step(1)
-    saved, weights, tested = runs[1].entries(), runs[1].weights(), runs[0]
-    tested.backend.release_device_memory()
-    tested.backend.synchronize()
-    tested.step(2)
-
-    def fail(name: str) -> None:
-        if name == lane:
-            raise OSError("a page went missing")
-
-    tested.backend.lanes.delay = fail
+def test_a_failed_copy_of_a_resident_record_stops_the_backend_until_a_load() -> None:
+    tested, expected = Run(resident()), Run(stores.resident())
+    for run in (tested, expected):
+        run.steps(0, 2)
+    saved = expected.saved()
+    tested.backend.lanes.delay = failing(DEVICE_TO_HOST)
     with pytest.raises(LaneError, match="a page went missing"):  # noqa: PT012  (either of them may meet it)
         tested.backend.release_device_memory()
         tested.step(3)
-        tested.entries()
     tested.backend.lanes.delay = None
-    for one in runs:
-        for item, entries, weight in zip(one.items, saved, weights, strict=True):
-            item.local.copy_(weight)
-            one.backend.load(item, entries)
-        one.step(2)
-        one.step(3)
-    assert_same_run(*runs)
-
-
-def test_an_edit_does_not_move_the_buffer(tmp_path: Path) -> None:
-    training = Training({**STREAM, "resident_gib": 1.0})
-    training.train(3)
-    before = resident_buffers(training)
-    save_and_load(training)
-    training.train(2)
-    assert resident_buffers(training) == before
+    for run in (tested, expected):
+        run.load(saved)
+        run.steps(2, 4)
+    assert_same_run(tested, expected)
 
 
 def test_a_copy_of_the_optimizer_keeps_the_size() -> None:
@@ -592,40 +459,18 @@ def test_a_copy_of_the_optimizer_keeps_the_size() -> None:
 # -- device memory that is lent
 
 
-def test_a_device_that_is_still_full_leaves_the_step_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightstep.state import ring as ring_module
-
-    training, expected = (Training({**STREAM, "resident_gib": 5 * KIB}) for _ in range(2))
-    training.train(3)
-    expected.train(4)
-    training.optimizer.release_device_memory()
-    training.optimizer.backward(training.loss(0) / 2)
-    training.optimizer.backward(training.loss(1) / 2)
-    real = ring_module.Slot
-
-    def full(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("the engine has it")
-
-    monkeypatch.setattr(ring_module, "Slot", full)
-    for _ in range(2):
-        with pytest.raises(torch.OutOfMemoryError, match="no room on cpu for a ring"):
-            training.optimizer.step()
-    monkeypatch.setattr(ring_module, "Slot", real)
-    training.optimizer.step()
-    assert_same(training.snapshot(), expected.snapshot())
-
-
 @pytest.mark.parametrize(
-    ("state", "module", "name"),
+    ("state", "where", "message"),
     [
-        ({"backend": "resident"}, GradientStage, "reserve"),
-        (STREAM, GradientStage, "reserve"),
-        ({**STREAM, "update": "next_forward"}, GradientStage, "reserve"),
-        ({"backend": "bulk"}, Ring, "_allocate"),
+        ({"backend": "resident"}, "lightstep.precision.gradient_stage.GradientStage.reserve", "the engine has it"),
+        (STREAM, "lightstep.precision.gradient_stage.GradientStage.reserve", "the engine has it"),
+        (TIMES["next_forward"], "lightstep.precision.gradient_stage.GradientStage.reserve", "the engine has it"),
+        ({**STREAM, "resident_gib": 5 * KIB}, "lightstep.state.ring.Slot", "no room on cpu for a ring"),
+        ({"backend": "bulk"}, "lightstep.state.ring.Ring._allocate", "no room on cpu for all optimizer state"),
     ],
 )
-def test_no_room_for_scaled_gradients_or_state_leaves_the_step_undone(
-    state: dict[str, Any], module: Any, name: str, monkeypatch: pytest.MonkeyPatch
+def test_a_device_that_is_still_full_leaves_the_step_undone(
+    state: dict[str, Any], where: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training, expected = Training(state), Training(state)
     training.train(3)
@@ -638,11 +483,9 @@ def test_no_room_for_scaled_gradients_or_state_leaves_the_step_undone(
         raise torch.OutOfMemoryError("the engine has it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, full)
+        patch.setattr(where, full)
         for _ in range(2):
-            with pytest.raises(
-                torch.OutOfMemoryError, match=r"the engine has it|no room on cpu for all optimizer state"
-            ):
+            with pytest.raises(torch.OutOfMemoryError, match=message):
                 training.optimizer.step()
     for one in (training, expected):
         one.optimizer.step()
@@ -697,17 +540,6 @@ def test_nobody_holds_on_to_staging_memory_that_was_released(backend: str) -> No
     assert all(buffer.expired() for buffer in buffers)
 
 
-@pytest.mark.parametrize("backend", ["bulk", "stream"])
-def test_releasing_before_and_between_and_twice(backend: str) -> None:
-    tested, expected = (Training({"backend": name, "ring_mib": 0.02}) for name in (backend, "resident"))
-    tested.optimizer.release_device_memory()
-    for _ in range(3):
-        assert tested.train(1) == expected.train(1)
-        tested.optimizer.release_device_memory()
-        tested.optimizer.release_device_memory()
-    assert_same(tested.snapshot(), expected.snapshot())
-
-
 # -- bad input
 
 
@@ -727,13 +559,3 @@ def test_other_backends_have_no_choice() -> None:
         Strategy.load("bulk", overrides={"optimizer_state.resident_gib": 2})
     with pytest.raises(ConfigError, match="resident_gib"):
         Strategy.load("stream", overrides={"optimizer_state.resident_gib": "most"})
-
-
-def test_a_closed_optimizer() -> None:
-    training = Training(STREAM)
-    training.train(1)
-    training.optimizer.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        training.optimizer.release_device_memory()
-    with pytest.raises(RuntimeError, match="closed"):
-        training.optimizer.set_residency(1)

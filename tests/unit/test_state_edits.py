@@ -192,17 +192,21 @@ def test_writes_between_backward_and_step_change_the_state(state: str, way: str)
     assert_equal(train(*prepared(state), WRITES[way], between=True), train(*plain(), WRITES[way], between=True))
 
 
+def refuse_writes_after_an_update(model: nn.Module, optimizer: Any, use: str) -> None:
+    """In backward: the writes would come after the update, and by others than ``step()`` unseen."""
+    backward(optimizer, model(BATCHES[2]).square().mean())
+    first(optimizer, model)["exp_avg"].zero_()
+    with pytest.raises(RuntimeError, match=r"state was changed between backward\(\) and step\(\)"):
+        getattr(optimizer, use)()
+    optimizer.step()  # can be called again
+
+
 @pytest.mark.parametrize("state", IN_BACKWARD)
 @pytest.mark.parametrize("use", ["step", "refresh_master_weights"])
 def test_writes_after_an_update_in_backward_are_refused(state: str, use: str) -> None:
-    """They would come after the update, and by others than ``step()`` unseen. The step can be called again."""
     model, optimizer = prepared(state)
     train(model, optimizer, steps=2)
-    backward(optimizer, model(BATCHES[2]).square().mean())
-    reset_all(optimizer, model)
-    with pytest.raises(RuntimeError, match=r"state was changed between backward\(\) and step\(\)"):
-        getattr(optimizer, use)()
-    optimizer.step()
+    refuse_writes_after_an_update(model, optimizer, use)
     assert_equal(weights(model, optimizer), unedited(3))
 
 
@@ -477,16 +481,25 @@ def test_groups_without_an_entry_of_another_group_are_complete(state: str) -> No
 # -- parameters that grow and shrink
 
 
+NAMES = {"xyz": 1e-2, "color": 5e-3, "opacity": 0.1}
+"""Parameters of a :class:`Cloud`, and their learning rates."""
+
+
 class Cloud(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    """In bf16, or in fp32; ``rounds``: fp32 weights that are masters of bf16 ones."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, rounds: bool = False) -> None:
         super().__init__()
+        self.rounds = rounds
         generator = torch.Generator().manual_seed(0)
-        for name in ("xyz", "color", "opacity"):
+        for name in NAMES:
             values = torch.randn(10, 3, generator=generator).bfloat16().to(dtype)
             setattr(self, name, nn.Parameter(values))
 
     def forward(self, shift: float) -> Tensor:
-        return ((self.xyz.sin() * self.color - shift) * self.opacity.sigmoid()).float().square().mean()
+        own = (getattr(self, name) for name in NAMES)
+        xyz, color, opacity = (value.bfloat16() for value in own) if self.rounds else own
+        return ((xyz.sin() * color - shift) * opacity.sigmoid()).float().square().mean()
 
 
 def grow(value: Tensor, fill: float) -> Tensor:
@@ -567,10 +580,7 @@ def operate(optimizer: Any, model: nn.Module, idiom: str, form: Callable[[Tensor
 
 
 def groups_of(model: Cloud) -> list[dict[str, Any]]:
-    return [
-        {"params": [getattr(model, name)], "lr": lr, "name": name}
-        for name, lr in (("xyz", 1e-2), ("color", 5e-3), ("opacity", 0.1))
-    ]
+    return [{"params": [getattr(model, name)], "lr": lr, "name": name} for name, lr in NAMES.items()]
 
 
 def splat(model: nn.Module, optimizer: Any, idiom: str, *, delayed: bool = False) -> list[Tensor]:
@@ -586,69 +596,22 @@ def splat(model: nn.Module, optimizer: Any, idiom: str, *, delayed: bool = False
     return weights(model, optimizer)
 
 
-@every_value(state=STATES, idiom=IDIOMS)
-def test_parameters_grow_and_shrink_with_their_state(state: str, idiom: str) -> None:
-    plain_model = Cloud()
-    expected = splat(plain_model, torch.optim.Adam(groups_of(plain_model), lr=0.0, eps=1e-15, fused=True), idiom)
-    model = Cloud()
-    model, optimizer = prepared(state, model, torch.optim.Adam, param_groups=groups_of(model), lr=0.0, eps=1e-15)
+@every_pair(state=STATES, idiom=IDIOMS, parameters=["float32", "bfloat16"])
+def test_parameters_grow_and_shrink_with_their_state(state: str, idiom: str, parameters: str) -> None:
+    is_short = parameters == "bfloat16"
+    plain_model = Cloud(rounds=is_short)
+    plain_optimizer = torch.optim.Adam(groups_of(plain_model), lr=0.0, eps=1e-15, fused=True)
+    expected = splat(plain_model, plain_optimizer, idiom)
+    model = Cloud(getattr(torch, parameters))
+    settings = {"parameters": parameters, "param_groups": groups_of(model), "lr": 0.0, "eps": 1e-15}
+    model, optimizer = prepared(state, model, torch.optim.Adam, **settings)
     tested = splat(model, optimizer, idiom, delayed=True)
     assert [len(weight) for weight in tested] == [7, 7, 7]
-    assert_equal(tested, expected)
+    assert_equal(tested, [master.to(weight.dtype) for weight, master in zip(tested, expected, strict=True)])
+    for group, master in zip(optimizer.param_groups, expected, strict=True):
+        assert not is_short or torch.equal(optimizer.state[group["params"][0]]["master"], master)
     assert len(optimizer.managed()) == 3 == len(optimizer.state)
     assert optimizer.memory_report()["parameters"] == 3 * 21
-
-
-class MasterLoop:
-    """The textbook loop on fp32 masters, with the names that the idioms use."""
-
-    def __init__(self, model: Cloud) -> None:
-        self.masters = {parameter: parameter.detach().float() for parameter in model.parameters()}
-        self.param_groups = groups_of(model)
-        own = [{**group, "params": [self.masters[group["params"][0]]]} for group in self.param_groups]
-        self.optimizer = torch.optim.Adam(own, lr=0.0, eps=1e-15, fused=True)
-
-    def operate(self, model: Cloud, form: Callable[[Tensor, float], Tensor]) -> None:
-        for group, own in zip(self.param_groups, self.optimizer.param_groups, strict=True):
-            master = own["params"][0]
-            state = self.optimizer.state.pop(master)
-            new = form(master, 0.5).clone()
-            own["params"][0] = new
-            self.optimizer.state[new] = {k: form(v, 0.0).clone() if v.dim() else v for k, v in state.items()}
-            group["params"][0] = nn.Parameter(form(group["params"][0].detach(), 0.5).clone())
-            setattr(model, group["name"], group["params"][0])
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group, own in zip(self.param_groups, self.optimizer.param_groups, strict=True):
-            own["params"][0].grad = group["params"][0].grad.float()
-        self.optimizer.step()
-        for group, own in zip(self.param_groups, self.optimizer.param_groups, strict=True):
-            group["params"][0].copy_(own["params"][0])
-            group["params"][0].grad = None
-
-
-@every_value(state=STATES, idiom=["popped", "at once", "copied"])
-def test_masters_grow_and_shrink_too(state: str, idiom: str) -> None:
-    reference_model = Cloud(torch.bfloat16)
-    reference = MasterLoop(reference_model)
-    for number in range(9):
-        if number in (3, 6):
-            reference.operate(reference_model, grow if number == 3 else prune)
-        reference_model(0.1 * number).backward()
-        reference.step()
-    model = Cloud(torch.bfloat16)
-    settings = {"parameters": "bfloat16", "param_groups": groups_of(model), "lr": 0.0, "eps": 1e-15}
-    model, optimizer = prepared(state, model, torch.optim.Adam, **settings)
-    assert_equal(splat(model, optimizer, idiom), [p.detach() for p in reference_model.parameters()])
-    for group, own in zip(optimizer.param_groups, reference.optimizer.param_groups, strict=True):
-        assert torch.equal(optimizer.state[group["params"][0]]["master"], own["params"][0])
-
-
-def steps(model: nn.Module, optimizer: Any, count: int) -> None:
-    for number in range(count):
-        optimizer.backward(model(0.1 * number))
-        optimizer.step()
 
 
 @every_value(state=STATES, parameters=["float32", "bfloat16"])
@@ -656,7 +619,13 @@ def test_state_of_another_shape_is_refused_by_name_before_anything_changes(state
     model = Cloud(getattr(torch, parameters))
     settings = {"parameters": parameters, "param_groups": groups_of(model), "lr": 0.0}
     model, optimizer = prepared(state, model, torch.optim.Adam, **settings)
-    steps(model, optimizer, 2)
+
+    def step() -> None:
+        optimizer.backward(model(0.1))
+        optimizer.step()
+
+    step()
+    step()
     optimizer.synchronize()
     key = "exp_avg" if parameters == "float32" else "master"
     entries, kept = optimizer.state[model.xyz], optimizer.state[model.color]["exp_avg"].clone()
@@ -664,14 +633,14 @@ def test_state_of_another_shape_is_refused_by_name_before_anything_changes(state
     kept_weights = weights(model, optimizer)
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"'{key}' of xyz has shape \(14, 3\).*\(10, 3\).*del optimizer.state"):
-            steps(model, optimizer, 1)
+            step()
         optimizer.zero_grad()
     assert_equal(weights(model, optimizer), kept_weights)
     assert torch.equal(optimizer.state[model.color]["exp_avg"], kept)
     del optimizer.state[model.xyz][key]
     if key == "exp_avg":
         del optimizer.state[model.xyz]
-    steps(model, optimizer, 1)
+    step()
     assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (10, 3)
 
 
@@ -701,11 +670,5 @@ def test_state_of_a_parameter_in_no_group_waits_without_stopping_updates_in_back
     entries = {name: torch.ones(3) for name in ("exp_avg", "exp_avg_sq", "master")} | {"step": torch.tensor(4.0)}
     train(model, optimizer, steps=2)
     optimizer.state[late] = entries
-    train(model, optimizer, steps=2)
-    assert torch.equal(optimizer.state[late]["exp_avg"], torch.ones(3))
-    backward(optimizer, model(BATCHES[0]).square().mean())
-    first(optimizer, model)["exp_avg"].zero_()
-    with pytest.raises(RuntimeError, match=r"state was changed between backward\(\) and step\(\)"):
-        optimizer.step()
-    optimizer.step()
+    refuse_writes_after_an_update(model, optimizer, "step")
     assert torch.equal(optimizer.state[late]["exp_avg"], torch.ones(3))
