@@ -136,6 +136,19 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "ChecksummedWeights", lambda splitter: splitter)  # sums as the kernel makes them
 
 
+def uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several passes, as torch's own steps run on a CPU."""
+    for module in (arithmetic, one_pass):
+        monkeypatch.setattr(module, "fused_kernel_on", lambda device: None)
+
+
+@pytest.fixture
+def few_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is held against torch's passes on some numbers of each kind."""
+    every_kind = adam_kernel.probe_masters(torch.device("cpu"))
+    monkeypatch.setattr(adam_kernel, "probe_masters", lambda device: every_kind[:4099].clone())
+
+
 @pytest.fixture(name="one_pass_on_cpu")
 def one_pass_fixture(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts what it did."""

@@ -18,14 +18,15 @@ from lightstep.config import ConfigError
 from lightstep.optimizer.in_backward import IN_BACKWARD, FinalUpdates
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision.loss_scale import DynamicLossScale
-from lightstep.state import units as units_module
 from lightstep.state.lanes import CallerLane
 from lightstep.strategy.base import Strategy
 from tests.covering import every_value
 from tests.distributed.models import TinyTransformer
 from tests.patience import PATIENCE
 from tests.unit import test_next_forward as others
-from tests.unit.test_next_forward import Skipping, assert_same
+from tests.unit.test_next_forward import Skipping, assert_same, small_cuts
+
+__all__ = ["small_cuts"]
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "stream": {"backend": "stream", "ring_mib": 0.02},
@@ -57,15 +58,6 @@ def in_backward(backend: str = "stream") -> dict[str, Any]:
     return {**BACKENDS[backend], "update": "in_backward"}
 
 
-@pytest.fixture(autouse=True)
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut tiny tensors as large ones are cut."""
-    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
-
-
-# -- the same bits
-
-
 # -- models and what happens between steps
 
 
@@ -90,27 +82,24 @@ def test_gradient_hooks_that_are_registered_late_count(state: dict[str, Any]) ->
 
 def test_hyperparameters_that_change_after_backward_are_refused() -> None:
     expected, tested = Training({"backend": "resident"}), Training(in_backward())
+    group = tested.optimizer.param_groups[0]
+
+    def change_them() -> None:
+        for key, changed in {"lr": 1e-3, "weight_decay": 0.5, "betas": (0.5, 0.9)}.items():
+            before, group[key] = group[key], changed
+            with pytest.raises(RuntimeError, match=f"{key} of a parameter group changed between backward"):
+                tested.optimizer.step()
+            group[key] = before
+        group["lr"].mul_(0.5)
+        with pytest.raises(RuntimeError, match="lr of a parameter group changed"):
+            tested.optimizer.step()
+        group["lr"].mul_(2)
+
     for training in (expected, tested):
         training.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
         training.train(2)
-    with tested.strategy.accumulate(tested.model, last=False):
-        tested.optimizer.backward(tested.loss() / 2)
-    with tested.strategy.accumulate(tested.model, last=True):
-        tested.optimizer.backward(tested.loss(1) / 2)
-    group = tested.optimizer.param_groups[0]
-    for key, changed in {"lr": 1e-3, "weight_decay": 0.5, "betas": (0.5, 0.9)}.items():
-        before, group[key] = group[key], changed
-        with pytest.raises(RuntimeError, match=f"{key} of a parameter group changed between backward"):
-            tested.optimizer.step()
-        group[key] = before
-    group["lr"].mul_(0.5)
-    with pytest.raises(RuntimeError, match="lr of a parameter group changed"):
-        tested.optimizer.step()
-    group["lr"].mul_(2)
-    tested.optimizer.step()
-    tested.steps += 1
-    expected.train(2)
-    tested.train(1)
+    tested.before_step = change_them
+    assert tested.train(2) == expected.train(2)
     assert_same(tested.snapshot(), expected.snapshot())
 
 
@@ -321,26 +310,13 @@ def test_a_second_backward_is_refused_before_anything_happens() -> None:
 
 def test_a_backward_that_breaks_off() -> None:
     training = Training(in_backward())
-    training.train(2)
-    weights, state = copy.deepcopy(training.model.state_dict()), training.optimizer.state_dict()
 
-    def failing(_: Tensor) -> None:
-        raise ZeroDivisionError("in backward")
-
-    handle = training.model.blocks[1].up.weight.register_hook(failing)
-    with pytest.raises(ZeroDivisionError):
-        training.optimizer.backward(training.loss())
-    handle.remove()
-    for refused in (training.optimizer.step, lambda: training.optimizer.backward(training.loss())):
+    def spoil() -> None:
+        others.break_off(training, "blocks.1.up.weight")
         with pytest.raises(RuntimeError, match="may be half updated"):
-            refused()
-    training.model.load_state_dict(weights)
-    training.optimizer.load_state_dict(state)
-    training.optimizer.zero_grad()
-    expected = Training({"backend": "resident"})
-    expected.train(4)
-    training.train(2)
-    assert_same(training.snapshot(), expected.snapshot())
+            training.optimizer.backward(training.loss())
+
+    others.goes_on_after_a_load(training, spoil, Training({"backend": "resident"}))
 
 
 class Reentrant(nn.Module):
@@ -445,20 +421,9 @@ def test_nothing_is_saved_between_backward_and_step(tmp_path: Path) -> None:
 
 
 def test_an_error_before_any_layer_was_updated_changes_nothing() -> None:
-    training = Training(in_backward())
+    training, expected = Training(in_backward()), Training({"backend": "resident"})
     training.train(2)
-
-    def failing(_: Tensor) -> None:
-        raise ZeroDivisionError("in backward")
-
-    handle = training.model.head.weight.register_hook(failing)
-    with pytest.raises(ZeroDivisionError):
-        training.optimizer.backward(training.loss())
-    handle.remove()
+    others.break_off(training, "head.weight")
     training.optimizer.zero_grad()
-    training.train(2)
-    expected = Training({"backend": "resident"})
-    expected.train(4)
+    assert training.train(2) == expected.train(4)[2:]
     assert_same(training.snapshot(), expected.snapshot())
-
-

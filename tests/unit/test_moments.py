@@ -7,7 +7,8 @@ import functools
 import itertools
 import logging
 import zlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 from unittest import mock
 
 import numpy as np
@@ -33,6 +34,7 @@ from tests.reference.pair import (
     scale_for,
     through_bytes,
 )
+from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.short_moments import (
     Int8Moments,
     NearestMoments,
@@ -67,13 +69,23 @@ SEEDS = [0, 2]
 class ShortPair(Pair):
     """Both with moments in fewer bits; the seed is that of noise, where there is some."""
 
+    references: Mapping[tuple[str, str], type[ReferenceLoop]] = KINDS
+
     def __init__(self, *args: Any, kind: tuple[str, str], rounding_seed: int = 0, **options: Any) -> None:
-        if kind[1] == "stochastic":
+        if kind[1] == "stochastic" or not self.has_masters:
             options["rounding_seed"] = rounding_seed
-        self.reference_class = KINDS[kind]
+        self.reference_class = self.references[kind]
         if kind[0] == "int8":
             options["make_model"] = ModelWithBlocks
         super().__init__(*args, moments=kind[0], moments_rounding=kind[1], **options)
+
+    @classmethod
+    def with_everything(cls, name: str, parameters: str, **options: Any) -> Self:
+        """With overflows, and layers that get gradients late or now and then."""
+        optimizer_class, first, second, common = CLASSES[name]
+        options = {"max_norm": 0.35, "overflow_at": (1, 5), "late_from": 3, "intermittent": True, **options}
+        scale = scale_for(parameters)
+        return cls(optimizer_class, first, second, common=common, parameters=parameters, **options, **scale)
 
 
 CLASSES = {
@@ -82,34 +94,16 @@ CLASSES = {
 }
 
 
-@every_pair(
-    name=CLASSES,
-    parameters=DTYPES,
-    backend=["bulk", "resident", "stream-overlap-resident-in-part", "stream-in-backward-and-forward"],
-    kind=KINDS,
-    rounding_seed=SEEDS,
-)
+PLACES = ["bulk", "resident", "stream-overlap-resident-in-part", "stream-in-backward-and-forward"]
+
+
+@every_pair(name=CLASSES, parameters=DTYPES, backend=PLACES, kind=KINDS, rounding_seed=SEEDS)
 def test_the_bits_of_a_loop_that_keeps_its_moments_so(
     name: str, parameters: str, backend: str, kind: tuple[str, str], rounding_seed: int
 ) -> None:
     if name == "SGD-momentum":
         kind = kind[0], "nearest"  # it counts no steps
-    optimizer_class, first, second, common = CLASSES[name]
-    pair = ShortPair(
-        optimizer_class,
-        first,
-        second,
-        common=common,
-        parameters=parameters,
-        backend=backend,
-        kind=kind,
-        rounding_seed=rounding_seed,
-        max_norm=0.35,
-        overflow_at=(1, 5),
-        late_from=3,
-        intermittent=True,
-        **scale_for(parameters),
-    )
+    pair = ShortPair.with_everything(name, parameters, backend=backend, kind=kind, rounding_seed=rounding_seed)
     pair.train(4)
     pair.resume()
     pair.check()
@@ -120,9 +114,8 @@ def test_the_bits_of_a_loop_that_keeps_its_moments_so(
         for key, value in pair.optimizer.state.get(p, {}).items()
         if key not in ("master", "step", "mu_product")
     ]
-    assert moments and {value.dtype for value in moments} == {
-        torch.bfloat16 if kind[0] == "bfloat16" else torch.float32
-    }
+    expected = torch.bfloat16 if kind[0] == "bfloat16" else torch.float32
+    assert moments and {value.dtype for value in moments} == {expected}
 
 
 @every_value(backend=IN_BACKWARD, parameters=["bfloat16", "float32"], kind=KINDS, rounding_seed=SEEDS)
@@ -157,11 +150,13 @@ def by_hand(
     steps: int = 2,
     optimizer_class: Any = torch.optim.AdamW,
     rounding_seed: int = 0,
+    master_weights: bool | str = True,
+    references: Mapping[tuple[str, str], type[ReferenceLoop]] = KINDS,
     **options: Any,
 ) -> Any:
     """A run on gradients from nowhere beside its reference: optimizer, parameters."""
     state = {"moments": "bfloat16", **state}
-    precision = {"rounding_seed": rounding_seed}
+    precision = {"rounding_seed": rounding_seed, "master_weights": master_weights}
     values = {"precision": precision, "clipping": {"max_norm": None}, "optimizer_state": state}
     generator = torch.Generator().manual_seed(0)
     shapes = [(61, 47), (300, 17), (0, 4)] if optimizer_class is torch.optim.Muon else SHAPES
@@ -171,8 +166,8 @@ def by_hand(
     twin = copy.deepcopy(model)
     optimizer = strategy.create_optimizer(model, optimizer_class, **options)
     rounding = state.get("moments_rounding") or ("stochastic" if state["moments"] == "int8" else "nearest")
-    loop = KINDS[state["moments"], rounding]
-    reference = loop([{"params": list(twin.parameters())}], optimizer_class, **precision, **options)
+    loop = references[state["moments"], rounding]
+    reference = loop([{"params": list(twin.parameters())}], optimizer_class, rounding_seed=rounding_seed, **options)
     for _ in range(steps):
         for tested, expected in zip(model.parameters(), twin.parameters(), strict=True):
             expected.grad = torch.randn(expected.shape, generator=generator).to(expected)
@@ -183,16 +178,20 @@ def by_hand(
     optimizer.synchronize()
     for tested, expected in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(tested, expected)
-        check_state("", dict(optimizer.state[tested]), reference.state(expected), reference.masters[expected])
+        master = reference.masters[expected] if master_weights is True else None
+        check_state("", dict(optimizer.state[tested]), reference.state(expected), master)
     return optimizer
+
+
+def are_cut(optimizer: Any) -> bool:
+    return any(start for unit in optimizer._backend.units() for _, start, _ in unit.parts)
 
 
 @homes_and_moments
 def test_large_tensors_whole_and_cut(state: dict[str, Any], moments: str) -> None:
     state = {**state, "moments": moments, "moments_rounding": "stochastic"}
     optimizer = by_hand(state, rounding_seed=2, lr=1e-2, betas=(0.9, 0.999))
-    if state.get("backend") == "stream":
-        assert any(start for unit in optimizer._backend.units() for _, start, _ in unit.parts), "nothing was cut"
+    assert are_cut(optimizer) or state.get("backend") != "stream"
 
 
 @every_value(moments=["bfloat16", "int8"], state=[{}, STREAM])
@@ -414,44 +413,38 @@ def test_it_is_right_on_average_and_depends_on_everything() -> None:
     assert torch.equal(runs[3][:-1], runs[0][1:])
 
 
+def second_moment(moments: str, rounding: str | None, squares: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """What it is after 100 steps with beta2 0.999."""
+    weight = nn.Parameter(torch.zeros_like(squares))
+    optimizer = lightstep.MixedPrecisionOptimizer(
+        [weight], torch.optim.AdamW, {"lr": 0.0}, moments=Moments(moments, rounding)
+    )
+    state = {"step": 1.0, "exp_avg": weight * 0, "exp_avg_sq": squares}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
+    for _ in range(100):
+        weight.grad = gradient.clone()
+        optimizer.step()
+    found: torch.Tensor = optimizer.state[weight]["exp_avg_sq"].float()
+    return found
+
+
 def test_the_second_moment_does_not_stand_still() -> None:
-    """Gradients are a tenth of what they were: with beta2 0.999 rounding to nearest keeps the old second moment."""
-    found = {}
-    for rounding in ("nearest", "stochastic"):
-        weight = nn.Parameter(torch.zeros(4096))
-        optimizer = lightstep.MixedPrecisionOptimizer(
-            [weight], torch.optim.AdamW, {"lr": 0.0}, moments=Moments("bfloat16", rounding)
-        )
-        optimizer.load_state_dict(
-            {**optimizer.state_dict(), "state": {0: {"step": 1.0, "exp_avg": weight * 0, "exp_avg_sq": weight + 1}}}
-        )
-        for _ in range(100):
-            weight.grad = torch.full_like(weight, 0.1)
-            optimizer.step()
-        found[rounding] = optimizer.state[weight]["exp_avg_sq"].float().mean().item()
+    """Gradients are a tenth of what they were: rounding to nearest keeps the old second moment."""
+    given = torch.ones(4096), torch.full((4096,), 0.1)
     exact = 0.999**100 + 0.01 * (1 - 0.999**100)
-    assert found["nearest"] == 1.0
-    assert abs(found["stochastic"] - exact) < 0.01 * exact
+    assert second_moment("bfloat16", "nearest", *given).mean().item() == 1.0
+    assert abs(second_moment("bfloat16", "stochastic", *given).mean().item() - exact) < 0.01 * exact
 
 
 def test_an_8_bit_second_moment_does_not_stand_still_beside_a_large_one() -> None:
     """One element's scale is constant, and its neighbours get gradients that are larger than they were."""
-    found = {}
-    for rounding in ("nearest", "stochastic", None):
-        weight = nn.Parameter(torch.zeros(64, 128))
-        optimizer = lightstep.MixedPrecisionOptimizer(
-            [weight], torch.optim.AdamW, {"lr": 0.0}, moments=Moments("int8", rounding)
-        )
-        squares = torch.full_like(weight, 0.01)
-        squares[:, 0] = 1.0
-        state = {"step": 1.0, "exp_avg": weight * 0, "exp_avg_sq": squares}
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
-        start = optimizer.state[weight]["exp_avg_sq"][:, 1:].mean().item()
-        for _ in range(100):
-            weight.grad = torch.full_like(weight, 0.2)
-            weight.grad[:, 0] = 1.0
-            optimizer.step()
-        found[rounding] = optimizer.state[weight]["exp_avg_sq"][:, 1:].mean().item()
+    squares, gradient = torch.full((64, 128), 0.01), torch.full((64, 128), 0.2)
+    squares[:, 0] = gradient[:, 0] = 1.0
+    start = kept_in("int8", "exp_avg_sq", squares)[:, 1:].mean().item()
+    found = {
+        rounding: second_moment("int8", rounding, squares, gradient)[:, 1:].mean().item()
+        for rounding in ("nearest", "stochastic", None)
+    }
     exact = start * 0.999**100 + 0.04 * (1 - 0.999**100)
     assert found["nearest"] == start
     assert abs(found["stochastic"] - exact) < 0.02 * exact
@@ -461,15 +454,24 @@ def test_an_8_bit_second_moment_does_not_stand_still_beside_a_large_one() -> Non
 # -- from one setting to another ---------------------------------------------------------------------------------------
 
 
-def trained(moments: str, folder: Any = None, rounding_seed: int = 0, **state: Any) -> tuple[Any, Any, Any]:
-    precision = {"rounding_seed": rounding_seed}
-    strategy = lightstep.Strategy.load({"precision": precision, "optimizer_state": {"moments": moments, **state}})
+def trained(
+    moments: str, folder: Any = None, steps: int = 0, precision: dict[str, Any] | None = None, **state: Any
+) -> tuple[Any, Any, Any]:
+    """Strategy, model and optimizer, from a checkpoint or from the beginning, after so many steps."""
+    strategy = lightstep.Strategy.load({"precision": precision or {}, "optimizer_state": {"moments": moments, **state}})
     torch.manual_seed(0)
     model = strategy.prepare_model(ModelWithBlocks())
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
     if folder is not None:
         strategy.load_checkpoint(folder, model, optimizer)
+    go_on(model, optimizer, range(steps))
     return strategy, model, optimizer
+
+
+def go_on(model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
 
 
 def kept_in(moments: str, key: str, value: torch.Tensor) -> torch.Tensor:
@@ -498,10 +500,7 @@ def kept_in(moments: str, key: str, value: torch.Tensor) -> torch.Tensor:
 )
 def test_checkpoints_convert(tmp_path: Any, caplog: Any, first: str, then: str, backend: str) -> None:
     caplog.set_level(logging.INFO)
-    strategy, model, optimizer = trained(first, backend=backend)
-    for step in range(3):
-        optimizer.backward(loss_of(model, step))
-        optimizer.step()
+    strategy, model, optimizer = trained(first, steps=3, backend=backend)
     strategy.save_checkpoint(tmp_path / "a", model, optimizer)
     _, loaded_model, loaded = trained(then, tmp_path / "a", backend="stream")
     _, direct_model, direct = trained(then)
@@ -525,14 +524,11 @@ def test_checkpoints_convert(tmp_path: Any, caplog: Any, first: str, then: str, 
 
 
 def test_a_copy_rounds_as_its_original() -> None:
-    _, model, optimizer = trained("bfloat16", rounding_seed=2, moments_rounding="stochastic")
-    for step in range(2):
-        optimizer.backward(loss_of(model, step))
-        optimizer.step()
+    seed = {"rounding_seed": 2}
+    _, model, optimizer = trained("bfloat16", steps=2, precision=seed, moments_rounding="stochastic")
     model2, optimizer2 = copy.deepcopy((model, optimizer))
-    for one, other in ((model, optimizer), (model2, optimizer2)):
-        other.backward(loss_of(one, 2))
-        other.step()
+    go_on(model, optimizer, range(2, 3))
+    go_on(model2, optimizer2, range(2, 3))
     for p, q in zip(model.parameters(), model2.parameters(), strict=True):
         for key, value in optimizer.state.get(p, {}).items():
             assert torch.equal(value, optimizer2.state[q][key])
@@ -541,10 +537,8 @@ def test_a_copy_rounds_as_its_original() -> None:
 def test_another_seed_gives_other_bits() -> None:
     runs = []
     for seed in (0, 1, 2, 2):
-        _, model, optimizer = trained("bfloat16", rounding_seed=seed, moments_rounding="stochastic")
-        for step in range(2):
-            optimizer.backward(loss_of(model, step))
-            optimizer.step()
+        precision = {"rounding_seed": seed}
+        _, model, optimizer = trained("bfloat16", steps=2, precision=precision, moments_rounding="stochastic")
         runs.append(optimizer.state[model.hidden.weight]["exp_avg_sq"])
     assert torch.equal(runs[2], runs[3])
     assert all((one != other).float().mean() > 0.1 for one, other in itertools.combinations(runs[:3], 2))

@@ -31,7 +31,7 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     "a schedule": [TRAIN, ("schedule",), TRAIN, ("schedule",), ("lr", 1, 3e-2), TRAIN],
     "a group that is added": [("train", 2), ("add_group",), ("train", 2)],
     "a group that is added at first": [("add_group",), ("train", 2)],
-    "edits before a group is added": [TRAIN, ("edit", "exchange", 2), ("edit", "copy_", 5), ("add_group",), ("train", 2)],
+    "edits before a group is added": [TRAIN, ("edit", "exchange", 2), ("edit", "copy_", 5), ("add_group",), TRAIN],
     # -- layers that come and go
     "a layer that is thawed": [("freeze", "mix", True), TRAIN, TRAIN, ("freeze", "mix", False), ("train", 3), TRAIN],
     "thawed, by plain backwards": [

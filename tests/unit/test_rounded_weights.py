@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
 from pathlib import Path
@@ -15,23 +14,22 @@ from torch import nn
 import lightstep
 from lightstep import ConfigError
 from lightstep.plan.cost import cost
-from lightstep.precision import adam_kernel
 from lightstep.state import segment, staging
 from tests.covering import every_pair, every_value
-from tests.one_pass_on_cpu import one_pass_fixture
-from tests.reference.pair import EVERY_TIME, IN_BACKWARD, TWO_GROUPS, Pair, check_state
+from tests.one_pass_on_cpu import few_probes, one_pass_fixture
+from tests.reference.pair import EVERY_TIME, IN_BACKWARD, TWO_GROUPS
 from tests.reference.rounded_weights import (
     RoundedWeights,
     RoundedWithNearestMoments,
     RoundedWithStochasticInt8Moments,
     RoundedWithStochasticMoments,
 )
-from tests.reference.tiny_model import loss_of, representable
+from tests.unit import test_moments as with_masters
 from tests.unit.test_homes_and_times import HOMES
-from tests.unit.test_moments import CLASSES, SEEDS, SHAPES, ModelWithBlocks, homes_and_moments
+from tests.unit.test_moments import CLASSES, PLACES, SEEDS, ShortPair, homes_and_moments
 from tests.unit.test_next_forward import Training, assert_same
 
-__all__ = ["one_pass_fixture"]
+__all__ = ["few_probes", "one_pass_fixture"]
 
 KINDS = {
     ("float32", "nearest"): RoundedWeights,
@@ -44,33 +42,17 @@ KINDS = {
 COUNTING = {name: given for name, given in CLASSES.items() if name != "SGD-momentum"}
 
 
-class RoundedPair(Pair):
+class RoundedPair(ShortPair):
     """Both without masters."""
 
     has_masters = False
+    references = KINDS
 
-    def __init__(self, *args: Any, kind: tuple[str, str], **options: Any) -> None:
-        self.reference_class = KINDS[kind]
-        if kind[0] == "int8":
-            options["make_model"] = ModelWithBlocks
-        super().__init__(
-            *args,
-            master_weights="stochastic",
-            moments=kind[0],
-            moments_rounding=kind[1],
-            parameters="bfloat16",
-            **options,
-        )
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"parameters": "bfloat16", "master_weights": "stochastic", **options})
 
 
-@every_pair(
-    name=COUNTING,
-    backend=["bulk", "resident", "stream-overlap-resident-in-part", "stream-in-backward-and-forward"],
-    kind=KINDS,
-    rounding_seed=SEEDS,
-    micro_batches=[1, 2],
-    large=[1 << 18, 48],
-)
+@every_pair(name=COUNTING, backend=PLACES, kind=KINDS, rounding_seed=SEEDS, micro_batches=[1, 2], large=[1 << 18, 48])
 def test_the_bits_of_a_loop_without_masters(
     name: str,
     backend: str,
@@ -81,21 +63,8 @@ def test_the_bits_of_a_loop_without_masters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(staging, "LARGE", large)
-    optimizer_class, first, second, common = COUNTING[name]
-    pair = RoundedPair(
-        optimizer_class,
-        first,
-        second,
-        common=common,
-        backend=backend,
-        kind=kind,
-        rounding_seed=rounding_seed,
-        micro_batches=micro_batches,
-        max_norm=0.35,
-        overflow_at=(1, 5),
-        late_from=3,
-        intermittent=True,
-    )
+    options = {"backend": backend, "kind": kind, "rounding_seed": rounding_seed, "micro_batches": micro_batches}
+    pair = RoundedPair.with_everything(name, "bfloat16", **options)
     pair.train(4)
     pair.resume()
     pair.check()
@@ -114,22 +83,13 @@ def test_updates_in_backward(backend: str, kind: tuple[str, str], rounding_seed:
 
 
 @every_value(backend=sorted(EVERY_TIME.keys()), kind=KINDS, amsgrad=[False, True])
+@pytest.mark.usefixtures("few_probes")
 def test_one_kernel_does_all_of_it(
     backend: str, kind: tuple[str, str], amsgrad: bool, one_pass_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    every_kind = adam_kernel.probe_masters(torch.device("cpu"))
-    monkeypatch.setattr(adam_kernel, "probe_masters", lambda device: every_kind[:4099].clone())
     settings = {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": amsgrad}
-    pair = RoundedPair(
-        torch.optim.AdamW,
-        settings,
-        {**settings, "lr": 1e-3},
-        backend=backend,
-        kind=kind,
-        rounding_seed=2,
-        max_norm=0.35,
-        overflow_at=(2,),
-    )
+    options = {"backend": backend, "kind": kind, "rounding_seed": 2, "max_norm": 0.35, "overflow_at": (2,)}
+    pair = RoundedPair(torch.optim.AdamW, settings, {**settings, "lr": 1e-3}, **options)
     pair.train(2)
     with monkeypatch.context() as steady:
         refused = lambda *_: pytest.fail("weights were rounded apart from the update")  # noqa: E731
@@ -142,38 +102,14 @@ def test_one_kernel_does_all_of_it(
 
 def by_hand(state: dict[str, Any], **options: Any) -> Any:
     """A run on gradients from nowhere beside its reference: the optimizer."""
-    values = {
-        "precision": {"master_weights": "stochastic", "rounding_seed": 2},
-        "clipping": {"max_norm": None},
-        "optimizer_state": {"moments": "bfloat16", "moments_rounding": "stochastic", **state},
-    }
-    generator = torch.Generator().manual_seed(0)
-    model = nn.ParameterList(torch.randn(shape, generator=generator) for shape in SHAPES)
-    strategy = lightstep.Strategy.load(values)
-    model = strategy.prepare_model(representable(model))
-    twin = copy.deepcopy(model)
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, **options)
-    kind = values["optimizer_state"]["moments"], "stochastic"
-    reference = KINDS[kind]([{"params": list(twin.parameters())}], torch.optim.AdamW, rounding_seed=2, **options)
-    for _ in range(2):
-        for tested, expected in zip(model.parameters(), twin.parameters(), strict=True):
-            expected.grad = torch.randn(expected.shape, generator=generator).to(expected)
-            tested.grad = expected.grad.clone()
-        reference.collect()
-        optimizer.step()
-        reference.step()
-    optimizer.synchronize()
-    for tested, expected in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(tested, expected)
-        check_state("", dict(optimizer.state[tested]), reference.state(expected), None)
-    return optimizer
+    state = {"moments_rounding": "stochastic", **state}
+    return with_masters.by_hand(state, rounding_seed=2, master_weights="stochastic", references=KINDS, **options)
 
 
 @homes_and_moments
 def test_large_tensors_whole_and_cut(state: dict[str, Any], moments: str) -> None:
     optimizer = by_hand({**state, "moments": moments}, lr=1e-2, betas=(0.9, 0.999))
-    if state.get("backend") == "stream":
-        assert any(start for unit in optimizer._backend.units() for _, start, _ in unit.parts), "nothing was cut"
+    assert with_masters.are_cut(optimizer) or state.get("backend") != "stream"
 
 
 @pytest.mark.parametrize(
@@ -228,29 +164,15 @@ def test_small_updates_count_on_average() -> None:
 # -- from one setting to another ---------------------------------------------------------------------------------------
 
 
-def trained(master_weights: bool | str, folder: Path | None = None, **state: Any) -> tuple[Any, Any, Any]:
-    strategy = lightstep.Strategy.load(
-        {"precision": {"master_weights": master_weights}, "optimizer_state": {"moments": "bfloat16", **state}}
-    )
-    torch.manual_seed(0)
-    model = strategy.prepare_model(ModelWithBlocks())
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
-    if folder is not None:
-        strategy.load_checkpoint(folder, model, optimizer)
-    return strategy, model, optimizer
-
-
 @every_value(
     backend=["resident", "stream"], order=[(True, "stochastic"), ("stochastic", True), ("stochastic", "stochastic")]
 )
 def test_checkpoints_convert(tmp_path: Path, order: tuple[Any, Any], backend: str, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
-    strategy, model, optimizer = trained(order[0], backend=backend)
-    for step in range(3):
-        optimizer.backward(loss_of(model, step))
-        optimizer.step()
+    before, after = ({"precision": {"master_weights": kept}, "backend": backend} for kept in order)
+    strategy, model, optimizer = with_masters.trained("bfloat16", steps=3, **before)
     strategy.save_checkpoint(tmp_path / "a", model, optimizer)
-    _, loaded, other = trained(order[1], tmp_path / "a", backend=backend)
+    _, loaded, other = with_masters.trained("bfloat16", tmp_path / "a", **after)
     for mine, theirs in zip(model.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(mine, theirs)
         state = dict(other.state[theirs]) if theirs in other.state else {}
@@ -258,10 +180,8 @@ def test_checkpoints_convert(tmp_path: Path, order: tuple[Any, Any], backend: st
         if order == ("stochastic", True) and state:
             assert torch.equal(state["master"], mine.float())
     assert ("loaded masters" in caplog.text) is (order == (True, "stochastic"))
-    for step in range(3, 5):
-        for each, of in ((other, loaded), (optimizer, model)):
-            each.backward(loss_of(of, step))
-            each.step()
+    with_masters.go_on(model, optimizer, range(3, 5))
+    with_masters.go_on(loaded, other, range(3, 5))
     if order[0] == order[1]:
         assert all(map(torch.equal, model.parameters(), loaded.parameters()))
 
