@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -96,12 +96,25 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[n].cpu(), t.cpu()) for n, t in expected.items())
 
 
+CLOSES: list[Callable[[], None]] = []
+"""What ends the strategies of this test."""
+
+
+@pytest.fixture(autouse=True)
+def every_strategy_is_closed() -> Iterator[None]:
+    yield
+    while CLOSES:
+        CLOSES.pop()()
+
+
 class Run(publishing.Run):
     """A model in training with bf16 weights, and a receiver."""
 
     def __init__(self, state: dict[str, Any], optimizer: str = "adamw", lr: float = 1e-4, **more: Any) -> None:
         super().__init__(state, create=lambda strategy, model: CREATE[optimizer](strategy, model, lr), **more)
         self.receiver = Receiver()
+
+        CLOSES.append(self.strategy.close)
 
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
@@ -155,7 +168,6 @@ def test_updates_set_the_bits_of_what_they_change(
         deltas += len(run.receiver.as_deltas)
         before = now
     assert deltas > 6 and not compared
-    run.strategy.close()
 
 
 def edit(run: Run, folder: Path) -> None:
@@ -257,7 +269,6 @@ def test_nothing_is_missed(event: Callable[[Run, Path], None], state: str, tmp_p
         run.step()
         run.publish()
         assert run.is_served()
-    run.strategy.close()
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -284,7 +295,6 @@ def test_any_history_is_followed(state: str, tmp_path: Path) -> None:
         if chance.random() < 0.5:
             run.strategy.wait_for_publication()
             assert run.is_served(expected)
-    run.strategy.close()
 
 
 def test_a_set_that_replaces_another_has_the_changes_of_both() -> None:
@@ -302,7 +312,6 @@ def test_a_set_that_replaces_another_has_the_changes_of_both() -> None:
     run.receiver.go.set()
     run.strategy.wait_for_publication()
     assert run.is_served(expected) and run.receiver.as_deltas
-    run.strategy.close()
 
 
 # -- when bits are kept
@@ -320,7 +329,6 @@ def test_bits_take_the_place_of_the_last_set() -> None:
     assert len(publisher._free) == 1
     weights = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     assert weights / 8 < run.optimizer.memory_report()["delta_bytes"] < 8 * weights
-    run.strategy.close()
 
 
 @pytest.mark.parametrize(
@@ -343,7 +351,6 @@ def test_without_masters_that_writes_are_found_by_sets_are_compared(
         run.publish()
         assert run.is_served(expected)
     assert run.changed is None and compared and run.receiver.as_deltas
-    run.strategy.close()
 
 
 def no_room(*arguments: Any) -> None:
@@ -358,7 +365,6 @@ def test_without_room_for_bits_sets_are_compared(monkeypatch: pytest.MonkeyPatch
         run.publish()
         assert run.is_served()
     assert compared and run.receiver.as_deltas
-    run.strategy.close()
 
 
 def test_without_room_for_other_bits_the_old_ones_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +378,6 @@ def test_without_room_for_other_bits_the_old_ones_are_not_used(monkeypatch: pyte
     run.step()
     run.publish()
     assert run.is_served() and run.changed is None
-    run.strategy.close()
 
 
 def test_two_receivers_in_turn_get_whole_sets() -> None:
@@ -383,13 +388,13 @@ def test_two_receivers_in_turn_get_whole_sets() -> None:
         run.publish()
         assert run.is_served() and not run.receiver.as_deltas
         run.receiver, other = other, run.receiver
-    run.strategy.close()
 
 
 def test_another_strategy_that_publishes_breaks_the_chain() -> None:
     """The bits that it took are missing in the next ones."""
     run, other = Run(STATES["resident"]), Receiver()
     strategy = Strategy.load("resident")
+    CLOSES.append(strategy.close)
     for _ in range(3):
         run.step()
         run.publish()
@@ -399,8 +404,6 @@ def test_another_strategy_that_publishes_breaks_the_chain() -> None:
     run.step()
     run.publish()
     assert run.is_served() and not run.receiver.as_deltas
-    strategy.close()
-    run.strategy.close()
 
 
 def test_bits_are_read_behind_the_stream_that_copied_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,15 @@ import lightstep
 from lightstep.optimizer.arithmetic import BaseArithmetic
 from tests.covering import every_pair, every_value
 
+_STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.3}
 PLACES: dict[str, dict[str, Any]] = {
     "resident": {"backend": "resident"},
     "bulk": {"backend": "bulk"},
-    "stream": {"backend": "stream", "ring_mib": 0.3},
-    "next_forward": {"backend": "stream", "ring_mib": 0.3, "update": "next_forward"},
-    "in_backward": {"backend": "stream", "ring_mib": 0.3, "update": "in_backward"},
-    "overlap": {"backend": "stream", "ring_mib": 0.3, "update": "overlap"},
+    "stream": _STREAM,
+    **{update: {**_STREAM, "update": update} for update in ("next_forward", "in_backward", "overlap")},
 }
+
+
 STEPS = 9
 
 
@@ -254,11 +255,11 @@ def plain_run(optimizer_class: Any, stop: int = STEPS) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def build(optimizer_class: Any, place: str) -> tuple[Any, nn.Module, Any]:
+def build(optimizer_class: Any, place: str, groups: Any = None) -> tuple[Any, nn.Module, Any]:
     settings = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
     strategy = lightstep.Strategy.load({**settings, "optimizer_state": PLACES[place]})
     model = strategy.prepare_model(network())
-    return strategy, model, strategy.create_optimizer(model, optimizer_class)
+    return strategy, model, strategy.create_optimizer(model, optimizer_class, param_groups=groups and groups(model))
 
 
 def assert_same(tested: nn.Module, expected: nn.Module) -> None:
@@ -308,10 +309,7 @@ def test_a_group_without_gradients_counts_the_step(optimizer_class: Any, place: 
     expected = network()
     optimizer = optimizer_class(halves(expected))
     train_in_turns(expected, lambda loss: loss.backward(), optimizer)
-    settings = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
-    strategy = lightstep.Strategy.load({**settings, "optimizer_state": PLACES[place]})
-    model: Any = strategy.prepare_model(network())
-    tested = strategy.create_optimizer(model, optimizer_class, param_groups=halves(model))
+    _, model, tested = build(optimizer_class, place, halves)
     train_in_turns(model, tested.backward, tested)
     tested.synchronize()
     assert_same(model, expected)

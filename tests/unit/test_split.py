@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,49 +57,25 @@ def assert_exact(master: Tensor, place: str, splitter: Splitter | None = None) -
         assert torch.equal(extra, extra_for(place, master.numel())), "the second moment did not come back"
 
 
+UPPER = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FBF, 0x7FC0, 0x7FFF]
+LOW = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+EVERY_HALF = torch.arange(2**16)
+MASTERS: dict[str, Callable[[], Iterable[Tensor]]] = {
+    "all low halves under zeros, denormals, ordinary, largest, infinite and NaN ones": lambda: (
+        from_bits((upper << 16) | EVERY_HALF) for u in UPPER for upper in (u, u | 0x8000)
+    ),
+    "all upper halves over those that matter": lambda: (from_bits((EVERY_HALF << 16) | low) for low in LOW),
+    "random bits": lambda: [probe_masters(CPU)],
+    "any length": lambda: (probe_masters(CPU)[-n - 1 : -1].clone() for n in (0, 1, 7, 8, 9, 63, 1000)),
+}
+
+
 @pytest.mark.parametrize("place", PLACES)
-def test_all_low_halves_under_chosen_upper_halves(place: str) -> None:
-    """2^16 low halves under zeros, denormals, ordinary numbers, the largest finite ones, infinities and NaNs."""
-    low = torch.arange(2**16)
+@pytest.mark.parametrize("kind", MASTERS)
+def test_masters_come_back_as_they_were(kind: str, place: str) -> None:
     splitter = Splitter(CPU)
-    uppers = [
-        0x0000,
-        0x0001,
-        0x007F,
-        0x0080,
-        0x3F7F,
-        0x3F80,
-        0x3F81,
-        0x7F7E,
-        0x7F7F,
-        0x7F80,
-        0x7F81,
-        0x7FBF,
-        0x7FC0,
-        0x7FFF,
-    ]
-    for upper in [*uppers, *(u | 0x8000 for u in uppers)]:
-        assert_exact(from_bits((upper << 16) | low), place, splitter)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_all_upper_halves_under_the_low_halves_that_matter(place: str) -> None:
-    upper = torch.arange(2**16) << 16
-    splitter = Splitter(CPU)
-    for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
-        assert_exact(from_bits(upper | low), place, splitter)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_random_bits(place: str) -> None:
-    assert_exact(probe_masters(CPU), place)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 63, 1000])
-def test_any_length(place: str, n: int) -> None:
-    bits = torch.randint(0, 2**32, (n,), generator=torch.Generator().manual_seed(n))
-    assert_exact(from_bits(bits), place)
+    for masters in MASTERS[kind]():
+        assert_exact(masters, place, splitter)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -287,13 +264,8 @@ def test_a_twin_that_differs_in_one_bit_is_refused(wrong: str) -> None:
         target = arguments[{"split": 2, "join": 3, "fingerprints": 3, "fingerprint_rows": 1}[wrong]]
         target.view(-1).view(torch.uint8)[-4] ^= 1
 
-    twin = SimpleNamespace(
-        split=plain.split,
-        join=plain.join,
-        fingerprints=plain.fingerprints,
-        fingerprint_rows=plain.fingerprint_rows,
-    )
-    setattr(twin, wrong, off_by_one_bit)
+    names = ("split", "join", "fingerprints", "fingerprint_rows")
+    twin = SimpleNamespace(**{name: getattr(plain, name) for name in names} | {wrong: off_by_one_bit})
     assert not split._matches_torch(twin, CPU)
 
 
