@@ -21,6 +21,20 @@ def load(sharding: dict[str, Any], **sections: Any) -> lightstep.Strategy:
     return lightstep.Strategy.load({"sharding": sharding, **sections})
 
 
+def made(
+    sharding: dict[str, Any],
+    model: nn.Module,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    lr: float = 1e-2,
+    sections: dict[str, Any] | None = None,
+    **settings: Any,
+) -> tuple[lightstep.Strategy, Any, Any]:
+    """Strategy, prepared model and optimizer."""
+    strategy = load(sharding, **(sections or {}))
+    prepared = strategy.prepare_model(model)
+    return strategy, prepared, strategy.create_optimizer(prepared, optimizer_class, lr=lr, **settings)
+
+
 def train(
     strategy: lightstep.Strategy,
     model: nn.Module,
