@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair, every_value
 from tests.distributed.models import TinyTransformer
 from tests.one_pass_on_cpu import few_probes, one_pass_fixture
-from tests.patience import PATIENCE
 from tests.reference.pair import Pair, scale_for
 from tests.unit.test_moments import KINDS, PLACES, ShortPair
 from tests.unit.test_next_forward import Training, assert_same, small_cuts
@@ -351,23 +349,3 @@ def test_a_neighbour_that_needs_more_room_changes_nothing(
     assert_same(*states)
     assert one_pass_on_cpu["split" if parameters == "bfloat16" else "own"] > 0
     assert (one_pass_on_cpu["int8"] > 0) == ("moments" in state)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_leaves_state_that_is_released_on_the_host(
-    asynchronous: bool, tmp_path: Path, one_pass_on_cpu: Counter[str]
-) -> None:
-    tested, loaded, expected = (Training({"backend": "resident"}) for _ in range(3))
-    for training in (tested, expected):
-        training.train(2)
-    tested.optimizer.release_device_memory()
-    pending = tested.strategy.save_checkpoint(tmp_path / "a", tested.model, tested.optimizer, asynchronous=asynchronous)
-    assert tested.optimizer.memory_report()["device_bytes"] == 0
-    if pending is not None:
-        pending.result(PATIENCE)
-    loaded.strategy.load_checkpoint(tmp_path / "a", loaded.model, loaded.optimizer)
-    loaded.steps = 2
-    for training in (tested, loaded, expected):
-        training.train(2)
-    assert_same(tested.snapshot(), expected.snapshot())
-    assert_same(loaded.snapshot(), expected.snapshot())

@@ -32,7 +32,6 @@ from tests.patience import PATIENCE
 from tests.unit import test_next_forward as others
 from tests.unit.test_next_forward import assert_same, small_cuts
 from tests.unit.test_residency import Growing
-from tests.unit.test_stream import random_delays
 
 __all__ = ["small_cuts"]
 
@@ -669,24 +668,6 @@ def test_where_the_ring_has_no_room_for_weights_they_do_not_travel(
     assert not verdicts and max(tested.optimizer._backend._ring.sizes) == most
     monkeypatch.undo()
     assert_same(tested.snapshot(), expected.snapshot())
-
-
-@every_value(state=[OVERLAP, ON_HOST], clipping=[NEVER, TIGHT])
-@pytest.mark.usefixtures("never_pauses")
-def test_what_comes_to_stay_on_the_device_is_not_tried(
-    state: dict[str, Any], clipping: dict[str, Any], verdicts: Counter[str]
-) -> None:
-    """Its state has one version there. A budget may grow before any step: `auto` finds out what is free."""
-    tested, expected = pair(clipping, state)
-    losses = expected.train(8)
-    found = tested.train(3)
-    for stays in (0.25, 0.5, 0.1):
-        backend = tested.optimizer._backend
-        backend._residency.set_budget(int(stays * sum(record.nbytes for record in backend._records)))
-        found += tested.train(1)
-    assert found + tested.train(2) == losses
-    assert_same(tested.snapshot(), expected.snapshot())
-    assert verdicts["commit" if clipping is NEVER else "redo"] > 2
 
 
 def test_what_is_complete_last_stays_on_the_device_first() -> None:

@@ -84,6 +84,16 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     },
     "saved between backward and step": [("train", 2), BACKWARD, ("save", "checkpoint"), STEP, TRAIN,
                                         ("load", "stream", True, True, "float32"), TRAIN],
+    **{
+        f"edited and saved, as {how}": [
+            TRAIN, ("edit", edit, -1), ("move", "resident", how, True, "float32"), TRAIN,
+        ]
+        for how, edit in zip(SAVES, ("exchange", "data", "copy_"), strict=True)
+    },
+    "released while it is saved": [
+        ("train", 2), ("memory", "release_device_memory"), ("save", "meanwhile"), TRAIN,
+        ("load", None, False, True, "float32"), ("train", 2),
+    ],
     "a copy of what was not used yet": [("become_a_copy",), ("train", 2), TRAIN],
     "a copy": [("train", 2), TRAIN, ("become_a_copy",), TRAIN, ("train", 2)],
     "a new optimizer for weights under way": [("train", 2), TRAIN, ("delete",), TRAIN, TRAIN],

@@ -12,8 +12,9 @@ from torch import Tensor
 from lightstep.state import segment as segment_module
 from lightstep.state.store import Store
 from tests import stores
-from tests.covering import every_pair, every_value
+from tests.covering import every_pair
 from tests.reference.lion import Lion
+from tests.reference.pair import BACKENDS, DTYPES, Pair
 from tests.unit.test_stream import Run
 
 
@@ -25,14 +26,12 @@ class Adding(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                total: Tensor = self.state[p].setdefault("total", torch.zeros_like(p))
-                total.add_(p.grad).add_(1)
-                p.add_(total, alpha=0.01)
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            total: Tensor = self.state[p].setdefault("total", torch.zeros_like(p))
+            total.add_(p.grad).add_(1)
+            p.add_(total, alpha=0.01)
 
 
-SHAPES: list[tuple[int, ...]] = [(16, 8), (32,), (5, 7), (64, 3), (), (0, 4), (48,), (33,), (16,), (4, 4, 4)]
 MAKERS: dict[str, Callable[[], Store]] = {
     "resident": stores.resident,
     "bulk": stores.bulk,
@@ -40,7 +39,7 @@ MAKERS: dict[str, Callable[[], Store]] = {
 }
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
-    "AdamW-tensor-lr": (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "foreach": False}),
+    "AdamW-tensor-lr": (torch.optim.AdamW, {"lr": torch.tensor(1e-2)}),
     "Adam-amsgrad-maximize": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "maximize": True}),
     "SGD-momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}),
@@ -53,60 +52,28 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "padding is written to": (Adding, {}),
 }
 WAYS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
-LATE: dict[int, set[int]] = {0: {1, 6}, 1: {1}, 3: {0, 8}, 5: set(range(10))}
 
 
-class Textbook:
-    """torch's class on fp32 masters, one by one."""
-
-    def __init__(self, run: Run, optimizer_class: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
-        self.run, self.weights = run, [item.local.clone() for item in run.items]
-        self.masters = [weight.float().requires_grad_() for weight in self.weights]
-        asked = {"fused", "foreach"} & hyperparameters.keys()
-        fused = run.arithmetic._default_fused[torch.device("cpu")] and not asked
-        self.optimizer = optimizer_class(self.masters, **hyperparameters, **({"fused": True} if fused else {}))
-
-    def step(self, number: int, without: Collection[int]) -> None:
-        gradients = self.run.gradients(number, without)
-        for item, master in zip(self.run.items, self.masters, strict=True):
-            master.grad = gradients[item].clone() if item in gradients else None
-        self.optimizer.step()
-        with torch.no_grad():
-            for weight, master in zip(self.weights, self.masters, strict=True):
-                weight.copy_(master)
-
-    def assert_same(self, where: str) -> None:
-        entries = self.run.entries()
-        for number, (item, weight, master) in enumerate(zip(self.run.items, self.weights, self.masters, strict=True)):
-            assert torch.equal(item.local, weight), f"{where}: weight {number}"
-            state = self.optimizer.state.get(master, {}) if item.updated else {}
-            for key, value in state.items():
-                found = entries[number][key]
-                assert torch.equal(torch.as_tensor(found), torch.as_tensor(value)), f"{where}: {key} of {number}"
-            if state and not item.own_master:
-                assert torch.equal(entries[number]["master"], master), f"{where}: master {number}"
-
-
-@every_pair(name=CLASSES, way=WAYS, backend=MAKERS, dtype=[torch.bfloat16, torch.float16, torch.float32])
+@every_pair(name=CLASSES, way=WAYS, backend=BACKENDS, parameters=DTYPES)
 def test_every_class_gives_torchs_bits(
-    name: str, way: str, backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, way: str, backend: str, parameters: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With parameters that have no gradient in some steps; gaps between parameters where no kernel is fused."""
     optimizer_class, hyperparameters = CLASSES[name]
-    if name not in ("Lion", "AdamW-tensor-lr", "padding is written to"):  # they have no choice
-        hyperparameters = {**hyperparameters, **WAYS[way]}
+    common = {"AdamW-tensor-lr": {"foreach": False}, "Lion": {}, "padding is written to": {}}.get(name, WAYS[way])
     if way != "default":
         monkeypatch.setattr(segment_module, "CPU_VECTOR", 1)
-    made = MAKERS[backend]()
-    run = Run(made, optimizer_class, hyperparameters, dtype=dtype, shapes=SHAPES, layers=[0] * len(SHAPES))
-    textbook = Textbook(run, optimizer_class, hyperparameters)
-    for number in range(8):
-        without = LATE.get(number, set()) if optimizer_class is not torch.optim.SGD else set()  # torch's fails
-        assert run.backend.changed(run.items) == []
-        run.step(number, without=without)
-        textbook.step(number, without)
-        textbook.assert_same(f"step {number}")
-    made.close()
+    pair = Pair(
+        optimizer_class,
+        hyperparameters,
+        hyperparameters,  # equal groups are updated together
+        common=common,
+        parameters=parameters,
+        backend=backend,
+        late_from=0 if optimizer_class is torch.optim.SGD else 3,  # torch's fails
+        intermittent=optimizer_class is not torch.optim.SGD,
+    )
+    pair.train(8)
 
 
 def acquired(run: Run, without: Collection[int] = ()) -> list[int]:
@@ -160,26 +127,6 @@ def test_only_what_was_written_to_has_changed(backend: str) -> None:
     assert run.backend.changed(run.items) == [run.items[5], run.items[9]]
     assert run.backend.changed(run.items[6:]) == [run.items[9]]
     assert run.backend.changed([]) == []
-
-
-@every_value(backend=MAKERS, dtype=[torch.bfloat16, torch.float16])
-def test_masters_start_from_what_is_given(dtype: torch.dtype, backend: str) -> None:
-    run = Run(MAKERS[backend](), shapes=SHAPES, layers=[0] * len(SHAPES), dtype=dtype)
-    exact = [item.local.float() for item in run.items]
-    for number, (item, master) in enumerate(zip(run.items, exact, strict=True)):
-        if number % 2:
-            master.add_(torch.where(master == 0, 0, master.abs() * 2**-12))
-            assert torch.equal(master.to(dtype), item.local)
-            run.backend.set_initial_master(item, master)
-    assert run.backend.changed(run.items) == []
-    textbook = Textbook(run, torch.optim.AdamW, CLASSES["AdamW"][1])
-    with torch.no_grad():
-        for master, start in zip(textbook.masters, exact, strict=True):
-            master.copy_(start)
-    for number in range(3):
-        run.step(number, without={1} if number == 0 else ())
-        textbook.step(number, {1} if number == 0 else ())
-        textbook.assert_same(f"step {number}")
 
 
 @pytest.mark.parametrize("backend", list(MAKERS))
