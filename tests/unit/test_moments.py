@@ -27,7 +27,6 @@ from lightstep.precision.split import probe_masters
 from tests.covering import every_pair, every_value
 from tests.reference.pair import (
     DTYPES,
-    IN_BACKWARD,
     TWO_GROUPS,
     Pair,
     check_state,
@@ -116,15 +115,6 @@ def test_the_bits_of_a_loop_that_keeps_its_moments_so(
     ]
     expected = torch.bfloat16 if kind[0] == "bfloat16" else torch.float32
     assert moments and {value.dtype for value in moments} == {expected}
-
-
-@every_value(backend=IN_BACKWARD, parameters=["bfloat16", "float32"], kind=KINDS, rounding_seed=SEEDS)
-def test_updates_in_backward(backend: str, parameters: str, kind: tuple[str, str], rounding_seed: int) -> None:
-    options = {"parameters": parameters, "backend": backend, "rounding_seed": rounding_seed, "scope": "unit"}
-    pair = ShortPair(*TWO_GROUPS["AdamW"], kind=kind, **options)
-    pair.train(5)
-    pair.resume()
-    pair.train(3)
 
 
 # -- large tensors, cut and whole ones ---------------------------------------------------------------------------------
@@ -521,17 +511,6 @@ def test_checkpoints_convert(tmp_path: Any, caplog: Any, first: str, then: str, 
             expected = kept_in(then, key, value) if key.startswith("exp_avg") else value
             for found in (loaded.state[q][key], direct.state[r][key]):
                 assert found.dtype == expected.dtype and torch.equal(found.cpu(), expected.cpu())
-
-
-def test_a_copy_rounds_as_its_original() -> None:
-    seed = {"rounding_seed": 2}
-    _, model, optimizer = trained("bfloat16", steps=2, precision=seed, moments_rounding="stochastic")
-    model2, optimizer2 = copy.deepcopy((model, optimizer))
-    go_on(model, optimizer, range(2, 3))
-    go_on(model2, optimizer2, range(2, 3))
-    for p, q in zip(model.parameters(), model2.parameters(), strict=True):
-        for key, value in optimizer.state.get(p, {}).items():
-            assert torch.equal(value, optimizer2.state[q][key])
 
 
 def test_another_seed_gives_other_bits() -> None:

@@ -32,6 +32,7 @@ from tests.patience import PATIENCE
 from tests.unit import test_next_forward as others
 from tests.unit.test_next_forward import assert_same, small_cuts
 from tests.unit.test_residency import Growing
+from tests.unit.test_stream import random_delays
 
 __all__ = ["small_cuts"]
 

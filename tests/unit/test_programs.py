@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.covering import every_pair
-from tests.unit.test_fuzz import MOMENTS, run
+from tests.unit.test_fuzz import LOOPS, MOMENTS, run
 
 KINDS = [
     *("resident", "bulk", "stream in part, next_forward", "stream, overlap", "on the host, overlap"),
@@ -101,21 +101,17 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
 
 
 @every_pair(
-    program=PROGRAMS, kind=KINDS, base=MOMENTS, dtype=["bfloat16", "float16", "float32"], one_pass=[False, True]
+    program=PROGRAMS,
+    kind=KINDS,
+    base=MOMENTS,
+    dtype=["bfloat16", "float16", "float32"],
+    one_pass=[False, True],
+    moments=LOOPS,
+    rounds=[False, True],
 )
-def test_equal_to_the_textbook_loop(program: str, kind: str, base: str, dtype: str, one_pass: bool) -> None:
-    run(
-        PROGRAMS[program],
-        at_once=2,
-        one_pass=one_pass,
-        kind=kind,
-        by_unit="in_backward" in kind,
-        dtype=dtype,
-        base=base,
-        max_norm=0.05,
-        one_group=False,
-        rounded=True,
-        moments="float32",
-        rounds=False,
-        seed=0,
-    )
+def test_equal_to_the_textbook_loop(
+    program: str, kind: str, base: str, dtype: str, one_pass: bool, moments: str, rounds: bool
+) -> None:
+    settings = {"kind": kind, "by_unit": "in_backward" in kind, "max_norm": 0.05, "one_group": False, "rounded": True}
+    kept = {"base": base, "dtype": dtype, "moments": moments, "rounds": rounds, "seed": 0}
+    run(PROGRAMS[program], at_once=2, one_pass=one_pass, **settings, **kept)

@@ -17,7 +17,7 @@ from lightstep.plan.cost import cost
 from lightstep.state import segment, staging
 from tests.covering import every_pair, every_value
 from tests.one_pass_on_cpu import few_probes, one_pass_fixture
-from tests.reference.pair import EVERY_TIME, IN_BACKWARD, TWO_GROUPS
+from tests.reference.pair import EVERY_TIME
 from tests.reference.rounded_weights import (
     RoundedWeights,
     RoundedWithNearestMoments,
@@ -25,9 +25,7 @@ from tests.reference.rounded_weights import (
     RoundedWithStochasticMoments,
 )
 from tests.unit import test_moments as with_masters
-from tests.unit.test_homes_and_times import HOMES
 from tests.unit.test_moments import CLASSES, PLACES, SEEDS, ShortPair, homes_and_moments
-from tests.unit.test_next_forward import Training, assert_same
 
 __all__ = ["few_probes", "one_pass_fixture"]
 
@@ -71,15 +69,6 @@ def test_the_bits_of_a_loop_without_masters(
     pair.train(3)
     states = [dict(pair.optimizer.state[p]) for p in pair.model.parameters() if p in pair.optimizer.state]
     assert states and not any("master" in state for state in states)
-
-
-@every_value(backend=IN_BACKWARD, kind=KINDS, rounding_seed=SEEDS)
-def test_updates_in_backward(backend: str, kind: tuple[str, str], rounding_seed: int) -> None:
-    options = {"backend": backend, "rounding_seed": rounding_seed, "scope": "unit"}
-    pair = RoundedPair(*TWO_GROUPS["AdamW"], kind=kind, **options)
-    pair.train(4)
-    pair.resume()
-    pair.train(2)
 
 
 @every_value(backend=sorted(EVERY_TIME.keys()), kind=KINDS, amsgrad=[False, True])
@@ -131,17 +120,6 @@ def test_bytes_per_parameter(moments: str, width: float, name: str) -> None:
         records = optimizer._backend._records
         held = sum(record.nbytes for record in records)
         assert held / model.weight.numel() == pytest.approx(width, rel=0.001)
-
-
-@every_value(home=HOMES, update=["at_step", "next_forward", "overlap"])
-def test_weights_that_rest_on_the_host(home: str, update: str) -> None:
-    runs = []
-    for state, weights in ((HOMES["resident"], None), ({**HOMES[home], "update": update}, {"placement": "host"})):
-        given = {**state, "moments": "bfloat16", "moments_rounding": "stochastic"}
-        run = Training(given, "bfloat16", clipping={"max_norm": 0.5}, weights=weights, master_weights="stochastic")
-        runs.append((run.train(6), run.snapshot()))
-    assert runs[0][0] == runs[1][0]
-    assert_same(runs[1][1], runs[0][1])
 
 
 def test_small_updates_count_on_average() -> None:

@@ -294,16 +294,6 @@ def test_rows_with_gaps(dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------------------------------
 
 
-def test_negative_second_moments_are_kept_as_they_are() -> None:
-    """A checkpoint may hold what Adam would never make: then their signs are not used."""
-    run = Run(streamed(2))
-    run.step(0)
-    state = run.entries()[2]
-    state["exp_avg_sq"].neg_()
-    run.backend.load(run.items[2], state)
-    assert all(same_bits(run.entries()[2][key], state[key]) for key in ("exp_avg_sq", "master"))
-
-
 def test_parameters_join_and_leave() -> None:
     runs = [Run(streamed(3)), Run(stores.resident())]
     for run in runs:
@@ -318,12 +308,6 @@ def test_parameters_join_and_leave() -> None:
         run.register(everything)
         run.step(3)
     assert_same(*runs)
-
-
-def test_a_fresh_backend_has_the_same_settings() -> None:
-    backend = streamed(3, prefetch_layers=5)
-    assert backend.fresh()._settings == backend._settings
-    assert backend.fresh().units() == []
 
 
 # ---- bytes, allocations, order of work
@@ -462,25 +446,6 @@ def test_small_slots_are_warned_about_once_tensors_are_cut(caplog: pytest.LogCap
     caplog.clear()
     Run(stores.stream())
     assert caplog.text == ""
-
-
-def test_too_little_host_memory_is_refused_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHECK_VARIABLE, "0.000001")
-    backend = streamed(3)
-    with pytest.raises(HostMemoryError, match=r"optimizer state on the host: 0\.00 GiB"):
-        Run(backend)
-    assert backend.units() == []
-    monkeypatch.setenv(CHECK_VARIABLE, "off")
-    Run(backend).step(0)
-
-
-def test_parameters_on_two_devices_are_refused() -> None:
-    run = Run(streamed(3))
-    other = torch.empty(3, device="meta")
-    with pytest.raises(
-        ValueError, match="parameters are on cpu, meta; the stream backend needs all of them on one device"
-    ):
-        run.register([*run.items, Managed(other, other, run.group, "other")])
 
 
 def failing(lane: str, at: int = 0) -> Callable[[str], None]:
