@@ -53,6 +53,7 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
         ]
         for how in SAVES
     },
+    "edits before the first step": [("edit", "copy_", -1), TRAIN, ("edit", "there and back", 2), TRAIN, TRAIN],
     # -- memory
     "released before the first step, between and twice": [
         ("memory", "release_device_memory"),
@@ -108,10 +109,17 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     one_pass=[False, True],
     moments=LOOPS,
     rounds=[False, True],
+    rounded=[False, True],
 )
 def test_equal_to_the_textbook_loop(
-    program: str, kind: str, base: str, dtype: str, one_pass: bool, moments: str, rounds: bool
+    program: str, kind: str, base: str, dtype: str, one_pass: bool, moments: str, rounds: bool, rounded: bool
 ) -> None:
-    settings = {"kind": kind, "by_unit": "in_backward" in kind, "max_norm": 0.05, "one_group": False, "rounded": True}
+    settings = {
+        "kind": kind,
+        "by_unit": "in_backward" in kind,
+        "max_norm": 0.05,
+        "one_group": False,
+        "rounded": rounded,
+    }
     kept = {"base": base, "dtype": dtype, "moments": moments, "rounds": rounds, "seed": 0}
     run(PROGRAMS[program], at_once=2, one_pass=one_pass, **settings, **kept)
