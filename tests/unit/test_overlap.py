@@ -689,6 +689,14 @@ def test_updates_in_backward_say_what_stays_first_too(monkeypatch: pytest.Monkey
     assert [record.unit for record in backend._preferred_resident] == list(backend.units()[-1:])
 
 
+def test_recomputing_takes_nothing_back(verdicts: Counter[str]) -> None:
+    tested, expected = pair(recompute=True)
+    assert tested.train(5) == expected.train(5)
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts["rolled back"] == 0
+    assert verdicts["commit"] >= 2
+
+
 class HeldAttempts:
     """Units are tried when :meth:`release` says so."""
 

@@ -83,6 +83,10 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
         ]
         for how in SAVES
     },
+    **{
+        f"into {moments} moments": [TRAIN, TRAIN, ("move", "stream, overlap", "checkpoint", True, moments), TRAIN]
+        for moments in LOOPS
+    },
     "saved between backward and step": [("train", 2), BACKWARD, ("save", "checkpoint"), STEP, TRAIN,
                                         ("load", "stream", True, True, "float32"), TRAIN],
     **{

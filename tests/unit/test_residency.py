@@ -332,17 +332,7 @@ def test_a_unit_that_is_looked_at_and_not_updated_keeps_its_state(gib: float) ->
 
 @every_value(gib=[4 * KIB, 1.0], which=[1, 3, 6])
 def test_the_neighbours_of_what_is_edited_keep_what_only_the_device_has(which: int, gib: float) -> None:
-    """Nothing is read before: the edit itself has to bring the record down."""
-
-    def load(run: Run) -> None:
-        generator = torch.Generator().manual_seed(1)
-        item = run.items[which]
-        moments = {key: torch.rand(item.local.shape, generator=generator) for key in ("exp_avg", "exp_avg_sq")}
-        run.backend.load(item, {"step": torch.tensor(4.0), **moments})
-
-    def refresh(run: Run) -> None:
-        run.items[which].local.add_(0.25)
-        run.backend.refresh(run.items[which])
+    """Nothing is read before: the edit itself has to bring the record down. Other edits: ``test_programs.py``."""
 
     def remove(run: Run) -> None:
         run.backend.load(run.items[which], {})
@@ -355,14 +345,13 @@ def test_the_neighbours_of_what_is_edited_keep_what_only_the_device_has(which: i
         run.items[which].local.fill_(0.5)
         run.backend.refresh(run.items[which])
 
-    for edit in (load, refresh, remove, negative):
+    for edit, left_out in ((remove, ()), (negative, {which})):
         tested, expected = Run(resident(resident_gib=gib)), Run(stores.resident())
         for run in (tested, expected):
             run.steps(0, 2)
-            for number in range(2, 6):
-                if edit is not negative or number == 2:
-                    edit(run)
-                run.step(number, without={which} if edit is negative else ())
+            edit(run)
+            run.step(2, without=left_out)
+            run.step(3, without=left_out)
         assert_same_run(tested, expected, edit.__name__)
 
 
