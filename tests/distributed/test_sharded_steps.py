@@ -229,10 +229,10 @@ def test_the_gradient_is_in_place(rank: int, world_size: int, sharding: dict[str
     expected = {name: torch.zeros(5, 3) for name in trained}
 
     def backward(micro: int) -> Tensor:
-        values = [torch.full((5, 3), 2.0 ** (-5 * micro - 9 * r)) for r in range(world_size)]
+        values, mean = slopes(micro, world_size)
         loss = model(values[rank].to(strategy.device, torch.bfloat16), "left")
         loss.backward() if by_hand else optimizer.backward(loss)
-        return torch.stack(values).sum(0) / world_size
+        return mean
 
     def check_step(sums: dict[str, Tensor]) -> None:
         for name, p in trained.items():
@@ -293,9 +293,9 @@ def test_a_model_that_is_sharded_by_hand(rank: int, world_size: int, early: bool
         expected = torch.zeros(5, 3)
         for _ in range(2):
             for micro in range(3):
-                values = [torch.full((5, 3), 2.0 ** (-5 * micro - apart * r)) for r in range(world_size)]
+                values, mean = slopes(micro, world_size, apart)
                 optimizer.backward(model(values[rank].to(strategy.device, torch.bfloat16), "left"))
-                expected -= torch.stack(values).sum(0) / world_size
+                expected -= mean
             optimizer.step()
         found = master_of(optimizer, model.first)
         assert torch.equal(found, expected), (reduce_dtype, found, expected)
@@ -362,7 +362,7 @@ def test_a_penalty_on_the_shards(rank: int, world_size: int, sharding: dict[str,
         model = strategy.prepare_model(Penalized())
         optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
         weights = [block.weight for block in model.blocks]
-        values = [torch.full((5, 3), 2.0 ** (-9 * r)) for r in range(world_size)]
+        values, mean = slopes(0, world_size)
         for call in calls:
             losses = []
             if call != "penalty":
@@ -371,7 +371,7 @@ def test_a_penalty_on_the_shards(rank: int, world_size: int, sharding: dict[str,
                 losses += [0.25 * weight.to_local().sum() for weight in weights]
             optimizer.backward(sum(losses))
         optimizer.step()
-        expected = -(torch.stack(values).sum(0) / world_size) * sum(call != "penalty" for call in calls)
+        expected = -mean * sum(call != "penalty" for call in calls)
         expected -= 0.25 * sum(call != "data" for call in calls)
         for weight in weights:
             found = master_of(optimizer, weight)
