@@ -559,7 +559,7 @@ def test_a_closed_optimizer_says_so(backend: str) -> None:
     optimizer.close()
     uses = [optimizer.step, optimizer.state_dict, lambda: optimizer.state[setup.model[0].weight]]
     for use in [*uses, optimizer.release_device_memory, lambda: optimizer.set_residency(1)]:
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(RuntimeError, match="is closed"):
             use()
 
 

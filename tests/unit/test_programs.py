@@ -91,7 +91,7 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
                                         ("load", "stream", True, True, "float32"), TRAIN],
     **{
         f"edited and saved, as {how}": [
-            TRAIN, ("edit", edit, -1), ("move", "resident", how, True, "float32"), TRAIN,
+            TRAIN, ("edit", edit, -1), ("read", "optimizer.state"), ("move", "resident", how, True, "float32"), TRAIN,
         ]
         for how, edit in zip(SAVES, ("exchange", "data", "copy_"), strict=True)
     },

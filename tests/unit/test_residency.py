@@ -99,6 +99,10 @@ def test_over_the_budget_leaves_at_once() -> None:
     assert 0 < held(training) <= 5 * 1024 < everything
     training.optimizer.set_residency(0)
     assert held(training) == 0
+    training.optimizer.release_device_memory()
+    report = training.optimizer.memory_report()
+    assert report["ring_bytes"] == 4 * sum(len(r.parts) for r in training.optimizer._backend._records)
+    assert report["device_bytes"] == report["gradient_stage_bytes"] == 0
 
 
 def test_neither_a_steady_step_nor_an_edit_changes_a_buffer() -> None:
