@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+
 from tests.covering import every_pair
 from tests.unit.test_fuzz import LOOPS, MOMENTS, run
 
@@ -118,12 +121,9 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
 def test_equal_to_the_textbook_loop(
     program: str, kind: str, base: str, dtype: str, one_pass: bool, moments: str, rounds: bool, rounded: bool
 ) -> None:
-    settings = {
-        "kind": kind,
-        "by_unit": "in_backward" in kind,
-        "max_norm": 0.05,
-        "one_group": False,
-        "rounded": rounded,
-    }
-    kept = {"base": base, "dtype": dtype, "moments": moments, "rounds": rounds, "seed": 0}
-    run(PROGRAMS[program], at_once=2, one_pass=one_pass, **settings, **kept)
+    calls = PROGRAMS[program]
+    if "Adagrad" in base and ("add_group",) in calls and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11's own Adagrad raises a KeyError for a group that was added")
+    settings = {"kind": kind, "by_unit": "in_backward" in kind, "max_norm": 0.05, "one_group": False, "base": base}
+    kept = {"dtype": dtype, "moments": moments, "rounds": rounds, "rounded": rounded, "seed": 0}
+    run(calls, at_once=2, one_pass=one_pass, **settings, **kept)
