@@ -19,6 +19,7 @@ from torch import nn
 import lightstep
 from lightstep.distributed import Window
 from lightstep.optimizer.moments import Moments
+from lightstep.plan.cost import cost
 from lightstep.precision import moments_int8
 from lightstep.precision.moments import BFloat16
 from lightstep.precision.moments_int8 import Int8
@@ -207,26 +208,38 @@ def test_what_counts_no_steps_is_rounded_to_nearest_by_default(caplog: Any) -> N
     assert [record.message for record in caplog.records].count(said) == 1
 
 
-@pytest.mark.parametrize(("state", "width"), [({}, 8), ({"backend": "bulk"}, 6), (STREAM, 6)])
-def test_bytes_per_parameter(state: dict[str, Any], width: int) -> None:
-    report = by_hand(state, steps=1).memory_report()
-    found = report["host_bytes_per_parameter"] + report["device_bytes_per_parameter"]
-    assert width <= found < width + 0.05
+@pytest.mark.parametrize(
+    ("name", "moments", "masters", "width"),
+    [
+        ("resident", "bfloat16", True, 8),
+        ("bulk", "bfloat16", True, 6),
+        ("stream", "bfloat16", True, 6),
+        ("stream", "int8", True, 2 + (1 + 4 / 128) + (1 + 4 / 128 + 1 / 8)),
+        ("stream", "float32", "stochastic", 8),
+        ("resident", "bfloat16", "stochastic", 4),
+        ("stream", "bfloat16", "stochastic", 4),
+        ("resident", "int8", "stochastic", 2.1875),
+    ],
+)
+def test_bytes_per_parameter(name: str, moments: str, masters: bool | str, width: float) -> None:
+    changes = {"optimizer_state.moments": moments, "precision.master_weights": masters}
+    strategy = lightstep.Strategy.load(name, overrides=changes)
+    planned = cost(strategy.config)
+    state = planned.device_state if name == "resident" else planned.host_state
+    model = strategy.prepare_model(nn.Linear(1024, 4096, bias=False))
+    optimizer = strategy.create_optimizer(model)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    held = sum(record.nbytes for record in optimizer._backend._records) / model.weight.numel()
+    assert held == pytest.approx(width, rel=0.001)
+    assert state.count == pytest.approx(width, rel=0.001) or (name == "resident" and masters is True)
+    report = optimizer.memory_report()
+    assert report["host_bytes_per_parameter"] == pytest.approx(0 if name == "resident" else width, rel=0.001)
 
 
 @pytest.mark.parametrize("state", [{}, {**STREAM, "ring_mib": 32}])
 def test_classes_that_need_whole_tensors(state: dict[str, Any]) -> None:
     by_hand(state, optimizer_class=torch.optim.Muon, lr=1e-2)
-
-
-def test_eight_bits_take_four_bytes_per_parameter() -> None:
-    strategy = lightstep.Strategy.load("stream", overrides={"optimizer_state.moments": "int8"})
-    model = strategy.prepare_model(nn.Linear(1024, 4096, bias=False))
-    optimizer = strategy.create_optimizer(model)
-    model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()
-    width = optimizer.memory_report()["host_bytes_per_parameter"]
-    assert width == pytest.approx(2 + (1 + 4 / 128) + (1 + 4 / 128 + 1 / 8), rel=0.001)
 
 
 # -- 8 bits ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch import nn
 
 import lightstep
 from lightstep import ConfigError
-from lightstep.plan.cost import cost
 from lightstep.state import segment, staging
 from tests.covering import every_pair, every_value
 from tests.one_pass_on_cpu import few_probes, one_pass_fixture
@@ -99,27 +98,6 @@ def by_hand(state: dict[str, Any], **options: Any) -> Any:
 def test_large_tensors_whole_and_cut(state: dict[str, Any], moments: str) -> None:
     optimizer = by_hand({**state, "moments": moments}, lr=1e-2, betas=(0.9, 0.999))
     assert with_masters.are_cut(optimizer) or state.get("backend") != "stream"
-
-
-@pytest.mark.parametrize(
-    ("moments", "width", "name"),
-    [("float32", 8, "stream"), ("bfloat16", 4, "resident"), ("bfloat16", 4, "stream"), ("int8", 2.1875, "resident")],
-)
-def test_bytes_per_parameter(moments: str, width: float, name: str) -> None:
-    changes = {"optimizer_state.moments": moments, "precision.master_weights": "stochastic"}
-    strategy = lightstep.Strategy.load(name, overrides=changes)
-    planned = cost(strategy.config)
-    assert (planned.device_state if name == "resident" else planned.host_state).count == pytest.approx(width, rel=0.001)
-    model = strategy.prepare_model(nn.Linear(1024, 4096, bias=False))
-    optimizer = strategy.create_optimizer(model)
-    model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()
-    if name == "stream":
-        assert optimizer.memory_report()["host_bytes_per_parameter"] == pytest.approx(width, rel=0.001)
-    else:
-        records = optimizer._backend._records
-        held = sum(record.nbytes for record in records)
-        assert held / model.weight.numel() == pytest.approx(width, rel=0.001)
 
 
 def test_small_updates_count_on_average() -> None:
