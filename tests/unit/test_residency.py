@@ -426,15 +426,20 @@ def test_the_ring_is_for_those_that_travel() -> None:
     assert_same_run(run, expected)
 
 
-def test_a_failed_copy_of_a_resident_record_stops_the_backend_until_a_load() -> None:
+@pytest.mark.parametrize("lane", [HOST_TO_DEVICE, DEVICE_TO_HOST])
+def test_a_failed_copy_of_a_resident_record_stops_the_backend_until_a_load(lane: str) -> None:
     tested, expected = Run(resident()), Run(stores.resident())
     for run in (tested, expected):
         run.steps(0, 2)
     saved = expected.saved()
-    tested.backend.lanes.delay = failing(DEVICE_TO_HOST)
+    tested.backend.release_device_memory()
+    tested.backend.synchronize()
+    tested.step(2)
+    tested.backend.lanes.delay = failing(lane)
     with pytest.raises(LaneError, match="a page went missing"):  # noqa: PT012  (either of them may meet it)
         tested.backend.release_device_memory()
         tested.step(3)
+        tested.entries()
     tested.backend.lanes.delay = None
     for run in (tested, expected):
         run.load(saved)
