@@ -732,7 +732,8 @@ def test_backward_does_not_wait_for_what_is_tried(width: int, writes: bool, verd
         training.train(3)
         training.optimizer.synchronize()
         held = HeldAttempts(training) if training is tested else None
-        verdicts.clear() if training is tested else None
+        if training is tested:
+            verdicts.clear()
         backward(training)  # all of it, while the first unit stands still
         if writes:
             with torch.no_grad():
@@ -867,7 +868,8 @@ def test_loops_of_users(
     for training in (tested, expected):
         training.train(3)
         training.optimizer.synchronize()
-        training.delays(3) if training is tested else None
+        if training is tested:
+            training.delays(3)
         verdicts.clear()
         repeat(training)
         found = {verdict for verdict, times in verdicts.items() if times}
