@@ -211,12 +211,13 @@ class Programs:
         self.moments = "nearest" if self.base == "SGD-momentum" and moments == "stochastic" else moments
         self.kind, self.in_backward, self.begun, self.micro_batches = kind, "in_backward" in kind, False, 0
         self.wait_for_publication()
+        is_random = self.rounds or self.moments in ("stochastic", "int8")
         self.strategy = lightstep.Strategy.load(
             {
                 "precision": {
                     "parameters": self.dtype,
                     "loss_scale": self.scale,
-                    "rounding_seed": self.seed,
+                    "rounding_seed": self.seed if is_random else 0,  # refused otherwise
                     "master_weights": "stochastic" if self.rounds else True,
                 },
                 "clipping": {"max_norm": self.max_norm, "scope": "unit" if self.by_unit else "global"},
