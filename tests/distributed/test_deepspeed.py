@@ -8,7 +8,7 @@ import functools
 import gc
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -23,12 +23,15 @@ from lightstep.checkpoint import CheckpointError, load_checkpoint, save_checkpoi
 from lightstep.checkpoint.huggingface import full_weights
 from lightstep.config import ConfigError
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
+from lightstep.distributed import Ranks
 from lightstep.state.host_activations import HostActivations
 from tests.distributed.deepspeed_reference import DeepSpeedLoop
 from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool
 from tests.faults import forge
+from tests.reference.tiny_llama import VOCABULARY, make_llama
 
 HALF = {
     "bfloat16": "none",
@@ -41,23 +44,15 @@ PLAIN = {"lr": 1e-3, "foreach": False}
 vector, or in the rest), and DeepSpeed has all of a group in one tensor."""
 
 
-@contextlib.contextmanager
-def _own_linear() -> Iterator[None]:
-    """``deepspeed.zero.Init`` exchanges ``torch.nn.functional.linear`` for good; other tests need torch's."""
-    linear = nn.functional.linear
-    try:
-        yield
-    finally:
-        nn.functional.linear = linear
-
-
 def _alone(check: Callable[..., Any]) -> Callable[..., Any]:
+    """``deepspeed.zero.Init`` exchanges ``torch.nn.functional.linear`` for good; other tests need torch's."""
+
     @functools.wraps(check)
     def guarded(*arguments: Any, **keywords: Any) -> Any:
         number_anew()
         gc.freeze()  # DeepSpeed collects garbage several times for each engine
         try:
-            with _own_linear():
+            with mock.patch.object(nn.functional, "linear", nn.functional.linear):
                 return check(*arguments, **keywords)
         finally:
             gc.unfreeze()
@@ -112,12 +107,25 @@ def _assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 # -- the arithmetic
 
 
+CASES = [
+    "1 bfloat16 float32 none",
+    "1 float16 float32 none",
+    "1 bfloat16 float32 cpu",
+    "2 bfloat16 float32 none",
+    "2 float32 float32 none",
+    "2 bfloat16 parameters none",
+    "2 float16 float32 cpu",
+    "3 float16 float32 none",
+    "3 bfloat16 float32 cpu",
+]
+"""Stage, dtype, reduce, offload."""
+
+
+@on_ranks(2, "case", CASES)
 @_alone
-def follow(rank: int, world_size: int, stage: int, cases: list[tuple[str, str, str]]) -> dict[str, list[Any]]:
-    return {" ".join(case): _follow(rank, stage, *case) for case in cases}
-
-
-def _follow(rank: int, stage: int, dtype: str, reduce: str, offload: str) -> list[Any]:
+def test_weights_and_masters_are_those_of_a_plain_loop(rank: int, world_size: int, case: str) -> None:
+    number, dtype, reduce, offload = case.split()
+    stage = int(number)
     strategy = _strategy(stage, dtype, precision={"reduce": reduce}, sharding={"offload": offload})
     model, optimizer, scheduler = _made(strategy)
     torch.manual_seed(0)
@@ -154,27 +162,13 @@ def _follow(rank: int, stage: int, dtype: str, reduce: str, offload: str) -> lis
     assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.optimizer_class is torch.optim.AdamW
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == [group["lr"] for group in loop.optimizer.param_groups]
+    everybody = Ranks().gather(results)
+    assert everybody[0] == everybody[1], "the ranks agree"
+    applied, norms, scales = zip(*results, strict=True)
+    assert max(norm for norm in norms if norm != float("inf")) > 0.3, "clipping was active"
+    if dtype == "float16":
+        assert set(applied) == {False, True} and len(set(scales)) > 1, "a step was skipped for overflow"
     strategy.close()
-    return results
-
-
-@pytest.mark.parametrize(
-    ("stage", "cases"),
-    [
-        (1, ["bfloat16 float32 none", "float16 float32 none", "bfloat16 float32 cpu"]),
-        (2, ["bfloat16 float32 none", "float32 float32 none", "bfloat16 parameters none", "float16 float32 cpu"]),
-        (3, ["float16 float32 none", "bfloat16 float32 cpu"]),
-    ],
-)
-def test_weights_and_masters_are_those_of_a_plain_loop(pool: Pool, stage: int, cases: list[str]) -> None:
-    first, second = pool.run(follow, 2, stage=stage, cases=[tuple(case.split()) for case in cases])
-    assert first == second, "the ranks agree"
-    for case, found in first.items():
-        applied, norms, scales = zip(*found, strict=True)
-        assert max(norm for norm in norms if norm != float("inf")) > 0.3, f"{case}: clipping was active"
-        if case.startswith("float16"):
-            assert set(applied) == {False, True}, f"{case}: a step was skipped for overflow"
-            assert len(set(scales)) > 1, case
 
 
 # -- checkpoints
@@ -220,15 +214,10 @@ def test_a_resumed_run_continues_bit_for_bit(pool: Pool, tmp_path: Path, stage: 
     assert len(list((folder / tag).glob("*optim_states.pt"))) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"], "nothing is left beside it"
     if (stage, dtype) != (1, "bfloat16"):  # DeepSpeed's tool does not know the files of that optimizer
-        plain = _consolidated(folder)
+        from deepspeed.utils import zero_to_fp32
+
+        plain = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder))
         assert plain["head.weight"].dtype == torch.float32 and "blocks.2.down.weight" in plain
-
-
-def _consolidated(folder: Path) -> dict[str, Tensor]:
-    """What DeepSpeed's own tool makes of it."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    return get_fp32_state_dict_from_zero_checkpoint(str(folder))
 
 
 @_alone
@@ -240,29 +229,22 @@ def fails_to_save(rank: int, world_size: int, folder: str) -> list[str]:
     strategy.save_checkpoint(folder, *pieces, extra={"step": 1})
     before = _everything(*pieces[:2])
     _train(strategy, *pieces, range(1, 2), rank)
-    said = []
     write = torch.save
-    if rank == 1:
-        torch.save = lambda value, file, **keywords: _full() if isinstance(file, str) else write(value, file)
-    try:
-        with pytest.raises(CheckpointError) as caught:
-            strategy.save_checkpoint(folder, *pieces, extra={"step": 2})
-    finally:
-        torch.save = write
-    said.append(str(caught.value))
+    full = mock.patch.object(
+        torch, "save", lambda value, file, **keywords: _full() if isinstance(file, str) else write(value, file)
+    )
+    with full if rank == 1 else contextlib.nullcontext(), pytest.raises(CheckpointError) as caught:
+        strategy.save_checkpoint(folder, *pieces, extra={"step": 2})
+    said = [str(caught.value)]
     assert strategy.load_checkpoint(folder, *pieces) == {"step": 1}, "the one before is kept"
     _assert_same(_everything(*pieces[:2]), before)
     for other in (_strategy(3), _strategy(2, "float32")):
         live = _made(other)
         kept = _everything(*live[:2])
-        with pytest.raises(CheckpointError) as caught:
-            other.load_checkpoint(folder, *live)
-        said.append(str(caught.value))
+        said.append(_refused(other, folder, *live))
         _assert_same(_everything(*live[:2]), kept)
     groups = strategy.prepare_model(TinyTransformer())
-    with pytest.raises(CheckpointError) as caught:
-        strategy.load_checkpoint(folder, groups, strategy.create_optimizer(groups, lr=1e-3))
-    return [*said, str(caught.value)]
+    return [*said, _refused(strategy, folder, groups, strategy.create_optimizer(groups, lr=1e-3))]
 
 
 def _full() -> None:
@@ -322,9 +304,9 @@ def _run(code: str) -> None:
     _Code.ran.append(code)
 
 
-def _refused(strategy: Any, folder: str, model: nn.Module, optimizer: Any = None) -> str:
+def _refused(strategy: Any, folder: str, *pieces: Any) -> str:
     with pytest.raises(CheckpointError) as caught:
-        strategy.load_checkpoint(folder, model, optimizer)
+        strategy.load_checkpoint(folder, *pieces)
     return str(caught.value)
 
 
@@ -350,9 +332,10 @@ def test_a_checkpoint_is_whole_or_refused(pool: Pool, tmp_path: Path) -> None:
 # -- models
 
 
+@on_ranks(2)
 @_alone
-def makes(rank: int, world_size: int, folder: str) -> None:
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+def test_models_made_divided_are_the_same(rank: int, world_size: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
     strategy = _strategy(3)
     torch.manual_seed(3)
@@ -366,32 +349,25 @@ def makes(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(RuntimeError, match="create_optimizer"):
         model(torch.zeros(1, 2, dtype=torch.long, device=strategy.device))
     with pytest.raises(CheckpointError, match="create_optimizer"):
-        strategy.save_checkpoint(f"{folder}/early", model)
+        strategy.save_checkpoint(tmp_path / "early", model)
 
-    settings = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
+    settings = make_llama(tie_word_embeddings=True).config
     with pytest.raises(ConfigError, match="from_config"):
         strategy.prepare_model(lambda: LlamaForCausalLM(settings))
     torch.manual_seed(4)
     if rank == 0:
-        LlamaForCausalLM(settings).save_pretrained(f"{folder}/llama")
+        LlamaForCausalLM(settings).save_pretrained(tmp_path / "llama")
     dist.barrier()
-    saved = AutoModelForCausalLM.from_pretrained(f"{folder}/llama", dtype=torch.bfloat16).state_dict()
-    read = strategy.prepare_model(lambda: AutoModelForCausalLM.from_pretrained(f"{folder}/llama"))
-    filled = strategy.prepare_model(lambda: AutoModelForCausalLM.from_config(settings), weights=f"{folder}/llama")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.bfloat16).state_dict()
+    read = strategy.prepare_model(lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "llama"))
+    filled = strategy.prepare_model(lambda: AutoModelForCausalLM.from_config(settings), weights=tmp_path / "llama")
     for llama in (read, filled):
-        assert llama.config.vocab_size == 32 and strategy.unwrap_model(llama) is llama.module
+        assert llama.config.vocab_size == VOCABULARY and strategy.unwrap_model(llama) is llama.module
         assert next(llama.buffers()).dtype == torch.float32, "rotary frequencies are not rounded"
         for name, value in full_weights(llama).items():
             assert torch.equal(value, saved[name]), name
     optimizer = strategy.create_optimizer(read, torch.optim.AdamW, lr=1e-2)
-    tokens = torch.randint(32, (2, 6), generator=torch.Generator().manual_seed(rank)).to(strategy.device)
+    tokens = torch.randint(VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(rank)).to(strategy.device)
     losses = []
     for _ in range(3):
         losses.append(read(input_ids=tokens, labels=tokens, use_cache=False).loss)
@@ -400,9 +376,9 @@ def makes(rank: int, world_size: int, folder: str) -> None:
     assert losses[-1] < losses[0]
     with pytest.raises(ConfigError, match="publish_weights with sharding"):
         strategy.publish_weights(read)
-    strategy.export_model(f"{folder}/exported", read)
+    strategy.export_model(tmp_path / "exported", read)
     dist.barrier()
-    exported = AutoModelForCausalLM.from_pretrained(f"{folder}/exported").state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
     trained = full_weights(read)
     assert all(torch.equal(value, trained[name]) for name, value in exported.items() if name in trained)
     assert not all(torch.equal(value, saved[name]) for name, value in trained.items())
@@ -425,8 +401,9 @@ def _imports_transformers_before_it_divides(strategy: Any) -> None:
     assert hasattr(model.module.weight, "ds_id") and [hasattr(one.weight, "ds_id") for one in made] == [False]
 
 
+@on_ranks(2)
 @_alone
-def divided_elsewhere(rank: int, world_size: int) -> None:
+def test_models_that_were_divided_elsewhere(rank: int, world_size: int) -> None:
     import deepspeed
 
     strategy = _strategy(3)
@@ -440,11 +417,6 @@ def divided_elsewhere(rank: int, world_size: int) -> None:
     strategy.create_optimizer(strategy.prepare_model(alike), lr=1e-2)
     whole = _strategy(3, "float32").prepare_model(TinyTransformer)
     assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
-
-
-def test_models_made_divided_are_the_same(pool: Pool, tmp_path: Path) -> None:
-    pool.run(makes, 2, folder=str(tmp_path))
-    pool.run(divided_elsewhere, 2)
 
 
 def _starts_alike(rank: int) -> None:
@@ -463,8 +435,9 @@ def _starts_alike(rank: int) -> None:
 # -- engines made elsewhere
 
 
+@on_ranks(2)
 @_alone
-def adopts(rank: int, world_size: int) -> list[str]:
+def test_an_engine_made_elsewhere_is_checked_and_taken_over(rank: int, world_size: int) -> None:
     import deepspeed
 
     strategy = _strategy(2, max_norm=0.3)
@@ -482,35 +455,37 @@ def adopts(rank: int, world_size: int) -> list[str]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     assert _train(strategy, model, optimizer, schedule, range(2), rank) == expected
     _assert_same(_everything(model, optimizer), _everything(*own[:2]))
-    said = []
-    for changes in (
-        {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1},
-        {"communication_data_type": "bf16", "data_types": {}},
-        {"zero_optimization": {"stage": 1}},
+    accumulating = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}
+    for changes, *messages in (
+        (
+            {"gradient_clipping": 1.0, **accumulating},
+            "gradient_clipping is 1.0, and the strategy needs 0.3 (clipping.max_norm)",
+            "gradient_accumulation_steps is 2, and the strategy needs 1 (strategy.accumulate",
+        ),
+        (
+            {"communication_data_type": "bf16", "data_types": {}},
+            "communication_data_type is 'bf16', and the strategy needs 'fp32' (precision.reduce)",
+            "data_types.grad_accum_dtype is 'bf16'",
+        ),
+        (
+            {"zero_optimization": {"stage": 1}},
+            "zero_optimization.stage is 1, and the strategy needs 2 (sharding.stage)",
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             strategy.adopt_engine(engine(**changes))
-        said.append(str(caught.value))
+        assert [message for message in messages if message not in str(caught.value)] == []
     with pytest.raises(ConfigError, match="adopt_engine"):
         strategy.prepare_model(optimizer.engine)
-    return said
-
-
-def test_an_engine_made_elsewhere_is_checked_and_taken_over(pool: Pool) -> None:
-    first, _ = pool.run(adopts, 2)
-    clipping, dtypes, stage = first
-    assert "gradient_clipping is 1.0, and the strategy needs 0.3 (clipping.max_norm)" in clipping
-    assert "gradient_accumulation_steps is 2, and the strategy needs 1 (strategy.accumulate" in clipping
-    assert "communication_data_type is 'bf16', and the strategy needs 'fp32' (precision.reduce)" in dtypes
-    assert "data_types.grad_accum_dtype is 'bf16'" in dtypes
-    assert "zero_optimization.stage is 1, and the strategy needs 2 (sharding.stage)" in stage
 
 
 # -- the contract
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
 @_alone
-def keeps_the_contract(rank: int, world_size: int, stage: int) -> None:
+def test_the_contract_is_kept(rank: int, world_size: int, stage: int) -> None:
     strategy = _strategy(stage)
     model, optimizer, _ = _made(strategy)
     device = strategy.device
@@ -534,12 +509,9 @@ def keeps_the_contract(rank: int, world_size: int, stage: int) -> None:
         optimizer.backward(loss_of(model, 0, 1, rank, device))
     assert optimizer.step() and all(p.grad is None for p in model.parameters())
     optimizer.zero_grad()
+    group = {"params": [nn.Parameter(torch.zeros(2))]}
     unsupported: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (
-            lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
-            RuntimeError,
-            "create_optimizer",
-        ),
+        (lambda: optimizer.add_param_group(group), RuntimeError, "create_optimizer"),
         (lambda: optimizer.set_residency(1.0), ValueError, r"sharding\.offload"),
         (lambda: optimizer.load_state_dict({}), NotImplementedError, "load_checkpoint"),
         (lambda: optimizer.step(lambda: None), ValueError, "without a closure"),
@@ -583,13 +555,9 @@ def keeps_the_contract(rank: int, world_size: int, stage: int) -> None:
         again[1].step()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_contract_is_kept(pool: Pool, stage: int) -> None:
-    pool.run(keeps_the_contract, 2, stage=stage)
-
-
+@on_ranks(2)
 @_alone
-def adopts_changes(rank: int, world_size: int) -> None:
+def test_outside_changes_reach_the_masters(rank: int, world_size: int) -> None:
     """Weights that somebody loads or edits after the optimizer was made are not reverted by its masters."""
     _starts_alike(rank)
     for stage in (1, 2):
@@ -612,7 +580,3 @@ def adopts_changes(rank: int, world_size: int) -> None:
             model.module.head.weight.fill_(-0.0)
         optimizer.refresh_master_weights()
         assert _everything(model, optimizer)["master.head.weight"].signbit().all(), "a sum of parts would be 0.0"
-
-
-def test_outside_changes_reach_the_masters(pool: Pool) -> None:
-    pool.run(adopts_changes, 2)

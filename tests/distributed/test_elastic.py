@@ -135,7 +135,7 @@ def test_lightstep_train_goes_on_by_itself(pool: Pool, tmp_path: Path) -> None:
     found = re.findall(r"SIGTERM: stopped after step (\d+); continue from \S*checkpoint-\1 with --resume", said)
     assert len(found) == said.count("continuing from") == said.count("validation loss before") - 1 == 1, said
     values = {**yaml.safe_load(config.read_text()), "name": "whole", "strategy": "fsdp2", "checkpoint": {"every": 0}}
-    pool.run(run, 2, group=False, values=values, stop_at=int(found[0]))
+    pool.run(run, 2, group=False, values=values, stop=int(found[0]))
     runs = [tmp_path / "runs" / name / f"checkpoint-{found[0]}" for name in ("whole", "killed")]
     assert _contents(runs[0]) == _contents(runs[1])
 

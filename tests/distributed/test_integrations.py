@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import random
@@ -99,7 +98,7 @@ def reset() -> None:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """All weights; ranks may hold a part of the model each."""
+    """All weights, copied to the host; ranks may hold a part of the model each."""
     return {name: tensor.clone() for name, tensor in full_weights(model).items()}
 
 
@@ -130,8 +129,10 @@ def trainer_of(args: Any, model: nn.Module, strategy: Any, **options: Any) -> Li
     return trainer
 
 
-def trained(folder: str | Path, kind: str, resume: str | None = None, seed: int = 0) -> LightstepTrainer:
-    trainer = trainer_of(arguments(folder, kind, **SAVES), make_llama(seed), STRATEGIES[kind])
+def trained(folder: str | Path, kind: str, resume: str | None = None, **options: Any) -> LightstepTrainer:
+    seed, saves = (0, SAVES) if resume is None else (1, {})
+    args = arguments(folder, kind, **saves | options.pop("more", {}))
+    trainer = trainer_of(args, make_llama(seed), STRATEGIES[kind], **options)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -141,20 +142,36 @@ def same_in_folder(folder: str, weights: dict[str, Tensor]) -> None:
     same({name: parameter.detach() for name, parameter in saved.named_parameters()}, weights)
 
 
+@contextlib.contextmanager
+def late_writers(rank: int) -> Iterator[None]:
+    """The ranks' writers begin at different moments, while training goes on."""
+    write, moments = save.write_tensors, random.Random(rank)
+
+    def late(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(moments.uniform(0.0, 0.1))
+        return write(*arguments)
+
+    with mock.patch.object(save, "write_tensors", late):
+        yield
+
+
 def train(rank: int, world_size: int, kind: str, folder: str) -> None:
-    """One run with a checkpoint in it, one that continues from there, and the plain loop."""
-    with fresh_state(kind):
-        first = trained(folder, kind)
+    """One run with checkpoints in it, those that continue from there, and the plain loop."""
+    asynchronous = {"asynchronous_saves": True, "more": {"save_steps": 1, "save_total_limit": 2}}
+    with late_writers(rank), fresh_state(kind):
+        first = trained(folder, kind, **asynchronous if kind == "accelerate" else {})
         inner = first.optimizer.optimizer
         assert isinstance(first.model, FSDPModule) is (kind != "ddp")
         assert (inner._backend._share is not None) is (kind == "ddp")
         first.save_model(f"{folder}/saved")
         weights = whole(first.model)
         loss = first.evaluate()["eval_loss"]
-    with fresh_state(kind):
-        second = trained(folder, kind, resume=f"{folder}/checkpoint-2", seed=1)
-        same(whole(second.model), weights)
-        assert second.evaluate()["eval_loss"] == loss
+    for checkpoint in ("checkpoint-2", *(["checkpoint-3"] if kind == "accelerate" else [])):
+        with fresh_state(kind):
+            second = trained(folder, kind, resume=f"{folder}/{checkpoint}")
+            same(whole(second.model), weights)
+            assert second.evaluate()["eval_loss"] == loss
     same(plain_loop(rank, world_size, STRATEGIES[kind], first.state.log_history), weights)
     same_in_folder(f"{folder}/saved", weights)
 
@@ -222,9 +239,13 @@ def plain_loop(rank: int, world_size: int, values: dict[str, Any], logs: list[di
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_trainer(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """accelerate's shards are saved while training goes on: replicas and others in ``test_snapshots.py``, as well."""
     pool.run(train, 2, kind=kind, folder=str(tmp_path))
     assert not list(tmp_path.glob("checkpoint-2/optimizer*"))
-    assert len(list(tmp_path.glob("checkpoint-2/lightstep/*.distcp"))) == 2  # each rank wrote its part
+    for each in ("lightstep/*.distcp", "rng_state_*.pth"):
+        assert len(list(tmp_path.glob(f"checkpoint-2/{each}"))) == 2  # each rank wrote its part
+    if kind == "accelerate":
+        assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
 
 
 def save_as_before(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -251,40 +272,6 @@ def test_a_checkpoint_of_one_process_is_continued(pool: Pool, tmp_path: Path, ki
     Trainer(make_llama(), args, train_dataset=Rows()).train()
     reset()
     pool.run(resume_plain, 2, kind=kind, folder=str(tmp_path))
-
-
-def asynchronous(rank: int, world_size: int, folder: str) -> None:
-    """The ranks' writers begin at different moments, while training goes on; each saved step is continued."""
-    kind = "accelerate"
-    strategy = STRATEGIES[kind] | {"optimizer_state": {**OVERLAP, "update": "overlap"}}
-    write, moments = save.write_tensors, random.Random(rank)
-
-    def late(*arguments: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(moments.uniform(0.0, 0.1))
-        return write(*arguments)
-
-    def made(seed: int = 0, asynchronous_saves: bool = False, **options: Any) -> LightstepTrainer:
-        args = arguments(folder, kind, **SAVES | {"save_steps": 1} | options)
-        return trainer_of(args, make_llama(seed), strategy, asynchronous_saves=asynchronous_saves)
-
-    with mock.patch.object(save, "write_tensors", late), fresh_state(kind):
-        trainer = made(asynchronous_saves=True, save_total_limit=2)
-        trainer.train()
-        weights = whole(trainer.model)
-        assert sorted(path.name for path in Path(folder).glob("*checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
-        torch.distributed.barrier()
-    for checkpoint in (True, f"{folder}/checkpoint-2"):
-        with fresh_state(kind):
-            resumed = made(1, save_strategy="no")
-            resumed.train(resume_from_checkpoint=checkpoint)
-            same(whole(resumed.model), weights)
-
-
-def test_asynchronous_saves(pool: Pool, tmp_path: Path) -> None:
-    """What state on the device and replicas save while they train: ``test_snapshots.py``, here and in tests/unit."""
-    pool.run(asynchronous, 2, folder=str(tmp_path))
-    assert len(list(tmp_path.glob("checkpoint-3/rng_state_*.pth"))) == 2
 
 
 @pytest.mark.parametrize("kind", ["strategy", "accelerate"])
@@ -371,7 +358,7 @@ def test_the_trainer_with_weights_on_the_host(rank: int, world_size: int, kind: 
         first = trainer.evaluate()["eval_loss"] if kind == "strategy" and resumed is None else None
         trainer.train(resume_from_checkpoint=resumed and f"{tmp_path}/{resumed}/checkpoint-2")
         model: Any = trainer.model.eval()
-        weights = {name: tensor.cpu() for name, tensor in whole(model).items()}
+        weights = whole(model)
         names = ("loss", "grad_norm", "learning_rate", "eval_loss")
         logs = [{key: entry[key] for key in names if key in entry} for entry in trainer.state.log_history]
         if resumed:
@@ -419,29 +406,29 @@ def test_a_reference_model_that_follows(rank: int, world_size: int, tmp_path: Pa
         for weights in trainer.published.published:
             for name, average in expected.items():
                 average.mul_(0.5).add_(weights[name].cpu(), alpha=0.5)
-        same({name: p.cpu() for name, p in whole(trainer.reference).items()}, expected)
-        same({name: weight.cpu() for name, weight in trainer.published.published[-1].items()}, whole(trainer.model))
+        same(whole(trainer.reference), expected)
+        same(
+            {name: weight.cpu() for name, weight in trainer.published.published[-1].items()},
+            whole(trainer.model),
+        )
+
+
+WIDE = {"sharding": {"kind": "fsdp2", "compute": "bfloat16"}, "precision": {"parameters": "float32"}}
 
 
 class Mixed2Seq(LightstepMixin, Seq2SeqTrainer):
     """Generates when it evaluates."""
 
 
-@on_ranks(2)
-def test_generation_from_shards(rank: int, world_size: int, tmp_path: Path) -> None:
-    fp32 = {"sharding": {"kind": "fsdp2", "compute": "bfloat16"}, "precision": {"parameters": "float32"}}
-    for values in (STRATEGIES["strategy"], STRATEGIES["strategy"] | fp32):
-        generates(values, tmp_path)
-
-
-def generates(values: dict[str, Any], folder: Path) -> None:
+@on_ranks(2, "values", [STRATEGIES["strategy"], STRATEGIES["strategy"] | WIDE])
+def test_generation_from_shards(rank: int, world_size: int, values: dict[str, Any], tmp_path: Path) -> None:
     """An encoder that ``generate`` calls by itself, with updates that are not waited for: the whole model's tokens."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 48}
     model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
     rows = Rows()
     with fresh_state("strategy"):
-        given = arguments(folder, max_steps=1).to_dict()
+        given = arguments(tmp_path, max_steps=1).to_dict()
         keys = {"output_dir", "per_device_train_batch_size", "use_cpu", "max_steps", "learning_rate", "report_to"}
         args = Seq2SeqTrainingArguments(
             **{key: given[key] for key in keys}, save_strategy="no", predict_with_generate=True
@@ -560,34 +547,61 @@ def accelerated_steps(accelerator: Accelerator, model: nn.Module, optimizer: Any
     return skipped
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [
+        *((kind, ("device", "device")) for kind in STRATEGIES),
+        *(("accelerate", places) for places in (("host", "device"), ("device", "host"))),
+    ],
+)
 @on_ranks(2)
-def test_accelerate(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
-    """Against the strategy's own loop, through save_state and load_state; with two classes if accelerate shards."""
+def test_accelerate(rank: int, world_size: int, kind: str, places: tuple[str, str], tmp_path: Path) -> None:
+    """Against the strategy's own loop, through save_state and load_state, which may continue at the other place.
+
+    With two classes if accelerate shards.
+    """
     values = STRATEGIES[kind] | {"precision": {"parameters": "float16", "loss_scale": FP16_SCALE}}
     chosen: dict[str, Any] = {"rules": both_classes()} if kind == "accelerate" else ADAMW
-    with fresh_state(kind):
-        accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values, chosen)
-        assert accelerator.mixed_precision == "no"
-        assert accelerated_steps(accelerator, model, optimizer, scheduler, range(2)) == 1
-        pending = accelerator.save_state(f"{tmp_path}/state", asynchronous=True)
-        accelerated_steps(accelerator, model, optimizer, scheduler, range(2, STEPS))
-        assert pending.result(PATIENCE) == tmp_path / "state" and (tmp_path / "state").is_dir()
-        weights, rate = whole(strategy.unwrap_model(model)), scheduler.get_last_lr()
-        given = accelerator.get_state_dict(model)
-        if rank == 0:
-            same({name: given[name].cpu() for name in weights}, weights)
-    with fresh_state(kind):
-        accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values, chosen)
-        accelerator.load_state(f"{tmp_path}/state")
-        accelerated_steps(accelerator, model, optimizer, scheduler, range(2, STEPS))
-        accelerator.save_state(f"{tmp_path}/waited")
-        with mock.patch("lightstep.integrations.accelerate._is_written_in_place", return_value=rank == 1):
-            accelerator.save_state(f"{tmp_path}/waited")  # what one rank finds counts on all
-        same(whole(strategy.unwrap_model(model)), weights)
-        assert scheduler.get_last_lr() == rate
-        assert rate[-1] == pytest.approx(3e-3 * 0.9 ** (world_size * (STEPS - 1)))  # accelerate counts per process
-    same(own_loop(rank, world_size, values, chosen), weights)
+    with reducing_each() if "host" in places else contextlib.nullcontext():
+        with fresh_state(kind):
+            accelerator, strategy, *run = accelerated(kind, values | {"weights": PLACEMENTS[places[0]]}, chosen)
+            model, optimizer, scheduler = run
+            assert accelerator.mixed_precision == "no" and accelerator.is_fsdp2 is (kind == "accelerate")
+            assert accelerated_steps(accelerator, *run, range(2)) == 1
+            if places[0] == "host":
+                slow_host(model, optimizer, rank)
+            pending = accelerator.save_state(f"{tmp_path}/state", asynchronous=True)
+            accelerated_steps(accelerator, *run, range(2, STEPS))
+            assert pending.result(PATIENCE) == tmp_path / "state" and (tmp_path / "state").is_dir()
+            weights, rate = whole(strategy.unwrap_model(model)), scheduler.get_last_lr()
+            norm, loss = float(optimizer.result.grad_norm), loss_after(accelerator, model)
+            given = accelerator.get_state_dict(model)
+            if rank == 0:
+                same({name: given[name].cpu() for name in weights}, weights)
+            if places[0] == "host":
+                accelerator.save_model(model, f"{tmp_path}/model")
+        with fresh_state(kind):
+            accelerator, strategy, *run = accelerated(kind, values | {"weights": PLACEMENTS[places[1]]}, chosen)
+            model, optimizer, scheduler = run
+            accelerator.load_state(f"{tmp_path}/state")
+            accelerated_steps(accelerator, *run, range(2, STEPS))
+            assert (float(optimizer.result.grad_norm), loss_after(accelerator, model)) == (norm, loss)
+            accelerator.save_state(f"{tmp_path}/waited")
+            with mock.patch("lightstep.integrations.accelerate._is_written_in_place", return_value=rank == 1):
+                accelerator.save_state(f"{tmp_path}/waited")  # what one rank finds counts on all
+            same(whole(strategy.unwrap_model(model)), weights)
+            assert scheduler.get_last_lr() == rate
+            assert rate[-1] == pytest.approx(3e-3 * 0.9 ** (world_size * (STEPS - 1)))  # accelerate counts per process
+        same(own_loop(rank, world_size, values, chosen), weights)
+    if places[0] == "host" and rank == 0:
+        saved = load_file(f"{tmp_path}/model/model.safetensors")
+        same({name: weights[name] for name in saved}, saved)
+
+
+def loss_after(accelerator: Accelerator, model: nn.Module) -> float:
+    row = Rows()[accelerator.process_index]["input_ids"][None]
+    with torch.no_grad():
+        return float(model(input_ids=row.to(accelerator.device)).logits.float().sum())
 
 
 def own_loop(rank: int, world_size: int, values: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Tensor]:
@@ -606,57 +620,6 @@ def own_loop(rank: int, world_size: int, values: dict[str, Any], chosen: dict[st
             for _ in range(world_size):
                 scheduler.step()
     return whole(strategy.unwrap_model(model))
-
-
-@on_ranks(2)
-def test_accelerate_with_weights_on_the_host(rank: int, world_size: int, tmp_path: Path) -> None:
-    """The bits of weights on the device. What was saved continues at the other place.
-
-    Other tests show how times and shardings meet there, the Trainer's with the strategy's shards, too.
-    """
-    values = {**STRATEGIES["accelerate"], "optimizer_state": OVERLAP}
-    found: dict[str, list[Any]] = {}
-
-    def begin(placement: str) -> tuple[Any, Any, Any, Any]:
-        chosen = {"rules": both_classes()}
-        accelerator, _, *prepared = accelerated("accelerate", {**values, "weights": PLACEMENTS[placement]}, chosen)
-        assert accelerator.is_fsdp2
-        return accelerator, *prepared
-
-    def end(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any) -> list[Any]:
-        accelerated_steps(accelerator, model, optimizer, scheduler, range(2, STEPS))
-        given = accelerator.get_state_dict(model)
-        kept = {name: tensor.cpu().clone() for name, tensor in given.items()}
-        with torch.no_grad():
-            loss = model(input_ids=Rows()[rank]["input_ids"][None].to(accelerator.device)).logits.float().sum()
-        weights = {name: tensor.cpu() for name, tensor in whole(accelerator.unwrap_model(model)).items()}
-        if rank == 0:
-            same({name: kept[name] for name in weights}, weights)
-        norm = float(optimizer.result.grad_norm)
-        return [weights, float(loss), scheduler.get_last_lr(), optimizer.result.applied, norm]
-
-    with reducing_each():
-        for placement in PLACEMENTS:
-            with fresh_state("accelerate"):
-                run = begin(placement)
-                accelerated_steps(*run, range(2))
-                if placement == "host":
-                    slow_host(run[1], run[2], rank)
-                run[0].save_state(f"{tmp_path}/{placement}")
-                found[placement] = end(*run)
-                if placement == "host":
-                    run[0].save_model(run[1], f"{tmp_path}/model")
-        for placement, other in zip(PLACEMENTS, reversed(PLACEMENTS), strict=True):
-            with fresh_state("accelerate"):
-                run = begin(other)
-                run[0].load_state(f"{tmp_path}/{placement}")
-                found[f"from {placement}"] = end(*run)
-    for name, (weights, *rest) in found.items():
-        same(weights, found["device"][0])
-        assert rest == found["device"][1:], name
-    if rank == 0:
-        saved = load_file(f"{tmp_path}/model/model.safetensors")
-        same({name: found["device"][0][name] for name in saved}, saved)
 
 
 @on_ranks(2)
@@ -683,61 +646,41 @@ def test_plain_state(rank: int, world_size: int, tmp_path: Path) -> None:
             accelerator.load_state(tmp_path)
 
 
-def refuse_uneven_inputs() -> None:
-    """Nobody would be there for the steps of those that have more batches."""
-    with fresh_state("ddp"):
-        accelerator, _, model, _, _ = accelerated("ddp", STRATEGIES["ddp"])
-        with (
-            pytest.raises(ConfigError, match="join_uneven_inputs"),
-            accelerator.join_uneven_inputs([model], even_batches=False),
-        ):
-            pass
-        with accelerator.join_uneven_inputs([model]):
-            pass
-
-
-@contextlib.contextmanager
-def logged(name: str) -> Iterator[list[str]]:
-    """The warnings of one logger."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    yield messages
-    logging.getLogger(name).removeHandler(handler)
-
-
 @on_ranks(2)
 def test_policies_and_refusals(rank: int, world_size: int) -> None:
     """Who is told bf16 keeps bf16 shards all the same; what contradicts accelerate's sharding is refused."""
-    refuse_uneven_inputs()
-    with fresh_state("accelerate"):
-        with logged("lightstep.integrations.accelerate") as messages:
-            accelerator, _, model, _, _ = accelerated("accelerate", STRATEGIES["accelerate"], mixed_precision="bf16")
-        assert ["would make fp32 shards; they are bfloat16" in message for message in messages] == [True] * (rank == 0)
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-        policy = accelerator.state.fsdp_plugin.mixed_precision_policy
-        assert (policy.param_dtype, policy.reduce_dtype) == (None, torch.float32)
-    with fresh_state("accelerate"):
-        fp32 = STRATEGIES["accelerate"] | {"precision": {"parameters": "float32"}}
-        accelerator, _, model, _, _ = accelerated("accelerate", fp32, mixed_precision="bf16")
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-        policy = accelerator.state.fsdp_plugin.mixed_precision_policy
-        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"sharding": {"kind": "ddp"}}, "sharding.kind of the strategy is ddp"),
-        ({"sharding": {"kind": "fsdp2", "reshard_after_forward": False}}, "sharding.reshard_after_forward False"),
+    kind, reduced = "accelerate", torch.float32
+    for parameters, kept in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
+        values = STRATEGIES[kind] | {"precision": {"parameters": str(parameters).removeprefix("torch.")}}
+        with fresh_state(kind), mock.patch("lightstep.integrations.accelerate.logger.warning") as warning:
+            accelerator, _, model, _, _ = accelerated(kind, values, mixed_precision="bf16")
+            told = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+            assert ["would make fp32 shards; they are bfloat16" in text for text in told] == [True] * (
+                rank == 0 and kept is None
+            )
+            assert {parameter.dtype for parameter in model.parameters()} == {parameters}
+            policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+            assert (policy.param_dtype, policy.reduce_dtype) == (kept, reduced)
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        (kind, {"sharding": {"kind": "ddp"}}, "sharding.kind of the strategy is ddp"),
+        (kind, {"sharding": {"kind": "fsdp2", "reshard_after_forward": False}}, "sharding.reshard_after_forward False"),
+        ("ddp", {"sharding": {"kind": "single"}}, r"sharding.kind single is for one process, and 2 are"),
     ]
-    for values, message in refused:
-        with fresh_state("accelerate"), pytest.raises(ConfigError, match=message):
-            accelerated("accelerate", values)
-    with fresh_state("accelerate"), pytest.raises(ConfigError, match=r"plugin has cpu_offload .*leave cpu_offload out"):
+    for own, values, message in refused:
+        with fresh_state(own), pytest.raises(ConfigError, match=message):
+            accelerated(own, values)
+    with fresh_state(kind), pytest.raises(ConfigError, match=r"plugin has cpu_offload .*leave cpu_offload out"):
         connect(
             Accelerator(cpu=CPU, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)),
             Strategy.load({"sharding": {"kind": "fsdp2"}, "weights": {"placement": "host"}}),
         )
-    with fresh_state("ddp"), pytest.raises(ConfigError, match=r"sharding.kind single is for one process, and 2 are"):
-        accelerated("ddp", {"sharding": {"kind": "single"}})
+    with fresh_state("ddp"):  # nobody would be there for the steps of those that have more batches
+        accelerator, _, model, _, _ = accelerated("ddp", STRATEGIES["ddp"])
+        uneven = accelerator.join_uneven_inputs([model], even_batches=False)
+        with pytest.raises(ConfigError, match="join_uneven_inputs"), uneven:
+            pass
+        with accelerator.join_uneven_inputs([model]):
+            pass
 
 
 # -- an optimizer that was made before its model was sharded

@@ -12,19 +12,17 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightstep
 from lightstep.config import ConfigError
 from lightstep.distributed import Ranks, RemoteRankError
 from lightstep.trainer.config import TrainConfig
-from lightstep.trainer.loop import Loop
 from lightstep.trainer.output import newest_undamaged
 from lightstep.trainer.session import train
 from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.ranks import Pool
-from tests.unit.test_trainer import MODEL
+from tests.unit.test_trainer import MODEL, stop_at
 from tests.unit.test_trainer_data import word_tokenizer
 
 
@@ -52,24 +50,15 @@ def values(tmp_path: Path) -> dict[str, Any]:
 
 
 def run(
-    rank: int, world_size: int, values: dict[str, Any], resume: bool = False, stop_at: int | None = None
+    rank: int, world_size: int, values: dict[str, Any], resume: bool = False, stop: int | None = None
 ) -> dict[str, Any]:
-    """One call of `train`; ``stop_at``: SIGTERM reaches the last rank, and no other, in the middle of that step."""
-    accumulate = Loop._accumulate
-
-    def interrupted(loop: Loop, micro_batches: Tensor) -> Tensor:
-        if loop.step + 1 == stop_at and rank == world_size - 1:
-            signal.raise_signal(signal.SIGTERM)
-        return accumulate(loop, micro_batches)
-
-    Loop._accumulate = interrupted  # type: ignore[method-assign]
+    """One call of `train`; ``stop``: SIGTERM reaches the last rank, and no other, in the middle of that step."""
     if str(values.get("strategy")).startswith("deepspeed"):
         number_anew()
     console = Console(record=True, file=open(os.devnull, "w"), width=200)  # noqa: SIM115
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, stop if rank == world_size - 1 else None)
         outcome = train(TrainConfig.model_validate(values), resume, console)
-    finally:
-        Loop._accumulate = accumulate  # type: ignore[method-assign]
     return {
         "losses": dict(outcome.losses),
         "step": outcome.step,
@@ -106,7 +95,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(pool: Pool, values: dict[str,
     whole, other = pool.run(run, 2, group=False, values={**values, "name": "whole"})
     assert whole["losses"] == other["losses"] and whole["after"] == other["after"], "means over the ranks"
     assert "validation loss after" in whole["said"] and "sample 1 of 1" in whole["said"] and other["said"] == ""
-    first, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, stop_at=3)
+    first, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, stop=3)
     assert (first["stopped"], first["step"]) == (signal.SIGTERM, 3) and "stopped after step 3" in first["said"]
     second, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, resume=True)
     assert "checkpoint-3" in second["said"] and "warning" not in second["said"]
@@ -126,7 +115,7 @@ def test_a_resumed_run_under_deepspeed_equals_an_uninterrupted_one(
 ) -> None:
     values |= {"strategy": "deepspeed-zero2", "checkpoint": {"every": 2, "keep": 1}}
     whole, other = pool.run(run, 2, group=False, values={**values, "name": "whole"})
-    first, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, stop_at=2)
+    first, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, stop=2)
     second, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, resume=True)
     assert whole["losses"] == other["losses"] == first["losses"] | second["losses"]
     assert whole["after"] == second["after"] < whole["before"] and "sample 1 of 1" in whole["said"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -31,11 +32,9 @@ from lightstep.plan.cost import cost
 from lightstep.presets import read_source
 from lightstep.trainer.config import load_config
 from lightstep.trainer.loop import Interrupt
-from lightstep.trainer.output import TRAINING, read_scalars
 from tests.one_pass_on_cpu import one_pass_fixture
 from tests.python import python
-from tests.snippets import Script, run_script
-from tests.unit.test_trainer import MODEL, _assert_same, _fails_after
+from tests.unit.test_trainer import MODEL, _fails_after
 
 __all__ = ["one_pass_fixture"]
 
@@ -90,60 +89,44 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("settings", "message"),
     [
-        (["--strategy", "residnt"], "'residnt' is neither a strategy nor a file, did you mean 'resident'"),
-        (["--set", "stepz=3"], "unknown key 'stepz' (value 3), did you mean 'steps'"),
-        (["--set", "steps=many"], "'steps' is 'many'"),
-        (["--set", "steps"], "--set steps: key=value is needed"),
-        (["--set", "steps=[1"], "is not a valid YAML value"),
-        (["--set", "clipping.max_norm=1"], "write --set strategy.clipping.max_norm=1"),
-        (["--set", "strategy.clipping.max_norm=0"], "'clipping.max_norm' is 0"),
-        (["--set", "strategy.cliping.max_norm=1"], "unknown key 'cliping'"),
-        (["--set", "data=nowhere"], "data.path nowhere does not exist"),
-        (["--set", "data=/dev/null"], "data.path /dev/null holds no text"),
-        (
-            ["--set", "data.text_key=body", "--set", "data.path=/dev/null"],
-            "data.text_key is 'body', the key of the text",
-        ),
-        (
-            ["--set", "scheduler={name: constant, warmup_steps: 2}"],
-            "constant has no warmup_steps (2); set name: constant_with_warmup",
-        ),
-        (
-            ["--set", "scheduler={name: constant, arguments: {min_lr: 1}}"],
-            "constant takes no arguments (min_lr)",
-        ),
-        (["--set", "model.path=x"], "give either config (a new model) or path"),
-        (["--set", "model.config.model_type=3"], "config needs model_type"),
-        (["--set", "name=../x"], "'name' is '../x': letters, digits, '_', '.' and '-' are allowed"),
-        (["--set", "optimizer=AdamW"], "'optimizer' is 'AdamW': a mapping is needed, write optimizer: {name: ...}"),
-        (
-            ["--set", "output=s3://bucket/runs"],
-            "'output' is 's3://bucket/runs': s3://bucket/runs is a URL, and a run wri",
-        ),
-        (["--set", "sample.prompts=['']"], "sample.prompts: '' has no tokens; at least one is needed"),
-        (["--set", "trackers=[wnadb]"], "'trackers' is 'wnadb', did you mean 'wandb'"),
-        (["--set", "strategy=3"], "'strategy' is 3: text is needed, or a mapping is needed"),
-        (["--set", "strategy.cpu=resident"], "strategy is 'fp32', one for every device; write --set strategy=NAME"),
-        (["--set", "strategy.cpu.clipping.max_norm=1"], "strategy.cpu is not a mapping; write --set strategy.clip"),
-        (["--resume"], "holds no complete checkpoint; start without --resume"),
-        (["--set", "optimizer.name=Adamm", "--set", "data=nowhere"], "optimizer.name is 'Adamm', did you mean"),
-        (
-            ["--set", "optimizer.arguments.bettas=1", "--set", "data=nowhere"],
-            "optimizer: AdamW got an unexpected keyword argument 'bett",
-        ),
-        (
-            ["--set", "scheduler.name=cosin", "--set", "data=nowhere"],
-            "scheduler.name is 'cosin', did you mean 'cosine'",
-        ),
-        (["--set", "scheduler.arguments.low=1", "--set", "data=nowhere"], "got an unexpected keyword argument 'low'"),
-        (["--set", "strategy={cuda: resident}"], "a strategy for each of cpu, cuda is needed"),
-        (["--strategy", "fsdp2"], "in its environment); start it with: torchrun --nproc-per-node"),
+        ("--strategy residnt", "'residnt' is neither a strategy nor a file, did you mean 'resident'"),
+        ("stepz=3", "unknown key 'stepz' (value 3), did you mean 'steps'"),
+        ("steps=many", "'steps' is 'many'"),
+        ("steps", "--set steps: key=value is needed"),
+        ("steps=[1", "is not a valid YAML value"),
+        ("clipping.max_norm=1", "write --set strategy.clipping.max_norm=1"),
+        ("strategy.clipping.max_norm=0", "'clipping.max_norm' is 0"),
+        ("strategy.cliping.max_norm=1", "unknown key 'cliping'"),
+        ("data=nowhere", "data.path nowhere does not exist"),
+        ("data=/dev/null", "data.path /dev/null holds no text"),
+        ("data.text_key=body; data.path=/dev/null", "data.text_key is 'body', the key of the text"),
+        ("scheduler={name: constant, warmup_steps: 2}", "constant has no warmup_steps (2); set name: constant_with_"),
+        ("scheduler={name: constant, arguments: {min_lr: 1}}", "constant takes no arguments (min_lr)"),
+        ("model.path=x", "give either config (a new model) or path"),
+        ("model.config.model_type=3", "config needs model_type"),
+        ("name=../x", "'name' is '../x': letters, digits, '_', '.' and '-' are allowed"),
+        ("optimizer=AdamW", "'optimizer' is 'AdamW': a mapping is needed, write optimizer: {name: ...}"),
+        ("output=s3://bucket/runs", "'output' is 's3://bucket/runs': s3://bucket/runs is a URL, and a run wri"),
+        ("sample.prompts=['']", "sample.prompts: '' has no tokens; at least one is needed"),
+        ("trackers=[wnadb]", "'trackers' is 'wnadb', did you mean 'wandb'"),
+        ("strategy=3", "'strategy' is 3: text is needed, or a mapping is needed"),
+        ("strategy.cpu=resident", "strategy is 'fp32', one for every device; write --set strategy=NAME"),
+        ("strategy.cpu.clipping.max_norm=1", "strategy.cpu is not a mapping; write --set strategy.clip"),
+        ("--resume", "holds no complete checkpoint; start without --resume"),
+        ("optimizer.name=Adamm; data=nowhere", "optimizer.name is 'Adamm', did you mean"),
+        ("optimizer.arguments.bettas=1; data=nowhere", "optimizer: AdamW got an unexpected keyword argument 'bett"),
+        ("scheduler.name=cosin; data=nowhere", "scheduler.name is 'cosin', did you mean 'cosine'"),
+        ("scheduler.arguments.low=1; data=nowhere", "got an unexpected keyword argument 'low'"),
+        ("strategy={cuda: resident}", "a strategy for each of cpu, cuda is needed"),
+        ("--strategy fsdp2", "in its environment); start it with: torchrun --nproc-per-node"),
     ],
 )
-def test_a_mistake_gets_one_sentence(file: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    assert message in _sentence(_run("train", file, *arguments), 2)
+def test_a_mistake_gets_one_sentence(file: Path, tmp_path: Path, settings: str, message: str) -> None:
+    """``settings``: options of the command, or values for ``--set``."""
+    words = [word.split() if word.startswith("--") else ("--set", word) for word in settings.split("; ")]
+    assert message in _sentence(_run("train", file, *itertools.chain(*words)), 2)
     assert not (tmp_path / "runs").exists(), "nothing is written before everything is known to be usable"
 
 
@@ -152,7 +135,6 @@ def test_a_mistake_gets_one_sentence(file: Path, tmp_path: Path, arguments: list
     [
         (None, "does not exist; give the path of a training file"),
         ("model: [", "is not valid YAML: line 1, column 9: while parsing a flow node"),
-        ("- 1", "holds a list; a mapping of keys is needed"),
         ("3", "holds the value 3; a mapping of keys is needed"),
         ("", "is empty; a mapping of keys is needed"),
         ("\ufeff\udcff", "is not a text file in UTF-8; a YAML file is needed"),
@@ -176,9 +158,8 @@ def test_a_full_disk_gets_one_sentence(file: Path, monkeypatch: pytest.MonkeyPat
 
 def test_too_little_host_memory_gets_one_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTSTEP_HOST_MEMORY_CHECK", "0.000001")
-    assert "GiB of host memory are needed and 0.00 GiB are free" in _sentence(
-        _run("train", file, "--strategy", "stream"), 1
-    )
+    sentence = _sentence(_run("train", file, "--strategy", "stream"), 1)
+    assert "GiB of host memory are needed and 0.00 GiB are free" in sentence
 
 
 def test_only_one_rank_of_a_machine_tells(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,37 +192,6 @@ def test_the_example_is_valid_and_uses_ready_strategies() -> None:
     config = load_config(EXAMPLE)
     assert {config.strategy_for("cpu"), config.strategy_for("cuda")} <= set(available_strategies())
     assert config.data.path == "stdlib"
-
-
-def test_a_process_that_is_killed_while_saving_resumes_from_the_checkpoint_before(file: Path, tmp_path: Path) -> None:
-    """The whole run, and one that `kill -9` ends in the middle of its second checkpoint: the last ones are equal."""
-    script = (
-        "import os, signal, sys, torch; from lightstep.cli import app; from lightstep.checkpoint import save\n"
-        "torch.set_num_threads(1)\n"
-        "write, saves = save.write_tensors, []\n"
-        "def killed(*arguments):\n"
-        "    files = write(*arguments); saves.append(1)\n"
-        "    if len(saves) == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return files\n"
-        "save.write_tensors = killed; app(sys.argv[1:])"
-    )
-    logged = ("--set", "steps=6", "--set", "name=killed", "--set", "trackers=[tensorboard]")
-    (tmp_path / "fork").mkdir()
-    words = ("train", str(file), *logged)
-    killed = Script(Path("script.py"), 1, "python", 0, script.splitlines(), words)
-    status, said = run_script(killed, tmp_path / "fork")
-    folder = tmp_path / "runs/killed"
-    assert status == -signal.SIGKILL and any(folder.glob(".checkpoint-4*")), said
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
-    resumed = _run("train", file, *logged, "--resume")
-    assert resumed.exit_code == 0 and "checkpoint-2" in resumed.stdout and (folder / "loss.png").is_file()
-    assert not any(folder.glob(".checkpoint-4*")), "what the killed save left is gone"
-    assert [step for step, _ in read_scalars(folder / "tensorboard", (TRAINING,))[TRAINING]] == list(range(1, 7))
-    assert _run("train", file, "--set", "steps=6", "--set", "name=whole").exit_code == 0
-    state = [torch.load(tmp_path / "runs" / name / "checkpoint-6/state.pt") for name in ("killed", "whole")]
-    _assert_same(*[{key: value for key, value in each.items() if key != "extra"} for each in state])
-    for tensors in (tmp_path / "runs/whole/checkpoint-6").glob("*.distcp"):
-        assert tensors.read_bytes() == (folder / "checkpoint-6" / tensors.name).read_bytes()
 
 
 def test_resume_auto_takes_the_newest_that_is_undamaged(file: Path, tmp_path: Path) -> None:
@@ -326,30 +276,29 @@ def test_a_collective_that_fails_after_a_signal_ends_at_once(noted: bool) -> Non
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["train", "missing"],
-        ["train", EXAMPLE, "--set", "model=missing"],
-        ["params", "missing"],
-        ["strategies", "missing"],
-        ["plan", "missing"],
-        ["plan", "Llama-3.2-3B", "--strategy", "missing.yaml"],
-        ["checkpoint", "verify", "missing"],
-        ["checkpoint", "verify", "."],
-        ["checkpoint", "inspect", "missing"],
-        ["checkpoint", "inspect", "."],
-        ["checkpoint", "convert", "missing", "new", "--to", "torch"],
-        ["checkpoint", "convert", ".", "../new", "--to", "torch"],
-        ["checkpoint", "convert", "missing", "new", "--to", "torch", "--names", "missing.json"],
-        ["checkpoint", "convert", "missing", "s3://missing/run.pt", "--to", "torch"],
-        ["checkpoint", "convert", "memory://missing", "new", "--to", "torch"],
-        ["checkpoint", "verify", "memory://missing"],
+        "train missing",
+        f"train {EXAMPLE} --set model=missing",
+        "params missing",
+        "strategies missing",
+        "plan missing",
+        "plan Llama-3.2-3B --strategy missing.yaml",
+        "checkpoint verify missing",
+        "checkpoint verify .",
+        "checkpoint inspect missing",
+        "checkpoint inspect .",
+        "checkpoint convert missing new --to torch",
+        "checkpoint convert . ../new --to torch",
+        "checkpoint convert missing new --to torch --names missing.json",
+        "checkpoint convert missing s3://missing/run.pt --to torch",
+        "checkpoint convert memory://missing new --to torch",
+        "checkpoint verify memory://missing",
     ],
-    ids=lambda arguments: " ".join(map(str, arguments)),
 )
 def test_a_path_that_does_not_exist_is_wrong_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = _run(*arguments)
+    result = _run(*arguments.split())
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.stderr
     assert not [*tmp_path.iterdir()], "nothing was changed"
@@ -369,16 +318,16 @@ def test_the_home_folder_stands_for_a_tilde_everywhere(
     assert trained.exit_code == 0, trained.output
     run = "~/runs/train"
     for arguments in (
-        ["train", "~/train.yaml", "--resume", "--set", "output=~/runs"],
-        ["train", "~/train.yaml", "--set", f"model={run}/model", "--set", "data=~/text.txt", "--set", "output=~/b"],
-        ["params", "~/train.yaml"],
-        ["plan", f"{run}/model", "--strategy", "~/mine.yaml", "--tokens", "32", "--plot", "~/plan.png"],
-        ["checkpoint", "verify", f"{run}/checkpoint-4"],
-        ["checkpoint", "inspect", f"{run}/checkpoint-4", "--model", f"{run}/model"],
-        ["checkpoint", "convert", f"{run}/checkpoint-4", "~/a.pt", "--to", "torch"],
-        ["checkpoint", "convert", "~/a.pt", "~/a", "--to", "lightstep", "--strategy", "~/mine.yaml"],
+        "train ~/train.yaml --resume --set output=~/runs",
+        f"train ~/train.yaml --set model={run}/model --set data=~/text.txt --set output=~/b",
+        "params ~/train.yaml",
+        f"plan {run}/model --strategy ~/mine.yaml --tokens 32 --plot ~/plan.png",
+        f"checkpoint verify {run}/checkpoint-4",
+        f"checkpoint inspect {run}/checkpoint-4 --model {run}/model",
+        f"checkpoint convert {run}/checkpoint-4 ~/a.pt --to torch",
+        "checkpoint convert ~/a.pt ~/a --to lightstep --strategy ~/mine.yaml",
     ):
-        result = _run(*arguments)
+        result = _run(*arguments.split())
         assert result.exit_code == 0, (arguments, result.output)
     assert {"a", "a.pt", "plan.png", "runs", "b"} <= {entry.name for entry in home.iterdir()}
     assert "~" not in [entry.name for entry in tmp_path.iterdir()]
@@ -413,11 +362,6 @@ def test_the_version_and_the_environment() -> None:
     said = _run("env").stdout
     assert f"lightstep: {lightstep.__version__}\n" in said and f"torch: {torch.__version__}" in said
     assert str(ROOT) not in said and str(Path.home()) not in said
-
-
-def test_bench_takes_its_own_options() -> None:
-    result = _run("bench", "--help")
-    assert result.exit_code == 0 and "--strategies" in result.output and "--peers" in result.output
 
 
 @pytest.mark.parametrize("name", SINGLE)
@@ -471,15 +415,6 @@ def test_help_imports_no_more_than_the_package() -> None:
     assert (done.returncode, done.stderr) == (0, "") and "--resume" in done.stdout
 
 
-def _main(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The console script with ``body`` in place of a command."""
-    script = "import atexit, signal; from lightstep import __main__, cli\n"
-    script += f"cli.app = lambda **_: {body}\n__main__.main()"
-    return subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.parametrize(
     ("body", "environment", "expected"),
     [
@@ -489,21 +424,25 @@ def _main(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
     ids=["a terminal without ×", "a signal while Python exits"],
 )
 def test_how_the_console_script_ends(body: str, environment: dict[str, str], expected: tuple[int, str, str]) -> None:
-    done = _main(body, **environment)
+    """With ``body`` in place of a command."""
+    script = "import atexit, signal; from lightstep import __main__, cli\n"
+    script += f"cli.app = lambda **_: {body}\n__main__.main()"
+    given = {"env": os.environ | environment, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([sys.executable, "-c", script], **given)
     assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "--params", "abc"], "Invalid value for '--params': a number is needed"),
-        (["bench", "--rounds", "0"], "Invalid value for '--rounds': at least 1 is needed"),
-        (["plan", "--gpus", "many"], "Invalid value for '--gpus': a whole number is needed"),
-        (["train", str(EXAMPLE), "--resme"], "No such option: --resme (Possible options: --resume, --set)"),
+        ("bench --params abc", "Invalid value for '--params': a number is needed"),
+        ("bench --rounds 0", "Invalid value for '--rounds': at least 1 is needed"),
+        ("plan --gpus many", "Invalid value for '--gpus': a whole number is needed"),
+        ("train a.yaml --resme", "No such option: --resme (Possible options: --resume, --set)"),
     ],
 )
-def test_a_mistake_in_an_option_is_told_in_plain_words(arguments: list[str], message: str) -> None:
-    result = _run(*arguments)
+def test_a_mistake_in_an_option_is_told_in_plain_words(arguments: str, message: str) -> None:
+    result = _run(*arguments.split())
     assert result.exit_code == 2 and message in result.stderr
 
 
@@ -527,13 +466,6 @@ def test_resume_takes_the_word_auto_and_no_part_of_another(
     context = SimpleNamespace(meta={})
     cli._TrainCommand("train").parse_args(context, words.split())
     assert seen == [rest] and context.meta[cli._AUTO] is auto
-
-
-def test_a_strategy_file_that_is_empty_is_refused(file: Path, tmp_path: Path) -> None:
-    """It used to count as a file that changes no default."""
-    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
-    said = _sentence(_run("train", file, "--strategy", tmp_path / "empty.yaml"), 2)
-    assert "empty.yaml is empty; a mapping of keys is needed (sharding:, precision:" in said
 
 
 def test_verify_is_told_a_file(tmp_path: Path) -> None:

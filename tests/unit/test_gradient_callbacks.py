@@ -16,20 +16,15 @@ from lightstep.integrations.transformers import LightstepTrainer
 from tests.covering import every_value
 from tests.reference.pair import FP16_SCALE
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
+from tests.unit.test_transformers_trainer import on_the_cpu, same_weights  # noqa: F401
 
 MAX_NORM = 0.05
 FP32: dict[str, Any] = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": MAX_NORM}}
 BF16: dict[str, Any] = {"clipping": {"max_norm": MAX_NORM}}
 FP16: dict[str, Any] = {**BF16, "precision": {"parameters": "float16", "loss_scale": FP16_SCALE}}
 STREAM = {"optimizer_state": {"backend": "stream", "ring_mib": 0.05}}
-DEFERRED = {"optimizer_state": {"backend": "stream", "ring_mib": 0.05, "update": "next_forward"}}
-OVERLAP = {"optimizer_state": {"backend": "stream", "ring_mib": 0.05, "update": "overlap"}}
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU, if there is one, is left alone."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+DEFERRED = {"optimizer_state": STREAM["optimizer_state"] | {"update": "next_forward"}}
+OVERLAP = {"optimizer_state": STREAM["optimizer_state"] | {"update": "overlap"}}
 
 
 class Watch(TrainerCallback):
@@ -70,17 +65,10 @@ def ran(folder: Path, strategy: dict[str, Any] | None, *callbacks: TrainerCallba
     values = {"max_grad_norm": MAX_NORM, "train_sampling_strategy": "sequential", "max_steps": 3, "optim": "sgd"}
     args = training_arguments(folder, **values | {"learning_rate": 0.1} | changes)
     given: dict[str, Any] = {"train_dataset": Rows(), "callbacks": list(callbacks)}
-    if strategy is None:
-        trainer = Trainer(model, args, **given)
-    else:
-        trainer = LightstepTrainer(model, args, strategy=strategy, **given)
+    ours = {} if strategy is None else {"strategy": strategy}
+    trainer = (LightstepTrainer if ours else Trainer)(model, args, **given, **ours)
     trainer.train()
     return trainer
-
-
-def same(found: nn.Module, expected: nn.Module) -> None:
-    for (name, p), q in zip(found.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(p, q), f"{name} differs"
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +85,14 @@ def test_gradients_are_those_that_the_trainer_shows(
     tmp_path: Path, more: dict[str, Any], shown: tuple[Watch, Any]
 ) -> None:
     """In fp32, before and after the step; noise is added to clipped ones."""
-    expected, found = shown[0], Watch()
+    (expected, plain), found = shown, Watch()
     trainer = ran(tmp_path, FP32 | more, found, Noise())
     assert len(found.before) == len(found.after) == 3
-    for tested, plain in ((found.before, expected.before), (found.after, expected.after)):
-        for mine, theirs in zip(tested, plain, strict=True):
-            for p, q in zip(mine, theirs, strict=True):
-                torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-8)  # the norm's last bit
-    for p, q in zip(trainer.model.parameters(), shown[1].model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
-    first, other = (each.state.log_history[0]["grad_norm"] for each in (trainer, shown[1]))
+    last = {"rtol": 1e-5, "atol": 1e-8}  # the norm's last bit
+    torch.testing.assert_close([found.before, found.after], [expected.before, expected.after], **last)
+    weights = [[p.detach() for p in each.model.parameters()] for each in (trainer, plain)]
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-7)
+    first, other = (each.state.log_history[0]["grad_norm"] for each in (trainer, plain))
     assert first == pytest.approx(other)
 
 
@@ -117,12 +103,11 @@ def test_watching_changes_nothing(tmp_path: Path, values: dict[str, Any], accumu
     changes["max_steps"] = 2
     plain, watch = ran(tmp_path, values, **changes), Watch()
     watched = ran(tmp_path, values, watch, **changes)
-    same(watched.model, plain.model)
-    logs = [
+    same_weights(watched.model, plain.model)
+    found, expected = (
         [(e["grad_norm"], e["loss_scale"]) for e in t.state.log_history if "grad_norm" in e] for t in (watched, plain)
-    ]
-    assert logs[0] == logs[1]
-    assert all(norm > MAX_NORM for norm, _ in logs[0])
+    )
+    assert found == expected and all(norm > MAX_NORM for norm, _ in found)
     for gradients in watch.before + watch.after:
         assert {gradient.dtype for gradient in gradients} == {torch.float32}
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
@@ -134,7 +119,7 @@ def test_the_event_after_the_step_alone(tmp_path: Path) -> None:
     trainer = ran(tmp_path, BF16 | STREAM, callback, max_steps=2)
     assert callback.counts == [21, 21]
     assert all(p.grad is None for p in trainer.model.parameters())
-    same(trainer.model, ran(tmp_path, BF16 | STREAM, max_steps=2).model)
+    same_weights(trainer.model, ran(tmp_path, BF16 | STREAM, max_steps=2).model)
 
 
 def test_an_overflow_is_skipped(tmp_path: Path) -> None:
@@ -158,16 +143,8 @@ class Allocate(TrainerCallback):
 
 
 def adalora() -> nn.Module:
-    config = peft.AdaLoraConfig(
-        task_type="CAUSAL_LM",
-        init_r=4,
-        target_r=1,
-        tinit=1,
-        tfinal=1,
-        total_step=6,
-        deltaT=1,
-        target_modules=["q_proj"],
-    )
+    steps = {"tinit": 1, "tfinal": 1, "total_step": 6, "deltaT": 1}
+    config = peft.AdaLoraConfig(task_type="CAUSAL_LM", init_r=4, target_r=1, target_modules=["q_proj"], **steps)
     model = make_llama()
     torch.manual_seed(1)
     return peft.get_peft_model(model, config)
@@ -184,13 +161,13 @@ def test_adalora_allocates_ranks_by_gradients(tmp_path: Path) -> None:
     assert sum(masks) > 0
 
 
+IN_BACKWARD = {"clipping": {"max_norm": None}, "optimizer_state": {"update": "in_backward"}}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"clipping": {"max_norm": None}, "optimizer_state": {"update": "in_backward"}},
-            "AfterOnly: .*in_backward has used and freed the gradients.*update: at_step",
-        ),
+        (IN_BACKWARD, "AfterOnly: .*in_backward has used and freed the gradients.*update: at_step"),
         ({"clipping": {"max_norm": MAX_NORM, "scope": "unit"}}, "AfterOnly: .*scope unit clips each layer"),
     ],
     ids=["in_backward", "unit"],

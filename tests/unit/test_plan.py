@@ -21,15 +21,15 @@ from typer.testing import CliRunner
 
 from lightstep import Rule, Strategy, available_strategies
 from lightstep.cli import app
-from lightstep.config import ConfigError, merge_overrides, parse_config
+from lightstep.config import ConfigError, merge_overrides
 from lightstep.plan import against, command, planning
 from lightstep.plan.cost import cost
-from lightstep.plan.memory import largest_unit, memory, shard_count, state_by_rules, state_of
+from lightstep.plan.memory import memory, shard_count, state_by_rules, state_of
 from lightstep.plan.model import SHAPES, load_shape, model_sizes, run_on_meta
 from lightstep.plan.network import Crossing, Network
 from lightstep.plan.planning import Planner, Workload, first_that_fits, plan_one, plans, reliefs
 from lightstep.plan.report import report
-from lightstep.plan.timing import LINKS, PROFILES, Profile, Time, find_profile, profile_here, profile_of_device
+from lightstep.plan.timing import LINKS, PROFILES, Time, find_profile, profile_here, profile_of_device
 from lightstep.presets import read_source, read_yaml
 from tests import published_runs
 from tests.covering import every_value
@@ -60,6 +60,37 @@ def _tiny(**changes: Any) -> LlamaForCausalLM:
 
 shape = cache(load_shape)
 """Planning changes no model."""
+
+
+def settings(name: str, **overrides: Any) -> Any:
+    """A strategy's configuration; ``__`` stands for the dot of a key."""
+    return Strategy.load(name, {key.replace("__", "."): value for key, value in overrides.items()}).config
+
+
+def planner_of(
+    model: Any = "Llama-3.1-8B", tokens: int = 4096, profile: Any = "H200", limits: Any = (), **given: Any
+) -> Planner:
+    """``limits``: of the planner; all others are of its workload."""
+    model = shape(model) if isinstance(model, str) else model
+    return Planner(
+        model, Workload(tokens, **given), PROFILES[profile] if isinstance(profile, str) else profile, **dict(limits)
+    )
+
+
+def planned(config: Any, *arguments: Any, **given: Any) -> Any:
+    """``config`` is one, or the name of a strategy. The others are those of ``planner_of``."""
+    config = settings(config) if isinstance(config, str) else config
+    return planner_of(*arguments, **given).plan("planned", config)
+
+
+def trained(strategy: Strategy, model: Any, rules: Any) -> tuple[Any, Any]:
+    """The prepared model and its optimizer after a step."""
+    model = strategy.prepare_model(model)
+    optimizer = strategy.create_optimizer(model, rules=rules)
+    tokens = torch.randint(64, (2, 32))
+    optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    return model, optimizer
 
 
 @pytest.fixture
@@ -101,18 +132,6 @@ def test_plans_are_within_the_goals_of_what_was_measured() -> None:
     assert {row.file for row in rows if not row.within} == missed.keys()
     page = (DOCS / "plan.md").read_text()
     assert against.as_markdown(rows) in page, "make the table again: lightstep plan --against docs/benchmarks"
-
-
-def test_results_of_small_models_are_left_out(tmp_path: Path) -> None:
-    values = json.loads((DOCS / "benchmarks/h200-3b-offload-16k.json").read_text())
-    (tmp_path / "whole.json").write_text(json.dumps(values))
-    (tmp_path / "small.json").write_text(json.dumps({**values, "model": {"dense": values["model"]}}))
-    assert {row.file for row in against.compare(tmp_path)} == {"whole.json"}
-
-
-@pytest.mark.parametrize(("clipped", "said"), [(None, False), (0, False), (1, None), (3, True)])
-def test_a_result_says_whether_steps_were_clipped(clipped: int | None, said: bool | None) -> None:
-    assert against._was_clipped({"clipped_steps": clipped}, {"iterations": 3}) is said
 
 
 def test_the_profiles_rates_are_those_of_the_files_that_they_name() -> None:
@@ -170,12 +189,6 @@ def test_shapes_have_the_size_that_their_name_says(name: str) -> None:
     assert sizes.total == sum(p.numel() for p in shape(name).parameters())
 
 
-def test_units_of_resident_are_bounded() -> None:
-    million = 2**20
-    assert largest_unit([100 * million, 20 * million, 100 * million]) == 120 * million
-    assert largest_unit([10, 400 * million, 10]) == 400 * million
-
-
 RULES = {
     "AdamW": lambda: Rule(torch.optim.AdamW, lr=1e-3),
     "amsgrad": lambda: Rule(torch.optim.AdamW, lr=1e-3, amsgrad=True),
@@ -185,44 +198,35 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "moments"),
-    [
-        *(("AdamW", "float32"), ("AdamW", "bfloat16"), ("amsgrad", "float32")),
-        *(("SGD", "bfloat16"), ("Adafactor", "float32"), ("Muon", "bfloat16")),
-    ],
-)
+@every_value(kind=[*RULES], moments=["float32", "bfloat16"])
 def test_the_state_is_what_the_optimizer_holds(kind: str, moments: str) -> None:
     strategy = Strategy.load("stream", overrides={"optimizer_state": {"ring_mib": 2, "moments": moments}})
     model, rules = LlamaForCausalLM(_config(hidden_size=64)), RULES[kind]()
-    planned_one = strategy.plan(model, 64, sequence=32, profile="H100", rules=rules)
-    model = strategy.prepare_model(model)
-    optimizer = strategy.create_optimizer(model, rules=rules)
+    plan = strategy.plan(model, 64, sequence=32, profile="H100", rules=rules)
+    model, optimizer = trained(strategy, model, rules)
     assert state_of(optimizer) == state_by_rules(model, rules)
-    tokens = torch.randint(64, (2, 32))
-    optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
-    optimizer.step()
-    held = optimizer.memory_report()["host_bytes"]
-    assert held == pytest.approx(planned_one.memory.host, rel=0.15), "but for whole pages"
-    assert (planned_one.time is not None) == (kind in ("AdamW", "amsgrad")), "of others no time is known"
-    assert planned_one.fits and " MB of host memory" in str(planned_one)
+    assert optimizer.memory_report()["host_bytes"] == pytest.approx(plan.memory.host, rel=0.15), "but for whole pages"
+    assert (plan.time is not None) == (kind in ("AdamW", "amsgrad")), "of others no time is known"
+    assert plan.fits and " MB of host memory" in str(plan)
 
 
 @pytest.mark.parametrize(
-    ("kind", "moments"),
+    ("kind", "overrides"),
     [
-        *(("AdamW", "float32"), ("AdamW", "bfloat16"), ("amsgrad", "bfloat16")),
-        *(("SGD", "float32"), ("Muon", "bfloat16")),
+        ("AdamW", {"optimizer_state.moments": "float32"}),
+        ("AdamW", {"optimizer_state.moments": "bfloat16"}),
+        ("AdamW", {"precision.master_weights": False}),  # moments have the dtype of the weights then, too
+        ("amsgrad", {"optimizer_state.moments": "bfloat16"}),
+        ("SGD", {"optimizer_state.moments": "float32"}),
+        ("Muon", {"optimizer_state.moments": "bfloat16"}),
     ],
 )
-def test_the_state_that_stays_on_the_device_is_planned(kind: str, moments: str, one_pass_on_cpu: Counter[str]) -> None:
+def test_the_state_that_stays_on_the_device_is_planned(
+    kind: str, overrides: dict[str, Any], one_pass_on_cpu: Counter[str]
+) -> None:
     """As on a GPU: masters are whole unless the kernel of AdamW joins them."""
-    strategy = Strategy.load("resident", overrides={"optimizer_state": {"moments": moments}})
-    model, rules = strategy.prepare_model(LlamaForCausalLM(_config(hidden_size=64))), RULES[kind]()
-    optimizer = strategy.create_optimizer(model, rules=rules)
-    tokens = torch.randint(64, (2, 32))
-    optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
-    optimizer.step()
+    strategy, rules = Strategy.load("resident", overrides), RULES[kind]()
+    model, optimizer = trained(strategy, LlamaForCausalLM(_config(hidden_size=64)), rules)
     planned_bytes = cost(strategy.config, state_by_rules(model, rules)).device_state.count
     assert optimizer.memory_report()["device_bytes_per_parameter"] == pytest.approx(planned_bytes, rel=0.01)
 
@@ -235,9 +239,10 @@ def test_a_split_master_needs_a_bitmap_where_no_entry_has_unused_signs(kind: str
 
 
 def test_ddp_has_gradients_in_its_buckets_too() -> None:
-    sizes, fp32 = model_sizes(_tiny()), {"precision": {"parameters": "float32"}}
-    configs = [parse_config({"sharding": {"kind": kind}, **fp32}, kind) for kind in ("single", "ddp")]
-    alone, replicated = (memory(config, sizes, None, ranks=2).other for config in configs)
+    sizes = model_sizes(_tiny())
+    alone, replicated = (
+        memory(settings("fp32", sharding={"kind": kind}), sizes, None, ranks=2).other for kind in ("single", "ddp")
+    )
     assert replicated - alone == 4 * sizes.total
 
 
@@ -277,65 +282,56 @@ def test_parameters_that_stay_fp32_are_planned_as_they_are_held(name: str) -> No
 
 
 def test_the_command_plans_other_optimizers(tiny: Path) -> None:
-    def state(name: str) -> int:
-        code, said = _run(tiny, "--tokens", 64, "--strategy", "resident", "--optimizer", name, "--json")
-        assert code == 0
-        return int(json.loads(said)["plans"][0]["memory"]["state"])
-
-    assert state("AdamW") > state("Muon") > state("SGD")
+    given = tiny, "--tokens", 64, "--strategy", "resident", "--optimizer"
+    states = [_values(*given, name)["plans"][0]["memory"]["state"] for name in ("AdamW", "Muon", "SGD")]
+    assert states[0] > states[1] > states[2]
 
 
 def test_sums_of_earlier_micro_batches_are_counted() -> None:
     """On one device in fp32 beside the newest gradient; under FSDP2 whole on each rank until they are reduced."""
-    model = _tiny()
-    total = model_sizes(model).total
     extra = {}
     for name in ("resident", "fp32", "ddp", "fsdp2"):
-        strategy = Strategy.load(name)
-        once, twice = (strategy.plan(model, 64, sequence=32, gpus=2, micro_batches=count).memory for count in (1, 2))
-        extra[name] = (twice.gradients - once.gradients) / total
-        assert twice.peak >= once.peak
+        given = {"tokens": 64, "sequence": 32, "profile": None, "limits": {"ranks": 2}}
+        once, twice = (planned(name, _tiny(), **given, micro_batches=count) for count in (1, 2))
+        extra[name] = (twice.memory.gradients - once.memory.gradients) / once.parameters
+        assert twice.memory.peak >= once.memory.peak
     assert extra == {"resident": 4, "fp32": 0, "ddp": 0, "fsdp2": 4}
 
 
 def test_what_does_not_fit_says_why_and_what_does() -> None:
-    configs = {name: Strategy.load(name).config for name in ("resident", "fp32")}
-    configs["stream"] = Strategy.load("stream", overrides={"optimizer_state.ring_mib": 1}).config
-    work = Workload(8, 8, checkpointed=True)
-    model = _tiny(vocab_size=8192)
+    configs = {name: settings(name) for name in ("resident", "fp32")}
+    configs["stream"] = settings("stream", optimizer_state__ring_mib=1)
+    work, model, profile = Workload(8, 8, checkpointed=True), _tiny(vocab_size=8192), PROFILES["H100"]
     room = 12.0 * model_sizes(model).total
-    made = plans(Planner(model, work, find_profile("H100"), gpu_memory=room), configs)
+    made = plans(Planner(model, work, profile, gpu_memory=room), configs)
     assert [plan.strategy for plan in made] == ["resident", "stream", "fp32"]
-    assert made[0].reason is not None and "the largest part: masters and optimizer state" in made[0].reason
+    assert "the largest part: masters and optimizer state" in made[0].reason
     assert made[2].time is None, "no profile has a rate for fp32"
     first = first_that_fits(made)
-    assert first is not None and first.strategy == "stream"
-    by_layer = Strategy.load("fsdp2-in-backward", overrides={"sharding": {"kind": "single"}}).config
-    other = Planner(model, work, find_profile("H100")).plan("by-layer", by_layer)
+    assert first.strategy == "stream"
+    by_layer = settings("fsdp2-in-backward", sharding={"kind": "single"})
+    other = Planner(model, work, profile).plan("by-layer", by_layer)
     assert first_that_fits([other, first]) is first, "another clipping is not taken for the same training"
     assert first_that_fits([other]) is other
-    text = report("tiny", made, work, find_profile("H100"))
+    text = report("tiny", made, work, profile)
     assert "The fastest that fits: stream" in text and max(map(len, text.splitlines())) <= 80
-    alone = report("tiny", [other], work, find_profile("H100"))
+    alone = report("tiny", [other], work, profile)
     assert "The fastest that fits: by-layer, which clips each layer by its own norm" in alone
     crowded = Planner(model, work, None, gpu_memory=room, host_memory=1.0).plan("stream", configs["stream"])
-    assert crowded.reason is not None and crowded.reason.startswith("the host needs")
+    assert crowded.reason.startswith("the host needs")
 
 
 def test_ranks_of_one_host_share_its_memory() -> None:
-    config, work = Strategy.load("fsdp2-stream").config, Workload(8, 8)
-
-    def plan(host_memory: float | None = None) -> planning.Plan:
-        return Planner(_tiny(), work, ranks=2, host_memory=host_memory).plan("fsdp2-stream", config)
-
-    host = plan().memory.host
-    assert [plan(share * host).fits for share in (1.9, 2.1)] == [False, True]
+    host = planned("fsdp2-stream", _tiny(), 8, sequence=8, limits={"ranks": 2}).memory.host
+    for share in (1.9, 2.1):
+        limits = {"ranks": 2, "host_memory": share * host}
+        assert planned("fsdp2-stream", _tiny(), 8, sequence=8, limits=limits).fits is (share > 2)
 
 
 def test_activation_checkpointing_is_the_strategys_unless_it_is_given() -> None:
-    config = Strategy.load("resident", overrides={"sharding.activation_checkpointing": True}).config
+    config = settings("resident", sharding__activation_checkpointing=True)
     by_strategy, given, without = (
-        Planner(_tiny(), Workload(64, 32, checkpointed=checkpointed)).plan("resident", config).memory.activations
+        planned(config, _tiny(), 64, sequence=32, checkpointed=checkpointed).memory.activations
         for checkpointed in (None, True, False)
     )
     assert by_strategy == given < without
@@ -344,14 +340,12 @@ def test_activation_checkpointing_is_the_strategys_unless_it_is_given() -> None:
 @pytest.mark.parametrize(("name", "ranks"), [("offload", 1), ("fsdp2-offload", 2)])
 def test_weights_on_the_host_travel_in_each_micro_batch(name: str, ranks: int) -> None:
     """To its forward and its backward; and the fp32 sum of gradients is brought, added to, and taken back."""
-    model, profile, config = shape("Llama-3.1-8B"), find_profile("H100"), Strategy.load(name).config
-    plans = [
-        Planner(model, Workload(4096, micro_batches=count), profile, ranks).plan(name, config) for count in (1, 2, 4, 8)
-    ]
-    own = sum(parameter.numel() for parameter in model.parameters()) / ranks
-    once, twice, often, most = (plan.memory.link for plan in plans)
+    profile, limits = PROFILES["H100"], {"ranks": ranks}
+    made = [planned(name, profile=profile, micro_batches=count, limits=limits) for count in (1, 2, 4, 8)]
+    own = made[0].parameters / ranks
+    once, twice, often, most = (plan.memory.link for plan in made)
     assert twice - once == pytest.approx((2 + 2 + 4) * own) and often - once == pytest.approx(3 * (2 + 2 + 4) * own)
-    times = [plan.time.iteration for plan in plans if plan.time is not None]
+    times = [plan.time.iteration for plan in made]
     assert times[3] - times[2] == pytest.approx(2 * (times[2] - times[1]), rel=0.01)
     rate = profile.link.each_way(ranks) * 1e6
     assert times[3] - times[2] == pytest.approx((most - often) / rate, rel=0.01), "4096 tokens hide none of it"
@@ -360,14 +354,12 @@ def test_weights_on_the_host_travel_in_each_micro_batch(name: str, ranks: int) -
 @pytest.mark.parametrize("reduce", ["float32", "parameters"])
 def test_sums_that_stay_on_the_device_take_memory_and_no_time(reduce: str) -> None:
     """And where the link limits a step, the plan says how many have room."""
-    own = {"optimizer_state.update": "next_forward", "precision.reduce": reduce}
-    planner = Planner(shape("Llama-3.1-8B"), Workload(4096, micro_batches=4), find_profile("H200"))
-
-    def plan(gib: float) -> planning.Plan:
-        config = Strategy.load("offload", own | {"weights.gradients_gib": gib}).config
-        return planner.plan(f"offload with {gib}", config)
-
-    none, some, everything = plan(0), plan(8), plan(1000)
+    own = {"optimizer_state__update": "next_forward", "precision__reduce": reduce}
+    planner = planner_of(micro_batches=4)
+    none, some, everything = (
+        planner.plan(f"offload with {gib}", settings("offload", **own, weights__gradients_gib=gib))
+        for gib in (0, 8, 1000)
+    )
     assert none.memory.staying == 0 and some.memory.staying == 8 * 2**30
     sums = none.memory.wanted_staying
     assert everything.memory.staying == sums == pytest.approx((4 if reduce == "float32" else 2) * none.parameters)
@@ -379,28 +371,28 @@ def test_sums_that_stay_on_the_device_take_memory_and_no_time(reduce: str) -> No
         # Three micro-batches bring what is there, the first of them in the dtype of the weights; so does the update.
         first = (1 / 2 if reduce == "float32" else 1) * staying
         assert none.memory.link - made.memory.link == pytest.approx(first + 2 * staying + staying, rel=1e-3)
-        assert made.time is not None and none.time is not None and made.time.iteration < none.time.iteration
-    workload, profile = planner._workload, find_profile("H200")
-    said = " ".join(report("8 B", [none, some], workload, profile).split())
+        assert made.time.iteration < none.time.iteration
+    said = " ".join(report("8 B", [none, some], none.workload, PROFILES["H200"]).split())
     assert f"but for 8.6 of {sums / 1e9:.1f} GB, which stay there." in said and said.count("which stay there") == 1
-    config = Strategy.load("offload", own).config
-    named = {change: made for change, made in reliefs("offload", config, none, planner) if "gradients" in change}
-    (change,) = named
-    assert named[change].memory.staying == sums and float(change.removeprefix("gradients_gib: ")) * 2**30 >= sums
+    found = reliefs("offload", settings("offload", **own), none, planner)
+    (change, made), *others = [relief for relief in found if "gradients" in relief[0]]
+    assert not others and made.memory.staying == sums
+    assert float(change.removeprefix("gradients_gib: ")) * 2**30 >= sums
+
+
+LONG: dict[str, Any] = {"tokens": 16_384, "checkpointed": True, "loss_chunk": 1024}
 
 
 @every_value(update=["overlap", "next_forward"], reduce=["float32", "parameters"])
 def test_further_micro_batches_hide_their_own_copies(update: str, reduce: str) -> None:
     """16,384 tokens compute longer than weights and sums of gradients take to come and to leave."""
-    own = {"optimizer_state.update": update, "precision.reduce": reduce}
-    model, profile, config = shape("Llama-3.1-8B"), find_profile("H200"), Strategy.load("offload", own).config
-    planner = Planner(model, Workload(16_384, checkpointed=True, loss_chunk=1024), profile)
-    plan = planner.plan("offload", config)
-    made = [plan, *(planner.with_micro_batches(count).plan("offload", config) for count in (2, 4, 8))]
-    exposed = [plan.time.exposed / plan.workload.micro_batches for plan in made if plan.time is not None]
+    config = settings("offload", optimizer_state__update=update, precision__reduce=reduce)
+    planner = planner_of(**LONG)
+    made = [planner.with_micro_batches(count).plan("offload", config) for count in (1, 2, 4, 8)]
+    exposed = [plan.time.exposed / plan.workload.micro_batches for plan in made]
     assert exposed[1] < 0.8 * exposed[0]
     assert exposed[1:] == pytest.approx([exposed[1], exposed[1] / 2, exposed[1] / 4]), "only the step's own are left"
-    assert reliefs("offload", config, plan, planner)[0].change == "--micro-batches 2"
+    assert reliefs("offload", config, made[0], planner)[0].change == "--micro-batches 2"
 
 
 @pytest.mark.parametrize(
@@ -417,42 +409,26 @@ def test_steps_of_8_b_in_24_gb_take_what_was_measured(
     micro_batches: int, tokens: int, moments: str, measured: int
 ) -> None:
     """Those of docs/benchmarks.md, by `python -m tests.measure_offload --gpu-memory 24`."""
-    own = {"optimizer_state.update": "next_forward", "optimizer_state.moments": moments}
-    config = Strategy.load("offload", own | {"precision.reduce": "parameters", "weights.device_mib": 3600}).config
-    work = Workload(tokens, 4096, micro_batches, checkpointed=True, loss_chunk=1024)
-    plan = Planner(shape("Llama-3.1-8B"), work, find_profile("H200")).plan("offload", config)
-    assert plan.time is not None and plan.time.iteration == pytest.approx(measured, rel=0.1)
+    state = {"update": "next_forward", "moments": moments}
+    config = settings("offload", optimizer_state=state, precision__reduce="parameters", weights__device_mib=3600)
+    plan = planned(config, tokens=tokens, micro_batches=micro_batches, checkpointed=True, loss_chunk=1024)
+    assert plan.time.iteration == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("masters", [True, False])
-def test_state_without_masters_is_planned_as_it_is_kept(masters: bool) -> None:
-    """Then moments have the dtype of the weights, too."""
-    strategy = Strategy.load("resident", overrides={"precision.master_weights": masters})
-    model = strategy.prepare_model(torch.nn.Linear(64, 64, bias=False))
-    optimizer = strategy.create_optimizer(model)
-    optimizer.backward(model(torch.ones(1, 64, dtype=torch.bfloat16, device=strategy.device)).sum())
-    optimizer.step()
-    tensors = optimizer.state_dict()["state"][0].values()
-    kept = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor) and value.dim())
-    planned = cost(strategy.config, on_cpu=strategy.device.type == "cpu").device_state.count
-    assert planned == pytest.approx(kept / 64**2)
-
-
-def test_the_busier_direction_is_planned() -> None:
+@pytest.mark.parametrize(("reduce", "to_host"), [("float32", 4 + 2 + 2 + 10), ("parameters", 2 + 2 + 2 + 10)])
+def test_the_busier_direction_is_planned(reduce: str, to_host: int) -> None:
     """Updates in backward take gradient, new and previous weight and record to the host, and less to the device."""
-    for reduce, to_host in (("float32", 4 + 2 + 2 + 10), ("parameters", 2 + 2 + 2 + 10)):
-        config = Strategy.load("fsdp2-offload", overrides={"precision.reduce": reduce}).config
-        made = Planner(shape("Llama-3.1-8B"), Workload(4096), ranks=2).plan("fsdp2-offload", config)
-        parameters = made.parameters / 2
-        root = 2 * (128_256 * 4096) / 2  # it is updated in the forward, and leaves no previous weight
-        assert made.memory.link == pytest.approx(to_host * parameters - 2 * root, rel=0.001)
+    made = planned(settings("fsdp2-offload", precision__reduce=reduce), limits={"ranks": 2})
+    root = 2 * (128_256 * 4096) / 2  # it is updated in the forward, and leaves no previous weight
+    assert made.memory.link == pytest.approx(to_host * made.parameters / 2 - 2 * root, rel=0.001)
 
 
 def test_second_versions_on_the_host_take_no_more_than_they_may() -> None:
-    model, held, own = _tiny(num_hidden_layers=8), [], {"optimizer_state.resident_gib": 0}
+    held = []
     for limit in ("auto", 1e-4, 0):
-        strategy = Strategy.load("stream-overlap", overrides=own | {"optimizer_state.spare_host_gib": limit})
-        held.append(strategy.plan(model, 64, sequence=32).memory)
+        state = {"resident_gib": 0, "spare_host_gib": limit}
+        config = settings("stream-overlap", optimizer_state=state)
+        held.append(planned(config, _tiny(num_hidden_layers=8), 64, profile=None, sequence=32).memory)
     assert held[0].spare > int(1e-4 * 2**30) == held[1].spare and held[2].spare == 0
     previous = [each.previous_weights / held[0].previous_weights for each in held]
     assert previous == pytest.approx([each.spare / held[0].spare for each in held], rel=1e-3)
@@ -461,101 +437,73 @@ def test_second_versions_on_the_host_take_no_more_than_they_may() -> None:
 
 def test_spare_memory_is_what_the_host_has_left() -> None:
     """And only as many updates run in backward as have spare memory."""
-    model, work, profile = shape("Llama-3.1-8B"), Workload(16_384, checkpointed=True, loss_chunk=1024), "H200"
 
-    def planned(host_memory: float | None = None, **state: object) -> planning.Plan:
-        config = Strategy.load("offload", {"optimizer_state": state}).config
-        return Planner(model, work, find_profile(profile), host_memory=host_memory).plan("offload", config)
+    def offload(host_memory: float | None = None, **state: object) -> planning.Plan:
+        config = settings("offload", optimizer_state=state)
+        return planner_of(**LONG, limits={"host_memory": host_memory}).plan("offload", config)
 
-    whole, none, waiting = planned(), planned(spare_host_gib=0), planned(update="next_forward")
+    whole, none, waiting = offload(), offload(spare_host_gib=0), offload(update="next_forward")
     assert whole.memory.wanted_spare == whole.memory.spare and none.memory.spare == waiting.memory.spare == 0
     needed = none.memory.host
     assert needed == waiting.memory.host == whole.memory.host - whole.memory.spare
-    tight, small, large = (planned(needed + more) for more in (0, 15e9, 60e9))
-    assert (tight.fits, tight.memory.spare, planned(needed - 1).fits) == (True, 0, False)
+    tight, small, large = (offload(needed + more) for more in (0, 15e9, 60e9))
+    assert (tight.fits, tight.memory.spare, offload(needed - 1).fits) == (True, 0, False)
     assert small.fits and small.memory.spare == pytest.approx(0.9 * 15e9), "auto leaves a tenth of what is free"
-    assert planned(needed + 15e9, spare_host_gib=50).memory.spare == pytest.approx(15e9)
-    times = [plan.time.iteration for plan in (whole, large, small, tight, none, waiting) if plan.time is not None]
+    assert offload(needed + 15e9, spare_host_gib=50).memory.spare == pytest.approx(15e9)
+    times = [plan.time.iteration for plan in (whole, large, small, tight, none, waiting)]
     assert times[3] == times[4] == times[5] and times == sorted(times)
     assert times[0] < times[1] - 100 and times[1] < times[2] - 100 and times[2] < times[3] - 100
-    links = [plan.memory.link for plan in (tight, none, waiting)]
-    assert links == [waiting.memory.link] * 3
-    text = report("8 B", [small], work, None)
+    assert tight.memory.link == none.memory.link == waiting.memory.link
+    text = report("8 B", [small], small.workload, None)
     assert "offload: spare is limited to 13.5 of 90.1 GB; the other updates wait" in " ".join(text.split())
 
 
-def test_units_of_their_own_are_planned() -> None:
-    """An embedding and a head that FSDP2 gathers by themselves are not whole from forward to backward."""
-    model, work = shape("Llama-3.1-8B"), Workload(16_384, checkpointed=True, loss_chunk=1024)
-    wrap = {"sharding.wrap": ["LlamaDecoderLayer", "model.embed_tokens", "lm_head"]}
-    configs = [Strategy.load("fsdp2-offload", overrides=own).config for own in ({}, wrap)]
-    together, apart = (Planner(model, work, ranks=2).plan("fsdp2-offload", config).memory for config in configs)
-    assert together.peak - apart.peak > 2e9
-    assert together.spare < apart.spare, "the head is updated in backward, too"
-    assert together.host - together.spare == apart.host - apart.spare
-
-
-def test_inputs_of_blocks_on_the_host_are_planned() -> None:
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("name", ["resident", "stream", "offload"])
+def test_inputs_of_blocks_on_the_host_are_planned(name: str, micro_batches: int) -> None:
     """Two of them count on the device; all are copied each way in each micro-batch, beside the computation."""
-    model, tokens, profile = shape("Llama-3.1-8B"), 65_536, find_profile("H100")
-    each = tokens * 4096 * 2
-    for name in ("resident", "stream", "offload"):
-        for micro_batches in (1, 4):
-            planner = Planner(model, Workload(tokens, micro_batches=micro_batches, loss_chunk=1024), profile)
-            configs = [
-                Strategy.load(name, overrides={"sharding.activation_checkpointing": wanted}).config
-                for wanted in (True, "host")
-            ]
-            before, after = (planner.plan(name, config) for config in configs)
-            saved = before.memory.activations - after.memory.activations
-            assert 29 * each <= saved <= 30 * each, (name, saved / each)
-            assert after.memory.peak < before.memory.peak
-            assert after.memory.host - before.memory.host == 32 * each
-            assert after.memory.link - before.memory.link == micro_batches * 32 * each
-            assert before.time is not None and after.time is not None
-            assert before.time.iteration <= after.time.iteration <= 1.02 * before.time.iteration
-            assert after.time.link > before.time.link
+    planner = planner_of(tokens=65_536, profile="H100", micro_batches=micro_batches, loss_chunk=1024)
+    each = 65_536 * 4096 * 2
+    before, after = (
+        planner.plan(name, settings(name, sharding__activation_checkpointing=wanted)) for wanted in (True, "host")
+    )
+    assert 29 * each <= before.memory.activations - after.memory.activations <= 30 * each
+    assert after.memory.peak < before.memory.peak
+    assert after.memory.host - before.memory.host == 32 * each
+    assert after.memory.link - before.memory.link == micro_batches * 32 * each
+    assert before.time.iteration <= after.time.iteration <= 1.02 * before.time.iteration
+    assert after.time.link > before.time.link
 
 
 def test_a_link_that_is_slower_than_a_pass_makes_it_wait() -> None:
-    overrides = {"sharding.activation_checkpointing": "host"}
-    config, profile = Strategy.load("resident", overrides=overrides).config, find_profile("H100")
-    assert profile is not None
-    slow = replace(profile, link=replace(profile.link, alone=0.1, both=0.1))
-    made = Planner(shape("Llama-3.1-8B"), Workload(4096, micro_batches=2), slow).plan("resident", config)
-    assert made.time is not None
-    assert made.time.iteration == pytest.approx(2 * made.time.link + made.time.update, rel=1e-6)
+    h100 = PROFILES["H100"]
+    slow = replace(h100, link=replace(h100.link, alone=0.1, both=0.1))
+    config = settings("resident", sharding__activation_checkpointing="host")
+    time = planned(config, profile=slow, micro_batches=2).time
+    assert time.iteration == pytest.approx(2 * time.link + time.update, rel=1e-6)
 
 
 def test_copies_of_a_model_divide_the_ranks() -> None:
     """8 ranks with 2 copies shard over 4, whichever of the two numbers the mesh names."""
-    shards = {
-        str(mesh): shard_count(Strategy.load("fsdp2", overrides={"sharding.mesh": mesh}).config, 8)
-        for mesh in ({"replicate": 2, "shard": "auto"}, {"replicate": "auto", "shard": 4}, {"replicate": 1, "shard": 8})
-    }
-    assert list(shards.values()) == [4, 4, 8]
+    meshes = {"replicate": 2, "shard": "auto"}, {"replicate": "auto", "shard": 4}, {"replicate": 1, "shard": 8}
+    assert [shard_count(settings("fsdp2", sharding__mesh=mesh), 8) for mesh in meshes] == [4, 4, 8]
 
 
 def test_bulk_copies_all_state_to_the_device_and_back() -> None:
     """In both directions at once, like ``stream``."""
-    config, profile = Strategy.load("bulk").config, find_profile("H200")
-    assert profile is not None
-    made = Planner(shape("Llama-3.2-3B"), Workload(4096), profile).plan("bulk", config)
-    assert made.time is not None
-    assert made.time.link == pytest.approx(made.memory.host / profile.link.each_way(1) / 1e6, rel=0.01)
+    made = planned("bulk", "Llama-3.2-3B")
+    assert made.time.link == pytest.approx(made.memory.host / PROFILES["H200"].link.each_way(1) / 1e6, rel=0.01)
 
 
 def test_the_parts_of_a_plan_are_in_its_json_and_its_tables() -> None:
     """Also the time if all steps are clipped, which is longer only where updates would begin in backward."""
-    unclipped = Strategy.load("stream-overlap", overrides={"clipping.max_norm": None}).config
-    configs = {name: Strategy.load(name).config for name in ("resident", "stream", "stream-overlap", "bulk")}
-    model, work = shape("Llama-3.2-3B"), Workload(4096, checkpointed=True)
-    planner = Planner(model, work, find_profile("H200"))
-    made = {plan.strategy: plan for plan in plans(planner, configs | {"unclipped": unclipped}, both=True)}
+    configs = {name: settings(name) for name in ("resident", "stream", "stream-overlap", "bulk")}
+    configs["unclipped"] = settings("stream-overlap", clipping__max_norm=None)
+    planner = planner_of("Llama-3.2-3B", checkpointed=True)
+    made = {plan.strategy: plan for plan in plans(planner, configs, both=True)}
     values = {name: plan.values() for name, plan in made.items()}
     assert values["stream"]["memory"]["ring"] == 512 * 2**20 and values["bulk"]["memory"]["other"] > 30e9
-    device = {"optimizer_state.previous_weights": "device"}
-    on_device = planner.plan("on device", Strategy.load("stream-overlap", overrides=device).config)
+    on_device = planner.plan("on device", settings("stream-overlap", optimizer_state__previous_weights="device"))
     assert on_device.memory.previous_weights > 4e9 and on_device.memory.spare > 20e9
     for plan in made.values():
         memory = plan.values()["memory"]
@@ -564,7 +512,7 @@ def test_the_parts_of_a_plan_are_in_its_json_and_its_tables() -> None:
         longer = plan.strategy == "stream-overlap"
         assert (plan.values()["clipped_iteration_ms"] > plan.values()["iteration_ms"]) == longer
         assert (" if all are clipped)" in str(plan)) == longer
-    lines = report("3 B", list(made.values()), work, find_profile("H200")).splitlines()
+    lines = report("3 B", list(made.values()), on_device.workload, PROFILES["H200"]).splitlines()
     assert max(map(len, lines)) <= 80
     heads = [line.split() for line in lines if line.startswith(("GB per", "GB, buffers", "ms per"))]
     assert heads[1][2:] == ["ring", "previous", "gathered", "other", "spare", "no", "ckpt."]
@@ -573,32 +521,31 @@ def test_the_parts_of_a_plan_are_in_its_json_and_its_tables() -> None:
 
 def test_where_the_link_limits_a_step_the_plan_says_what_helps() -> None:
     """More accumulation, state on the device, bf16, int8: in this order."""
-    config, profile = Strategy.load("stream-overlap").config, find_profile("H100")
-    planner = Planner(shape("Llama-3.2-3B"), Workload(4096, checkpointed=True, loss_chunk=1024), profile, 1, 40e9)
-    plan = planner.plan("stream-overlap", config)
-    found = reliefs("stream-overlap", config, plan, planner)
+
+    def helping(tokens: int, limits: Any = (), **state: Any) -> tuple[Planner, Any, list[Any]]:
+        config = settings("stream-overlap", **{f"optimizer_state__{key}": value for key, value in state.items()})
+        work = {"sequence": min(tokens, 4096), "checkpointed": True, "loss_chunk": 1024}
+        planner = planner_of("Llama-3.2-3B", tokens, "H100", limits, **work)
+        plan = planner.plan("stream-overlap", config)
+        return planner, plan, reliefs("stream-overlap", config, plan, planner)
+
+    room = {"gpu_memory": 40e9}
+    planner, plan, found = helping(4096, room)
     changes = [change for change, _ in found]
     assert changes[:3] == ["--micro-batches 2", "--micro-batches 4", "--micro-batches 8"]
     assert changes[4:] == ["moments: bfloat16", "moments: int8"]
     name, gib = changes[3].split(": ")
-    more = Strategy.load("stream-overlap", overrides={f"optimizer_state.{name}": float(gib) + 0.5}).config
+    more = settings("stream-overlap", **{f"optimizer_state__{name}": float(gib) + 0.5})
     assert not planner.plan("more", more).fits and found[3].plan.fits
     for _, made in found:
-        assert plan.time is not None and made.time is not None
         assert made.time.iteration / made.workload.micro_batches < plan.time.iteration
-    lines = report("3 B", [plan], planner._workload, profile, relief=found).splitlines()
+    lines = report("3 B", [plan], plan.workload, PROFILES["H100"], relief=found).splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split("  ")[0] for line in lines[lines.index("") :] if line.startswith(tuple(changes))] == changes
-    in_int8 = Strategy.load("stream-overlap", overrides={"optimizer_state.moments": "int8"}).config
-    smaller = planner.plan("int8", in_int8)
-    assert all(change.startswith(("--micro", "resident")) for change, _ in reliefs("int8", in_int8, smaller, planner))
-    own = {"optimizer_state.moments": "bfloat16", "optimizer_state.moments_rounding": "stochastic"}
-    rounded = Strategy.load("stream-overlap", overrides=own).config
-    short = Planner(shape("Llama-3.2-3B"), Workload(1024, 1024, checkpointed=True, loss_chunk=1024), profile)
-    changes = [change for change, _ in reliefs("own", rounded, short.plan("own", rounded), short)]
-    assert changes[-1] == "moments: int8, stochastic"
-    long = Planner(shape("Llama-3.2-3B"), Workload(65_536, checkpointed=True, loss_chunk=1024), profile)
-    assert reliefs("stream-overlap", config, long.plan("stream-overlap", config), long) == []
+    assert all(change.startswith(("--micro", "resident")) for change, _ in helping(4096, room, moments="int8")[2])
+    rounded = {"moments": "bfloat16", "moments_rounding": "stochastic"}
+    assert helping(1024, **rounded)[2][-1].change == "moments: int8, stochastic"
+    assert helping(65_536)[2] == []
 
 
 def test_arithmetic_of_the_update_is_no_wait_for_the_link() -> None:
@@ -608,16 +555,15 @@ def test_arithmetic_of_the_update_is_no_wait_for_the_link() -> None:
 
 def test_state_that_fits_on_the_device_is_not_streamed() -> None:
     """Copies may be hidden, the arithmetic of the update takes the device's time wherever the state is."""
-    configs = {name: Strategy.load(name).config for name in ("resident", "stream", "stream-overlap")}
-    planner = Planner(_tiny(num_hidden_layers=30), Workload(4096, 32, checkpointed=True), find_profile("H100"))
-    first = first_that_fits(plans(planner, configs))
-    assert first is not None and first.strategy == "resident"
+    configs = {name: settings(name) for name in ("resident", "stream", "stream-overlap")}
+    planner = planner_of(_tiny(num_hidden_layers=30), 4096, "H100", sequence=32, checkpointed=True)
+    assert first_that_fits(plans(planner, configs)).strategy == "resident"
 
 
 def test_every_strategy_has_a_plan() -> None:
-    planner = Planner(_tiny(), Workload(64, 32), find_profile("H200"), ranks=2)
+    planner = planner_of(_tiny(), 64, sequence=32, limits={"ranks": 2})
     for name in available_strategies():
-        config = Strategy.load(name).config
+        config = settings(name)
         if config.sharding.kind == "deepspeed":
             with pytest.raises(ConfigError, match=f"measure it: lightstep bench --iteration --strategies {name}"):
                 planner.plan(name, config)
@@ -655,14 +601,20 @@ def _run(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def _values(*arguments: object) -> Any:
+    """What ``--json`` says."""
+    code, said = _run(*arguments, "--json")
+    assert code == 0, said
+    return json.loads(said)
+
+
 def test_the_command(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, said = _run(tiny, "--tokens", 64, "--plot", tiny / "plan.png")
     assert code == 0 and "stream-overlap" in said and "fsdp2" not in said and (tiny / "plan.png").is_file()
     assert "H100: assumed" in said and "assumed" not in _run(tiny, "--tokens", 64, "--profile", "H100")[1]
-    code, said = _run(tiny / "config.json", "--tokens", 64, "--gpus", 2, "--strategy", "fsdp2,ddp", "--json")
-    values = json.loads(said)
-    assert code == 0 and [plan["strategy"] for plan in values["plans"]] == ["ddp", "fsdp2"]
+    values = _values(tiny / "config.json", "--tokens", 64, "--gpus", 2, "--strategy", "fsdp2,ddp")
+    assert [plan["strategy"] for plan in values["plans"]] == ["ddp", "fsdp2"]
     assert values["profile"]["name"] == "H100" and values["plans"][0]["iteration_ms"] > 0
 
 
@@ -701,8 +653,7 @@ def test_a_mistake_gets_one_sentence(arguments: tuple[str, ...], message: str) -
 
 
 def test_this_machines_rates_are_measured(tiny: Path) -> None:
-    given = tiny, "--tokens", 64, "--sequence", 32, "--strategy", "fp32", "--json"
-    plan = json.loads(_run(*given, "--measure")[1])
+    plan = _values(tiny, "--tokens", 64, "--sequence", 32, "--strategy", "fp32", "--measure")
     assert plan["profile"]["source"].startswith("measured here") and plan["profile"]["computes_in"] == "float32"
     assert plan["profile"]["tflops"] > 0 and plan["plans"][0]["iteration_ms"] > 0
 
@@ -726,13 +677,12 @@ def test_a_factory_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: p
 
 def test_what_none_fits_gets_the_changes_that_help(tiny: Path) -> None:
     given = tiny, "--tokens", 4096, "--sequence", 32, "--strategy", "resident,bulk", "--gpu-memory"
-    said = _run(*given, 0.01, "--no-checkpointing")[1]
-    enough = "Each of these alone is enough:\n  without --no-checkpointing: resident\n  --tokens 1024: resident\n"
-    assert f"None of these fits. {enough}" in said
-    assert (
-        "None of these fits. This is enough:\n  --tokens 512: resident\n"
-        in _run(*given, 0.006, "--no-checkpointing")[1]
-    )
+    for room, more, enough in (
+        (0.01, 1024, "Each of these alone is enough:\n  without --no-checkpointing: resident\n"),
+        (0.006, 512, "This is enough:\n"),
+    ):
+        expected = f"None of these fits. {enough}  --tokens {more}: resident\n"
+        assert expected in _run(*given, room, "--no-checkpointing")[1]
     said = _run(tiny, "--tokens", 32, "--strategy", "resident", "--gpu-memory", 1e-6)[1]
     assert "None of these fits. Use a smaller model, or GPUs with more memory." in said
 
@@ -753,7 +703,7 @@ def test_everything_on_the_host_of_a_machine_with_128_gb(tmp_path: Path) -> None
     assert f"{sums} brings" in " ".join(said.split())
     changed = tmp_path / "changed.yaml"
     changed.write_text(json.dumps(merge_overrides(read_source("offload")[1], {"precision.reduce": "parameters"})))
-    plan = json.loads(_run(*several, "--strategy", changed, "--json")[1])["plans"][0]
+    (plan,) = _values(*several, "--strategy", changed)["plans"]
     assert plan["sums_on_host"] == "bfloat16" and plan["fits"] and plan["memory"]["spare"] > 0
 
 
@@ -762,7 +712,7 @@ def test_previous_weights_that_do_not_fit_are_not_kept_by_next_forward(tmp_path:
     file = tmp_path / "own.yaml"
     file.write_text("optimizer_state: {backend: stream, update: overlap, ring_mib: 1}")
     given = tmp_path, "--tokens", 64, "--sequence", 64, "--strategy", file
-    memory = json.loads(_run(*given, "--json")[1])["plans"][0]["memory"]
+    memory = _values(*given)["plans"][0]["memory"]
     room = (memory["peak"] - memory["previous_weights"] / 2) / 0.95e9
     assert "  optimizer_state.update: next_forward in the strategy file: " in _run(*given, "--gpu-memory", room)[1]
 
@@ -776,11 +726,12 @@ def test_a_gpu_is_known_by_its_name() -> None:
 
 def test_overlap_under_ddp_is_planned_as_the_next_forward() -> None:
     """Gradients are reduced at the end of backward, and nothing is tried in it."""
-    planned_memory = []
-    for update in ("overlap", "next_forward"):
-        values = merge_overrides(read_source("ddp-stream")[1], {"optimizer_state.update": update})
-        planned_memory.append(memory(parse_config(values, "ddp-stream"), model_sizes(_tiny()), None, ranks=2))
-    assert planned_memory[0] == planned_memory[1]
+    sizes = model_sizes(_tiny())
+    overlap, next_forward = (
+        memory(settings("ddp-stream", optimizer_state__update=update), sizes, None, ranks=2)
+        for update in ("overlap", "next_forward")
+    )
+    assert overlap == next_forward
 
 
 def test_a_gpu_has_the_memory_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -793,10 +744,10 @@ def test_a_gpu_has_the_memory_that_it_has(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_command_plans_for_the_memory_of_this_gpu(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = tiny, "--tokens", 64, "--sequence", 32, "--strategy", "resident", "--json"
+    given = tiny, "--tokens", 64, "--sequence", 32, "--strategy", "resident"
 
     def limit(*more: Any) -> float:
-        return float(json.loads(_run(*given, *more)[1])["plans"][0]["limit"]) / 0.95e9
+        return float(_values(*given, *more)["plans"][0]["limit"]) / 0.95e9
 
     monkeypatch.setattr(command, "cached_profile", lambda: None)
     _pretend_gpu(monkeypatch, "NVIDIA A100-SXM4-40GB", 42.4)
@@ -828,81 +779,77 @@ def test_a_wrong_value_in_a_config_is_one_sentence(tmp_path: Path, wrong: dict[s
 # -- several nodes
 
 
-def _sharded(name: str = "fsdp2", **changes: Any) -> Any:
-    values = {key.replace("__", "."): value for key, value in changes.items()}
-    return parse_config(merge_overrides(read_source(name)[1], values), name)
-
-
-def _crossing(config: Any, ranks: int = 8, per_node: int = 4, micro_batches: int = 1) -> Crossing:
-    return Crossing(config, model_sizes(_tiny()), ranks, Network(per_node, 1e-6), micro_batches)
+def _crossing(name: str, ranks: int = 8, micro_batches: int = 1, **overrides: Any) -> Crossing:
+    """Of nodes with four devices each."""
+    network = Network(4, 1e-6)
+    return Crossing(settings(name, **overrides), model_sizes(_tiny()), ranks, network, micro_batches)
 
 
 def test_what_leaves_a_node() -> None:
     sizes = model_sizes(_tiny())
     blocks, root, total = sum(sizes.blocks), sizes.root, sizes.total
     ring = 7 / 8 / 4  # over eight ranks, of a node's four interfaces
-    found = _crossing(_sharded())
+    found = _crossing("fsdp2")
     assert found.gathered == int((2 * blocks + root) * 2 * ring), "the root stays gathered for backward"
     assert (found.reduced, found.sent, found.nodes) == (int(4 * total * ring), 0, 2), "gradients in fp32"
-    assert _crossing(_sharded(precision__reduce="parameters")).reduced == int(2 * total * ring)
-    assert _crossing(_sharded(sharding__reshard_after_forward=False)).gathered == int(2 * total * ring)
-    assert _crossing(_sharded(sharding__reshard_after_forward=4)).gathered == int(2 * total * ring), "within a node"
-    several = _crossing(_sharded(), micro_batches=3)
+    assert _crossing("fsdp2", precision__reduce="parameters").reduced == int(2 * total * ring)
+    for wanted in (False, 4):  # 4: within a node
+        crossing = _crossing("fsdp2", sharding__reshard_after_forward=wanted)
+        assert crossing.gathered == int(2 * total * ring)
+    several = _crossing("fsdp2", micro_batches=3)
     assert (several.gathered, several.reduced) == (int(3 * (2 * blocks + root) * 2 * ring), found.reduced)
-    on_host = _crossing(_sharded("fsdp2-offload"), micro_batches=3)
+    on_host = _crossing("fsdp2-offload", micro_batches=3)
     assert on_host.reduced == pytest.approx(3 * found.reduced, abs=2), "every micro-batch is reduced"
 
 
 def test_what_leaves_a_node_of_replicas() -> None:
     """One replica on each node: its shards' gradients cross twice in an all-reduce, and the weights not at all."""
     total = model_sizes(_tiny()).total
-    found = _crossing(_sharded("hsdp"))
+    found = _crossing("hsdp")
     assert (found.gathered, found.reduced, found.sent) == (0, int(2 * 4 * total / 4 / 2), 0)
-    streamed = _sharded("hsdp", optimizer_state__backend="stream")
-    assert _crossing(streamed).sent == int(2 * total / 4 / 2), "each replica updates its share"
-    ddp = _crossing(_sharded("ddp"))
+    streamed = _crossing("hsdp", optimizer_state__backend="stream")
+    assert streamed.sent == int(2 * total / 4 / 2), "each replica updates its share"
+    ddp = _crossing("ddp")
     assert (ddp.gathered, ddp.reduced) == (0, int(2 * 4 * total * 7 / 8 / 4)), "once through a node's interfaces"
-    four = _sharded("hsdp", sharding__mesh={"replicate": 2, "shard": "auto"})
-    assert _crossing(four, ranks=16).gathered == int(2 * (2 * total - model_sizes(_tiny()).root) * 7 / 8 / 4)
+    four = _crossing("hsdp", ranks=16, sharding__mesh={"replicate": 2, "shard": "auto"})
+    assert four.gathered == int(2 * (2 * total - model_sizes(_tiny()).root) * 7 / 8 / 4)
 
 
-def _planned(config: Any, network: Network | None, profile: Profile = PROFILES["H100"], micro_batches: int = 1) -> Any:
-    model, work = shape("Llama-3.1-8B"), Workload(4096, 4096, micro_batches)
-    return Planner(model, work, profile, 16, network=network).plan("planned", config)
+def _on_nodes(config: Any, network: Network | None, profile: Any = "H100", micro_batches: int = 1) -> Any:
+    """16 ranks."""
+    return planned(config, profile=profile, micro_batches=micro_batches, limits={"ranks": 16, "network": network})
 
 
 def test_a_slow_network_makes_a_step_longer() -> None:
-    alone = _planned(_sharded(), None).time
-    times = [_planned(_sharded(), Network(8, rate)).time for rate in (1000.0, 50.0, 5.0, 0.5)]
+    alone = _on_nodes("fsdp2", None).time
+    times = [_on_nodes("fsdp2", Network(8, rate)).time for rate in (1000.0, 50.0, 5.0, 0.5)]
     assert [time.compute for time in times] == [alone.compute] * 4
     assert [time.iteration for time in times] == sorted(time.iteration for time in times)
     assert times[0].iteration == pytest.approx(alone.iteration, rel=0.01)
     assert times[-1].unhidden == pytest.approx(times[-1].network - alone.compute, rel=0.1), "computation hides as much"
-    replicas = _planned(_sharded("hsdp"), Network(8, 5.0)).time
+    replicas = _on_nodes("hsdp", Network(8, 5.0)).time
     assert replicas.iteration < times[2].iteration, "forward waits for nothing"
-    several = _planned(_sharded("hsdp"), Network(8, 5.0), micro_batches=3).time
+    several = _on_nodes("hsdp", Network(8, 5.0), micro_batches=3).time
     assert several.unhidden == pytest.approx(replicas.unhidden) and replicas.unhidden > 0, "reduced once a step"
 
 
 def test_copies_and_network_share_the_port_of_a_device() -> None:
-    config = _sharded("fsdp2-stream-overlap", optimizer_state__update="next_forward", optimizer_state__resident_gib=0)
-    h100 = PROFILES["H100"]
+    state = {"optimizer_state__update": "next_forward", "optimizer_state__resident_gib": 0}
+    config, h100 = settings("fsdp2-stream-overlap", **state), PROFILES["H100"]
     apart = replace(h100, link=replace(h100.link, carries_network=False))
-    shared, own = (_planned(config, Network(8, 25.0), profile).time for profile in (h100, apart))
-    gathered = _planned(config, Network(8, 25.0)).crossing.in_forward
-    assert shared.exposed - own.exposed == pytest.approx(gathered / h100.link.each_way(8) / 1e6, rel=0.01)
+    shared, own = (_on_nodes(config, Network(8, 25.0), profile) for profile in (h100, apart))
+    rate = h100.link.each_way(8) * 1e6
+    assert shared.time.exposed - own.time.exposed == pytest.approx(shared.crossing.in_forward / rate, rel=0.01)
     assert not PROFILES["GH200"].link.carries_network
 
 
 def test_a_node_has_the_memory_of_its_ranks() -> None:
-    model, work = shape("Llama-3.1-8B"), Workload(4096, 4096)
-    planner = Planner(model, work, PROFILES["H100"], 16, None, 50e9, network=Network(8, 50.0))
-    plan = planner.plan("planned", _sharded("fsdp2-offload"))
+    limits = {"ranks": 16, "host_memory": 50e9, "network": Network(8, 50.0)}
+    plan = planned("fsdp2-offload", profile="H100", limits=limits)
     assert plan.host_of_node == 8 * plan.memory.host
     assert plan.reason == f"a node needs {plan.host_of_node / 1e9:.0f} GB and has 50"
-    uneven = Planner(model, work, PROFILES["H100"], 24, network=Network(8, 50.0))
-    reason = uneven.plan("planned", _sharded("hsdp")).reason
-    assert reason == "its 12 shards do not fill nodes of 8 GPUs"
+    uneven = planned("hsdp", profile="H100", limits=limits | {"ranks": 24, "host_memory": None})
+    assert uneven.reason == "its 12 shards do not fill nodes of 8 GPUs"
 
 
 def test_the_command_plans_nodes() -> None:
@@ -911,7 +858,7 @@ def test_the_command_plans_nodes() -> None:
     assert code == 0 and "512 × H100 on 64 nodes" in " ".join(said.split())
     assert "hsdp, replicate: 64" in said and "between nodes" in said
     assert max(map(len, said.splitlines())) <= 80
-    plans = {plan["strategy"]: plan for plan in json.loads(_run(*given, "--network", 50, "--json")[1])["plans"]}
+    plans = {plan["strategy"]: plan for plan in _values(*given, "--network", 50)["plans"]}
     crossing = plans["fsdp2"]["crossing"]
     assert crossing.keys() == {"gathered", "reduced", "sent"} and plans["fsdp2"]["time"]["unhidden"] > 0
     assert plans["hsdp, replicate: 64"]["crossing"]["gathered"] == 0 < crossing["gathered"], "a replica on each node"

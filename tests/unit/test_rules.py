@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import lightstep
 from lightstep import Rule
@@ -27,8 +28,10 @@ from tests.reference.pair import (
     through_bytes,
 )
 from tests.reference.several_classes import SeveralClasses
+from tests.reference.tiny_llama import make_llama
 from tests.reference.tiny_model import representable
 
+FP32 = lightstep.Strategy.load("fp32")
 MUON = {"lr": 0.02, "weight_decay": 0.05}
 RMS = {"lr": 1e-2, "momentum": 0.9, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}
 
@@ -203,47 +206,29 @@ def test_a_checkpoint_keeps_the_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("named", [0, 1])
 def test_classes_that_have_changed_places_are_refused(tmp_path: Path, named: int) -> None:
     """Of the groups on each side, one names its class, and the other has the optimizer's own."""
-    strategy = lightstep.Strategy.load("fp32")
 
     def build(muon: int) -> tuple[nn.Module, Any]:
-        model = strategy.prepare_model(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
+        model = FP32.prepare_model(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
         groups: list[dict[str, Any]] = [{"params": [layer.weight]} for layer in model]
         own = torch.optim.AdamW if muon == named else torch.optim.Muon
         groups[named]["optimizer_class"] = torch.optim.Muon if muon == named else torch.optim.AdamW
-        return model, strategy.create_optimizer(model, own, param_groups=groups)
+        return model, FP32.create_optimizer(model, own, param_groups=groups)
 
     with warnings.catch_warnings(action="ignore"):  # the last layer passes for a head
         (model, optimizer), (other_model, other) = build(0), build(1)
     optimizer.backward(model(torch.ones(2, 4)).square().sum())
     optimizer.step()
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
-    with pytest.raises(
-        lightstep.CheckpointError, match=r"group 0 is updated by (torch.optim.)?AdamW, .* of (torch.optim.)?Muon"
-    ):
-        strategy.load_checkpoint(tmp_path / "a", other_model, other)
-    strategy.load_checkpoint(tmp_path / "a", model, optimizer)
-
-
-def test_a_state_dict_of_other_classes_is_refused() -> None:
-    _, model, optimizer = made()
-    optimizer.backward(loss_of(model, 0))
-    optimizer.step()
-    packed = through_bytes(optimizer.state_dict())
-    assert [group["optimizer_class"] for group in packed["param_groups"]] == [
-        "torch.optim.Muon",
-        "torch.optim.AdamW",
-        "torch.optim.AdamW",
-    ]
-    strategy, other_model, _ = made()
-    groups = [{"params": group["params"], "optimizer_class": torch.optim.AdamW} for group in optimizer.param_groups]
-    for group in groups:
-        names = [name for name, p in model.named_parameters() if any(p is q for q in group["params"])]
-        group["params"] = [other_model.get_parameter(name) for name in names]
-    other = strategy.create_optimizer(other_model, param_groups=groups)
-    before = copy.deepcopy(other.param_groups[0]["lr"])
-    with pytest.raises(ValueError, match=r"group 0 is updated by torch.optim.AdamW, .* the state of torch.optim.Muon"):
+    FP32.save_checkpoint(tmp_path / "a", model, optimizer)
+    packed, before = through_bytes(optimizer.state_dict()), through_bytes(other.state_dict())
+    message = r"group 0 is updated by (torch.optim.)?AdamW, .* of (torch.optim.)?Muon"
+    with pytest.raises(lightstep.CheckpointError, match=message):
+        FP32.load_checkpoint(tmp_path / "a", other_model, other)
+    here, saved = ("Muon", "AdamW") if named else ("AdamW", "Muon")
+    message = rf"group {named} is updated by torch.optim.{here}, .* the state of torch.optim.{saved}"
+    with pytest.raises(ValueError, match=message):
         other.load_state_dict(packed)
-    assert other.param_groups[0]["lr"] == before
+    same_tree("other", through_bytes(other.state_dict()), before)
+    FP32.load_checkpoint(tmp_path / "a", model, optimizer)
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
@@ -274,113 +259,88 @@ class Named(nn.Module):
         self.out = nn.Linear(8, 11, bias=False)
 
 
+def by_kind(model: nn.Module) -> dict[str, set[str]]:
+    """The names of the trained parameters of each kind."""
+    described = [(name, kind) for name, parameter, kind in described_parameters(model) if parameter.requires_grad]
+    return {kind: {name for name, own in described if own == kind} for kind in KINDS}
+
+
 def test_kinds_of_parameters() -> None:
-    model = Named()
-    kinds = {name: kind for name, _, kind in described_parameters(model)}
-    assert kinds == {
-        "scale": "rest",
-        "experts": "hidden_matrices",
-        "tokens.weight": "embeddings",
-        "blocks.0.mix.weight": "hidden_matrices",
-        "blocks.0.mix.bias": "biases",
-        "blocks.0.norm.weight": "norms",
-        "blocks.1.mix.weight": "hidden_matrices",
-        "blocks.1.mix.bias": "biases",
-        "blocks.1.norm.weight": "norms",
-        "out.weight": "head",
+    model, blocks = Named(), ("blocks.0", "blocks.1")
+    assert by_kind(model) == {
+        "hidden_matrices": {"experts", *(f"{block}.mix.weight" for block in blocks)},
+        "embeddings": {"tokens.weight"},
+        "head": {"out.weight"},
+        "norms": {f"{block}.norm.weight" for block in blocks},
+        "biases": {f"{block}.mix.bias" for block in blocks},
+        "rest": {"scale"},
     }
     layers = nn.ModuleDict({"up": nn.Linear(4, 4, bias=False), "down": nn.Linear(4, 3, bias=False)})
     assert [kind for _, _, kind in described_parameters(layers)] == ["hidden_matrices", "head"]
     model.out.weight = model.tokens.weight
-    assert "head" not in {kind for _, _, kind in described_parameters(model)}
+    assert not by_kind(model)["head"]
 
 
 def test_kinds_of_a_transformers_model() -> None:
-    from tests.reference.tiny_llama import make_llama
-
     model = make_llama()
-    found = {kind: [name for name, _, own in described_parameters(model) if own == kind] for kind in KINDS}
-    assert found["embeddings"] == ["model.embed_tokens.weight"]
+    found = by_kind(model)
+    assert found["embeddings"] == {"model.embed_tokens.weight"}
     assert all(name.endswith("norm.weight") for name in found["norms"])
     assert all("layers" in name and "proj" in name for name in found["hidden_matrices"])
-    assert found["head"] in (["lm_head.weight"], [])
+    assert found["head"] in ({"lm_head.weight"}, set())
     assert sum(map(len, found.values())) == len(list(model.parameters()))
 
 
-class RMSNormalization(nn.Module):
-    def __init__(self) -> None:
+class Owner(nn.Module):
+    """Parameters that no layer of torch's owns, by the names and the shapes that models have for them."""
+
+    def __init__(self, **shapes: Sequence[int]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(*shape)))
 
 
-class Attention(nn.Module):
-    """Parameters of its own, of two dimensions and more."""
+class RMSNormalization(Owner):
+    pass
 
+
+class Attention(Owner):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(gate_up_proj=(4, 8, 6), gate_up_proj_bias=(4, 6), A_log=(16, 8), time_mix=(1, 1, 8))
         self.heads = nn.MultiheadAttention(8, 2)
-        self.parametrized = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 8, 3))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 8, 3))
         self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="cayley")
-        self.router = Router()
-        self.gate_up_proj = nn.Parameter(torch.randn(4, 8, 6))
-        self.gate_up_proj_bias = nn.Parameter(torch.randn(4, 6))
-        self.A_log = nn.Parameter(torch.randn(16, 8))
-        self.time_mix = nn.Parameter(torch.randn(1, 1, 8))
-        self.norm = RMSNormalization()
+        self.router = Owner(weight=(4, 8))
+        self.norm = RMSNormalization(weight=(8,))
 
 
-class Router(nn.Module):
+class Vision(Owner):
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 8))
-
-
-class Vision(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
-        self.pos_embed = nn.Parameter(torch.zeros(9, 8))
+        super().__init__(cls_token=(1, 1, 8), pos_embed=(9, 8))
         self.patches = nn.Conv2d(3, 8, 4)
-        self.positions = nn.Embedding(20, 8)
-        self.words = nn.Embedding(33, 8)
+        self.positions, self.words = nn.Embedding(20, 8), nn.Embedding(33, 8)
         self.unembed = nn.Linear(8, 33)
         self.layers = nn.ModuleList([Attention()])
         self.merge = nn.Linear(8, 8)
 
 
+VISION = {
+    "hidden_matrices": "merge.weight 0.heads.in_proj_weight 0.heads.out_proj.weight 0.router.weight 0.gate_up_proj "
+    "0.orthogonal.parametrizations.weight.original",
+    "embeddings": "cls_token pos_embed positions.weight words.weight",
+    "head": "unembed.weight",
+    "norms": "0.norm.weight",
+    "biases": "patches.bias unembed.bias merge.bias 0.heads.in_proj_bias 0.heads.out_proj.bias 0.normed.bias "
+    "0.orthogonal.bias 0.gate_up_proj_bias",
+    "rest": "patches.weight 0.normed.parametrizations.weight.original0 0.normed.parametrizations.weight.original1 "
+    "0.A_log 0.time_mix",
+}
+"""A kernel and a table are no matrices by which a layer multiplies; the head is as large as the vocabulary."""
+
+
 def test_kinds_of_what_no_layer_of_torchs_owns() -> None:
-    """A kernel and a table are no matrices by which a layer multiplies; the head is as large as the vocabulary."""
-    kinds = {name: kind for name, _, kind in described_parameters(Vision())}
-    block = {name.removeprefix("layers.0."): kinds.pop(name) for name in list(kinds) if name.startswith("layers.0.")}
-    assert kinds == {
-        "cls_token": "embeddings",
-        "pos_embed": "embeddings",
-        "patches.weight": "rest",
-        "patches.bias": "biases",
-        "positions.weight": "embeddings",
-        "words.weight": "embeddings",
-        "unembed.weight": "head",
-        "unembed.bias": "biases",
-        "merge.weight": "hidden_matrices",
-        "merge.bias": "biases",
-    }
-    assert block == {
-        "heads.in_proj_weight": "hidden_matrices",
-        "heads.in_proj_bias": "biases",
-        "heads.out_proj.weight": "hidden_matrices",
-        "heads.out_proj.bias": "biases",
-        "parametrized.bias": "biases",
-        "parametrized.parametrizations.weight.original0": "rest",
-        "parametrized.parametrizations.weight.original1": "rest",
-        "orthogonal.bias": "biases",
-        "orthogonal.parametrizations.weight.original": "hidden_matrices",
-        "router.weight": "hidden_matrices",
-        "gate_up_proj": "hidden_matrices",
-        "gate_up_proj_bias": "biases",
-        "A_log": "rest",
-        "time_mix": "rest",
-        "norm.weight": "norms",
-    }
+    found = {kind: {name.removeprefix("layers.") for name in names} for kind, names in by_kind(Vision()).items()}
+    assert found == {kind: set(names.split()) for kind, names in VISION.items()}
 
 
 class Adapted(nn.Module):
@@ -397,26 +357,18 @@ class Adapted(nn.Module):
 
 
 def test_kinds_of_adapters() -> None:
-    from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
-
+    """Matrices are transformers' Conv1D."""
     config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=32, n_positions=16, tie_word_embeddings=False)
-    language, classifier = GPT2LMHeadModel(config), GPT2ForSequenceClassification(config)
-    language.lm_head, classifier.score = Adapted(language.lm_head), Adapted(classifier.score)
-    for model, head in ((language, "lm_head"), (classifier, "score")):
+    for make, head in ((GPT2LMHeadModel, "lm_head"), (GPT2ForSequenceClassification, "score")):
+        model: Any = make(config)
+        setattr(model, head, Adapted(getattr(model, head)))
         model.transformer.wte = Adapted(model.transformer.wte)
-        kinds = {name: kind for name, parameter, kind in described_parameters(model) if parameter.requires_grad}
-        assert {name: kind for name, kind in kinds.items() if "lora" in name or "_save" in name} == {
-            "transformer.wte.lora_embedding_A.default": "embeddings",
-            "transformer.wte.lora_embedding_B.default": "embeddings",
-            f"{head}.modules_to_save.default.weight": "head",
-        }
-        matrices = [name for name, kind in kinds.items() if kind == "hidden_matrices"]
-        assert [name.removeprefix("transformer.h.0.") for name in matrices] == [  # transformers' Conv1D
-            "attn.c_attn.weight",
-            "attn.c_proj.weight",
-            "mlp.c_fc.weight",
-            "mlp.c_proj.weight",
-        ]
+        found = by_kind(model)
+        assert found["head"] == {f"{head}.modules_to_save.default.weight"}
+        adapters = {f"transformer.wte.lora_embedding_{side}.default" for side in "AB"}
+        assert found["embeddings"] == {*adapters, "transformer.wpe.weight"}
+        matrices = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+        assert found["hidden_matrices"] == {f"transformer.h.0.{name}.weight" for name in matrices}
 
 
 @pytest.mark.parametrize(
@@ -439,9 +391,8 @@ def test_kinds_of_adapters() -> None:
     ],
 )
 def test_rules_that_do_not_divide_the_model_are_refused(rules: list[Rule], message: str) -> None:
-    strategy = lightstep.Strategy.load("fp32")
     with pytest.raises(ValueError, match=message):
-        strategy.create_optimizer(strategy.prepare_model(Named()), rules=rules)
+        FP32.create_optimizer(FP32.prepare_model(Named()), rules=rules)
 
 
 @pytest.mark.parametrize(
@@ -462,10 +413,8 @@ def test_a_bad_rule_says_what_is_wrong(make: Callable[[], Rule], message: str) -
 
 
 def test_rules_replace_the_other_arguments() -> None:
-    strategy = lightstep.Strategy.load("fp32")
-    model = strategy.prepare_model(Named())
     with pytest.raises(TypeError, match="leave all other arguments out"):
-        strategy.create_optimizer(model, rules=[Rule(torch.optim.AdamW)], lr=1e-3)
+        FP32.create_optimizer(FP32.prepare_model(Named()), rules=[Rule(torch.optim.AdamW)], lr=1e-3)
 
 
 class OurMuon(torch.optim.Muon):
@@ -474,27 +423,25 @@ class OurMuon(torch.optim.Muon):
 
 @pytest.mark.parametrize("muon", [torch.optim.Muon, OurMuon])
 def test_muon_on_an_embedding_warns(muon: type[torch.optim.Optimizer]) -> None:
-    strategy = lightstep.Strategy.load("fp32")
-    model = strategy.prepare_model(Named())
+    model = FP32.prepare_model(Named())
     rules = [Rule(muon, dims=[2, 3]), Rule(torch.optim.AdamW, dims=1)]
     message = rf"^{muon.__name__} will update tokens.weight \(embeddings\), out.weight \(head\): it is"
     with pytest.warns(UserWarning, match=message):
-        strategy.create_optimizer(model, rules=rules)
+        FP32.create_optimizer(model, rules=rules)
 
 
 def test_muon_on_what_is_no_matrix_is_refused_by_name() -> None:
-    strategy = lightstep.Strategy.load("fp32")
-    model = strategy.prepare_model(Named())
+    model = FP32.prepare_model(Named())
     message = r"Muon cannot update scale of shape \(8,\): Muon only supports 2D"
     with pytest.warns(UserWarning, match="Muon will update tokens"), pytest.raises(ValueError, match=message):
-        strategy.create_optimizer(model, rules=[Rule(torch.optim.Muon)])
+        FP32.create_optimizer(model, rules=[Rule(torch.optim.Muon)])
     with pytest.raises(ValueError, match=message):
-        strategy.create_optimizer(model, torch.optim.Muon, param_groups=[model.scale])
-    conv = strategy.prepare_model(nn.Sequential(nn.Conv2d(3, 8, 4)))
+        FP32.create_optimizer(model, torch.optim.Muon, param_groups=[model.scale])
+    conv = FP32.prepare_model(nn.Sequential(nn.Conv2d(3, 8, 4)))
     with pytest.raises(ValueError, match=r"Muon cannot update 0.weight of shape \(8, 3, 4, 4\)"):
-        strategy.create_optimizer(conv, torch.optim.Muon, param_groups=[conv[0].weight])
+        FP32.create_optimizer(conv, torch.optim.Muon, param_groups=[conv[0].weight])
     model.scale.requires_grad_(False)
-    later = strategy.create_optimizer(model, torch.optim.Muon, param_groups=[model.scale, model.experts])
+    later = FP32.create_optimizer(model, torch.optim.Muon, param_groups=[model.scale, model.experts])
     model.scale.requires_grad_(True).grad = torch.ones_like(model.scale)
     with pytest.raises(ValueError, match=message):
         later.step()
@@ -508,23 +455,19 @@ def test_muon_on_what_is_no_matrix_is_refused_by_name() -> None:
         ({"adjust_lr_fn": "rms"}, "a parameter group of Muon: Adjust learning rate function rms is not supported"),
         ({"ns_steps": 100}, "a parameter group of Muon: Number of steps must be less than 100"),
         ({"ns_coefficients": (1.0, 2.0)}, "a parameter group of Muon: Coefficients must be a tuple of exactly 3"),
-        (
-            {"momentun": 0.9},
-            "group of Muon has 'momentun', which the class does not have; it has lr, weight_",
-        ),
+        ({"momentun": 0.9}, "group of Muon has 'momentun', which the class does not have; it has lr, weight_"),
     ],
 )
 def test_settings_that_the_class_refuses_are_refused_when_the_optimizer_is_made(
     settings: dict[str, Any], message: str
 ) -> None:
-    strategy = lightstep.Strategy.load("fp32")
-    model = strategy.prepare_model(nn.Sequential(nn.Linear(3, 3, bias=False)))
-    groups = [{"params": [model[0].weight], "optimizer_class": torch.optim.Muon, **settings}]
+    model = FP32.prepare_model(nn.Sequential(nn.Linear(3, 3, bias=False)))
+    group = {"params": [model[0].weight], **settings}
     with pytest.raises((TypeError, ValueError), match=message):
-        strategy.create_optimizer(model, param_groups=groups)
+        FP32.create_optimizer(model, param_groups=[group | {"optimizer_class": torch.optim.Muon}])
     if "momentun" not in settings:  # which torch would keep in the group
         with pytest.raises((TypeError, ValueError), match=message):
-            strategy.create_optimizer(model, torch.optim.Muon, param_groups=[{"params": [model[0].weight], **settings}])
+            FP32.create_optimizer(model, torch.optim.Muon, param_groups=[group])
 
 
 @pytest.mark.parametrize("backend", ["resident", "stream"])
@@ -563,40 +506,31 @@ class NeedsDecay(torch.optim.SGD):
 
 
 def test_a_group_without_what_its_class_needs_is_refused() -> None:
-    strategy = lightstep.Strategy.load("fp32")
-    model = strategy.prepare_model(nn.Linear(3, 3))
-    for missing, given in (("lr and no decay", {}), ("decay", {"lr": 0.1})):
-        groups = [{"params": list(model.parameters()), "optimizer_class": NeedsDecay, **given}]
-        with pytest.raises(ValueError, match=f"group of NeedsDecay has no {missing}, and NeedsDecay has no default"):
-            strategy.create_optimizer(model, param_groups=groups)
-    groups = [
-        {"params": [model.weight], "optimizer_class": NeedsDecay, "lr": 0.1, "decay": 0.1, "clamp": 2.0},
-        {"params": [model.bias], "optimizer_class": NeedsDecay, "lr": 0.2, "decay": 0.1, "clamp": 3.0},
-    ]
-    message = r"two parameter groups of NeedsDecay differ in settings .* \({'clamp': 2.0} and {'clamp': 3.0}\)"
-    with pytest.raises(ValueError, match=message):
-        strategy.create_optimizer(model, param_groups=groups)
-    rules = [
-        Rule(NeedsDecay, dims=2, lr=0.1, decay=0.1, clamp=2.0),
-        Rule(NeedsDecay, dims=1, lr=0.1, decay=0.2),
-    ]
-    with pytest.raises(
-        ValueError, match=r"Rule\(NeedsDecay, dims=2\) and Rule\(NeedsDecay, dims=1\) differ in settings"
+    model = FP32.prepare_model(nn.Linear(3, 3))
+    weight, bias = ({"params": [parameter], "optimizer_class": NeedsDecay} for parameter in model.parameters())
+    given = {"lr": 0.1, "decay": 0.1}
+    rules = [Rule(NeedsDecay, dims=2, **given, clamp=2.0), Rule(NeedsDecay, dims=1, lr=0.1, decay=0.2)]
+    differ = r"two parameter groups of NeedsDecay differ in settings .* \({'clamp': 2.0} and {'clamp': 3.0}\)"
+    no_class = r"optimizer_class is 'Muon'; a subclass of torch.optim.Optimizer is needed"
+    for chosen, error, message in (
+        ([weight, bias], ValueError, "group of NeedsDecay has no lr and no decay, and NeedsDecay has no default"),
+        ([weight | {"lr": 0.1}, bias], ValueError, "group of NeedsDecay has no decay, and NeedsDecay has no default"),
+        ([weight | given | {"clamp": 2.0}, bias | given | {"lr": 0.2, "clamp": 3.0}], ValueError, differ),
+        (rules, ValueError, r"Rule\(NeedsDecay, dims=2\) and Rule\(NeedsDecay, dims=1\) differ in settings"),
+        ([weight | {"optimizer_class": "Muon"}], TypeError, no_class),
     ):
-        strategy.create_optimizer(model, rules=rules)
-    with pytest.raises(TypeError, match=r"optimizer_class is 'Muon'; a subclass of torch.optim.Optimizer is needed"):
-        strategy.create_optimizer(model, param_groups=[{"params": [model.weight], "optimizer_class": "Muon"}])
+        with pytest.raises(error, match=message):
+            FP32.create_optimizer(model, **{"rules" if chosen is rules else "param_groups": chosen})
 
 
 def test_the_table_of_the_outcome() -> None:
-    strategy = lightstep.Strategy.load("fp32")
-    model = strategy.prepare_model(Named())
+    model = FP32.prepare_model(Named())
     model.scale.requires_grad_(False)
     rules = [
         Rule(torch.optim.Muon, kinds="hidden_matrices", lr=2e-2),
         Rule(torch.optim.SGD, names=["tokens", "out", "norm", "bias"], lr=1e-3),
     ]
-    table = lightstep.param_table(model, strategy.create_optimizer(model, rules=rules)).splitlines()
+    table = lightstep.param_table(model, FP32.create_optimizer(model, rules=rules)).splitlines()
     assert table[:3] == [
         "Muon: lr 0.02, weight_decay 0.1, 256 elements",
         "  hidden_matrices 2×8×8         experts",

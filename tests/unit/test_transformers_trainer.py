@@ -301,16 +301,16 @@ def test_nothing_waits_for_callbacks_of_transformers(tmp_path: Path, monkeypatch
     assert waits
 
 
+class Following(LightstepMixin, ReferenceTrainer):
+    pass
+
+
 def test_a_reference_model_and_vllm_get_updated_weights(tmp_path: Path) -> None:
     """TRL's callback and iterator, at the end of each step."""
-
-    class Mixed(LightstepMixin, ReferenceTrainer):
-        pass
-
-    args, values = training_arguments(tmp_path, max_steps=3), NEXT_FORWARD
     reference = make_llama(1).bfloat16()
     expected = [parameter.detach().clone() for parameter in reference.parameters()]
-    trainer = Mixed(make_llama(), args, reference=reference, strategy=values, train_dataset=Rows())
+    args = training_arguments(tmp_path, max_steps=3)
+    trainer = Following(make_llama(), args, reference=reference, strategy=NEXT_FORWARD, train_dataset=Rows())
     trainer.train()
     for weights in trainer.published.published:
         for average, weight in zip(expected, weights.values(), strict=True):
@@ -461,84 +461,71 @@ def test_an_optimizer_and_a_scheduler_that_the_strategy_made(tmp_path: Path) -> 
     assert next(model.parameters()).dtype == torch.bfloat16
 
 
-def test_the_mixin_stands_in_front_of_other_trainers(tmp_path: Path) -> None:
-    """A class of the shape of TRL's: its own loss, its own backward, its own log."""
-
-    class Own(Trainer):
-        def __init__(self, model: Any, args: Any, beta: float = 1.0, **kwargs: Any) -> None:
-            self.beta = beta
-            super().__init__(model=model, args=args, **kwargs)
-
-        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-            with self.compute_loss_context_manager():
-                loss = self.beta * self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            self.accelerator.backward(loss)
-            return loss.detach()
-
-        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-            super().log({**logs, "beta": self.beta}, start_time)
-
-    class Mixed(LightstepMixin, Own):
-        pass
-
-    args = training_arguments(tmp_path, train_sampling_strategy="sequential")
-    trainer = Mixed(make_llama(), args, beta=1.0, strategy=BF16, train_dataset=Rows())
-    trainer.train()
-    expected = Ran(tmp_path, BF16)
-    same_weights(trainer.model, expected.model)
-    entry = trainer.state.log_history[0]
-    assert entry["beta"] == 1.0
-    assert entry["grad_norm"] == expected.logs[0]["grad_norm"]
-
-
-class WithOwnGroups(Trainer):
-    """As ``SentenceTransformerTrainer``: the groups are the loss's, which has the model in it and may have weights."""
+class Own(Trainer):
+    """Its own constructor, backward and log, as TRL's; and groups, as those of ``SentenceTransformerTrainer``: they are
+    the loss's, which has the model in it and may have weights."""
 
     loss: nn.Module
 
+    def __init__(self, model: Any, args: Any, beta: float = 0.5, **kwargs: Any) -> None:
+        self.beta = beta
+        super().__init__(model=model, args=args, **kwargs)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        with self.compute_loss_context_manager():
+            loss = self.beta * self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log({**logs, "beta": self.beta}, start_time)
+
     def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
         kind, values = Trainer.get_optimizer_cls_and_kwargs(args, self.loss)
-        names = dict(self.loss.named_parameters())
-        slow = [p for name, p in names.items() if "norm" in name]
-        rest = [p for name, p in names.items() if "norm" not in name]
-        groups = [{"params": rest, "weight_decay": 0.1}, {"params": slow, "weight_decay": 0.0, "lr": 1e-4}]
-        return kind, {**values, "optimizer_dict": groups}
+        return kind, {**values, "optimizer_dict": own_groups(self.loss)}
 
     def _load_from_checkpoint(self, checkpoint: str) -> None:
         super()._load_from_checkpoint(checkpoint)
 
 
-class OwnGroups(LightstepMixin, WithOwnGroups):
+class Mixed(LightstepMixin, Own):
     pass
 
 
-def test_groups_that_a_class_returns_with_its_optimizer(tmp_path: Path) -> None:
-    """Bit for bit those of an optimizer with the same groups, which the user has made."""
+def own_groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    slow, rest = ([p for name, p in named.items() if ("norm" in name) is wanted] for wanted in (True, False))
+    return [{"params": rest, "weight_decay": 0.1}, {"params": slow, "weight_decay": 0.0, "lr": 1e-4}]
+
+
+def mixed(args: TrainingArguments, values: Any, seed: int = 0, **more: nn.Module) -> Mixed:
+    trainer = Mixed(model := make_llama(seed), args, beta=1.0, strategy=values, train_dataset=Rows())
+    trainer.loss = nn.ModuleDict({"model": model, **more})
+    return trainer
+
+
+def test_the_mixin_stands_in_front_of_other_trainers(tmp_path: Path) -> None:
+    """Bit for bit as with an optimizer that the user has made, with the same groups."""
     values = {"optimizer_state": STREAM}
     args = training_arguments(tmp_path, train_sampling_strategy="sequential", max_steps=3, **SAVES)
-    trainer = OwnGroups(model := make_llama(), args, strategy=values, train_dataset=Rows())
-    trainer.loss = nn.ModuleDict({"model": model})
+    trainer = mixed(args, values)
     trainer.train()
     assert [(g["weight_decay"], g["initial_lr"]) for g in trainer.optimizer.param_groups] == [(0.1, 3e-3), (0.0, 1e-4)]
     strategy, expected = Strategy.load(values), make_llama()
-    named = dict(expected.named_parameters())
-    groups = [
-        {"params": [p for name, p in named.items() if "norm" not in name], "weight_decay": 0.1},
-        {"params": [p for name, p in named.items() if "norm" in name], "weight_decay": 0.0, "lr": 1e-4},
-    ]
-    optimizer = strategy.create_optimizer(expected, torch.optim.AdamW, param_groups=groups, lr=3e-3)
+    optimizer = strategy.create_optimizer(expected, torch.optim.AdamW, param_groups=own_groups(expected), lr=3e-3)
     given = {"train_dataset": Rows(), "optimizers": (optimizer, None)}
-    LightstepTrainer(expected, args, strategy=strategy, **given).train()
+    plain = LightstepTrainer(expected, args, strategy=strategy, **given)
+    plain.train()
     same_weights(trainer.model, expected)
-    resumed = OwnGroups(model := make_llama(1), args, strategy=values, train_dataset=Rows())
-    resumed.loss = nn.ModuleDict({"model": model})
+    found, wanted = trainer.state.log_history[0], plain.state.log_history[0]
+    assert found["beta"] == 1.0 and found["grad_norm"] == wanted["grad_norm"]
+    resumed = mixed(args, values, seed=1)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     same_weights(resumed.model, expected)
 
 
 def test_weights_of_a_loss_are_refused(tmp_path: Path) -> None:
-    trainer = OwnGroups(model := make_llama(), training_arguments(tmp_path), strategy="resident", train_dataset=Rows())
-    trainer.loss = nn.ModuleDict({"model": model, "head": nn.Linear(4, 2)})
+    trainer = mixed(training_arguments(tmp_path), "resident", head=nn.Linear(4, 2))
     with pytest.raises(ConfigError, match=r"2 of the parameters to train \(shapes .*\) are .* of the loss, ModuleDict"):
         trainer.train()
 
@@ -610,18 +597,21 @@ def test_norms_that_contradict_nothing(tmp_path: Path) -> None:
     """There is no global norm with updates in backward; and the same norm may be said twice."""
     values = {"clipping": {"scope": "unit"}, "optimizer_state": {"update": "in_backward"}}
     assert trainer_of(tmp_path, values, max_grad_norm=0.3).strategy.config.clipping.scope == "unit"
-    trainer_of(tmp_path, Strategy.load("resident", {"clipping.max_norm": 0.3}), max_grad_norm=0.3)
-    trainer_of(tmp_path, Strategy.load("resident", {"clipping.max_norm": None}), max_grad_norm=0.0)
+    for norm in (0.3, None):
+        trainer_of(tmp_path, Strategy.load("resident", {"clipping.max_norm": norm}), max_grad_norm=norm or 0.0)
 
 
-def test_an_optimizer_of_another_library(tmp_path: Path) -> None:
-    model = make_llama()
-    theirs = torch.optim.AdamW(model.parameters())
-    with pytest.raises(TypeError, match=r"torch.optim.adamw.AdamW.*strategy.create_optimizer\(model, AdamW"):
-        trainer_of(tmp_path, options={"optimizers": (theirs, None)}, model=model)
-    other = Strategy.load("resident").create_optimizer(model, lr=1e-3)
-    with pytest.raises(ValueError, match="made by another strategy or for another model"):
-        trainer_of(tmp_path, options={"optimizers": (other, None)}, model=model)
+def test_optimizers_that_were_made_elsewhere(tmp_path: Path) -> None:
+    model, class_of_another = make_llama(), r"torch.optim.adamw.AdamW.*strategy.create_optimizer\(model, AdamW"
+    theirs, other = torch.optim.AdamW(model.parameters()), Strategy.load("resident").create_optimizer(model, lr=1e-3)
+    for optimizer, error, message in (
+        (theirs, TypeError, class_of_another),
+        (other, ValueError, "made by another strategy or for another model"),
+    ):
+        with pytest.raises(error, match=message):
+            trainer_of(tmp_path, options={"optimizers": (optimizer, None)}, model=model)
+    with pytest.raises(TypeError, match="strategy"):
+        LightstepTrainer(model, TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
 
 
 def test_an_optimizer_that_is_more_than_element_wise(tmp_path: Path) -> None:
@@ -629,11 +619,6 @@ def test_an_optimizer_that_is_more_than_element_wise(tmp_path: Path) -> None:
         def __call__(self, model: nn.Module, **kwargs: Any) -> Any:
             raise AssertionError
 
-    options = {"optimizer_cls_and_kwargs": (Half, {"lr": 0.1})}
-    trainer = trainer_of(tmp_path, options=options)
-    with pytest.raises(
-        ConfigError, match=r"optimizer_cls_and_kwargs is Half .* any element-wise torch.optim.Optimizer"
-    ):
-        trainer.train()
-    with pytest.raises(TypeError, match="strategy"):
-        LightstepTrainer(make_llama(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+    message = r"optimizer_cls_and_kwargs is Half .* any element-wise torch.optim.Optimizer"
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(tmp_path, options={"optimizer_cls_and_kwargs": (Half, {"lr": 0.1})}).train()
