@@ -30,10 +30,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 class Run:
     """A model and its optimizer, set up by Fabric or not."""
 
-    def __init__(self, values: dict[str, Any], fabric: Fabric | None = None) -> None:
+    def __init__(self, values: dict[str, Any], fabric: Fabric | None = None, compiled: bool = False) -> None:
         torch.manual_seed(0)
         self.strategy = Strategy.load(values)
-        self.model: nn.Module = self.strategy.prepare_model(TinyModel())
+        self.model: Any = self.strategy.prepare_model(TinyModel())
+        if compiled:
+            self.model = torch.compile(self.model, backend="eager")
         self.optimizer = self.strategy.create_optimizer(self.model, lr=1e-2)
         if fabric is not None:
             self.model, self.optimizer = fabric.setup(self.model, self.optimizer)
@@ -64,18 +66,13 @@ def fabric() -> Fabric:
     return Fabric(accelerator="cpu", devices=1)
 
 
-@pytest.mark.parametrize("values", STRATEGIES.values(), ids=STRATEGIES)
-def test_the_same_weights_as_without_fabric(fabric: Fabric, values: dict[str, Any]) -> None:
-    plain, run = Run(values), Run(values, fabric)
-    for one in (plain, run):
-        one.train(range(4))
-    same(run, plain)
-
-
-def test_fabric_backward_is_the_same_without_a_loss_scale(fabric: Fabric) -> None:
-    plain, run = Run({}), Run({}, fabric)
-    plain.train(range(3))
-    run.train(range(3), fabric.backward)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_same_weights_as_without_fabric(fabric: Fabric, name: str) -> None:
+    """By ``fabric.backward`` as well where nothing scales the loss."""
+    plain, run = Run(STRATEGIES[name]), Run(STRATEGIES[name], fabric)
+    plain.train(range(4))
+    run.train(range(2))
+    run.train(range(2, 4), fabric.backward if name == "resident" else None)
     same(run, plain)
 
 
@@ -98,12 +95,14 @@ def test_a_scale_and_a_backward_that_knows_nothing_of_it_are_refused(fabric: Fab
         run.optimizer.step()
 
 
-def scaling_fabric() -> Fabric:
-    return Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
+def mixed_fabric(mixed: str = "16-mixed") -> Fabric:
+    if mixed != "16-mixed":
+        return Fabric(accelerator="cpu", devices=1, precision=mixed)
+    return Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision(mixed, "cpu", torch.amp.GradScaler("cpu")))
 
 
 def test_fabrics_own_scaler_beside_ours_is_refused() -> None:
-    fabric = scaling_fabric()
+    fabric = mixed_fabric()
     run = Run({"precision": {**FP16["precision"], "parameters": "float32"}}, fabric)
     with pytest.raises(RuntimeError, match=r"fabric\.backward"):
         run.optimizer.backward(loss_of(run.model, 0))
@@ -118,9 +117,7 @@ def test_fabrics_own_precision_and_clipping_over_fp32_weights(mixed: str) -> Non
 
     def train(create: Callable[[nn.Module], Any]) -> list[Tensor]:
         torch.manual_seed(0)
-        fabric = (
-            scaling_fabric() if mixed == "16-mixed" else Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-        )
+        fabric = mixed_fabric(mixed)
         model: nn.Module = TinyModel()
         model, optimizer = fabric.setup(model, create(model))
         for step in range(5):
@@ -143,13 +140,15 @@ def test_a_checkpoint_goes_on_bit_for_bit(fabric: Fabric, tmp_path: Path, name: 
     values = STRATEGIES[name]
     run, later = Run(values, fabric), Run(values, fabric)
     run.train(range(3))
+    whole, restored = (
+        {"model": one.model, "optimizer": one.optimizer, "scheduler": one.scheduler} for one in (run, later)
+    )
     if ours:
-        run.strategy.save_checkpoint(tmp_path / "step", run.model, run.optimizer, run.scheduler)
-        later.strategy.load_checkpoint(tmp_path / "step", later.model, later.optimizer, later.scheduler)
+        run.strategy.save_checkpoint(tmp_path / "step", *whole.values())
+        later.strategy.load_checkpoint(tmp_path / "step", *restored.values())
     else:
-        whole = ["model", "optimizer", "scheduler"]
-        fabric.save(tmp_path / "step", {name: getattr(run, name) for name in whole})
-        fabric.load(tmp_path / "step", {name: getattr(later, name) for name in whole})
+        fabric.save(tmp_path / "step", whole)
+        fabric.load(tmp_path / "step", restored)
     for one in (run, later):
         one.train(range(3, 5))
     same(later, run)
@@ -157,11 +156,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(fabric: Fabric, tmp_path: Path, name: 
 
 
 def test_a_compiled_model(fabric: Fabric) -> None:
-    plain = Run(STRATEGIES["next_forward"])
-    run = Run(STRATEGIES["next_forward"])
-    model = torch.compile(run.model, backend="eager")
-    run.model, run.optimizer = fabric.setup(model, run.strategy.create_optimizer(model, lr=1e-2))
-    run.scheduler = torch.optim.lr_scheduler.LinearLR(run.optimizer, 1.0, 0.1, 8)
+    plain, run = Run(STRATEGIES["next_forward"]), Run(STRATEGIES["next_forward"], fabric, compiled=True)
     for one in (plain, run):
         one.train(range(2))
     same(run, plain)

@@ -19,6 +19,7 @@ from lightstep import ConfigError, Rule, Strategy
 from lightstep.integrations.torchtitan import OptimizersContainer
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import Block
+from tests.reference.pair import same_tree
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.several_classes import SeveralClasses
 from tests.snippets import CHECKOUT
@@ -80,21 +81,20 @@ def train(container: Any, parts: Sequence[nn.Module], steps: range, max_norm: fl
     return norms
 
 
+def named_groups(part: nn.Module) -> list[dict[str, Any]]:
+    """Those that ``GROUPS`` mean, as torch takes them."""
+    members: list[list[Tensor]] = [[], []]
+    for name, parameter in part.named_parameters():
+        members[re.search(GROUPS[0]["pattern"], name) is None].append(parameter)
+    plain = ({key: value for key, value in group.items() if key != "pattern"} for group in GROUPS)
+    return [{**group, "params": params} for group, params in zip(plain, members, strict=True)]
+
+
 class PlainContainer:
     """What torchtitan does with ``torch.optim``: optimizers for each part, one after the other."""
 
     def __init__(self, parts: Sequence[nn.Module], **hyperparameters: Any) -> None:
-        self.optimizers = [torch.optim.AdamW(self._groups(part), fused=True, **hyperparameters) for part in parts]
-
-    @staticmethod
-    def _groups(part: nn.Module) -> list[dict[str, Any]]:
-        named = list(part.named_parameters())
-        first = [item for item in named if re.search(GROUPS[0]["pattern"], item[0])]
-        rest = [item for item in named if not re.search(GROUPS[0]["pattern"], item[0])]
-        return [
-            {**{key: value for key, value in group.items() if key != "pattern"}, "params": params}
-            for group, params in zip(GROUPS, (first, rest), strict=True)
-        ]
+        self.optimizers = [torch.optim.AdamW(named_groups(part), fused=True, **hyperparameters) for part in parts]
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -136,10 +136,9 @@ def test_a_loop_of_torchtitans_shape(backend: str) -> None:
 def test_one_norm_over_all_parts_when_the_strategy_clips() -> None:
     parts, expected = stages(*PARTS), stages(*PARTS)
     container = container_of(parts, strategy_for("stream", "bfloat16", clipping={"max_norm": 0.1}))
-    groups = PlainContainer._groups(nn.ModuleList(part.bfloat16() for part in expected))
-    unnamed = [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
+    groups = named_groups(nn.ModuleList(part.bfloat16() for part in expected))
     order = nn.ModuleList(expected).parameters()
-    reference = ReferenceLoop(unnamed, torch.optim.AdamW, max_norm=0.1, model=order, lr=1e-2)
+    reference = ReferenceLoop(groups, torch.optim.AdamW, max_norm=0.1, model=order, lr=1e-2)
     for step in range(5):
         for micro in range(2):
             container.backward(loss_of(parts, step, micro) / 2)
@@ -177,11 +176,8 @@ def test_whole_parts_that_rest_on_the_host(layers: list[list[int]]) -> None:
                 random_delays(visits[0].weights.lanes, 0)
         container.optimizer.synchronize()
         found.append((seen, container.state_dict(), [parameter.detach().clone() for parameter in parameters_of(parts)]))
-    (wanted, state, expected), (seen, tested, mine) = found
-    assert seen == wanted and all(norm > 0.1 for norm in wanted[::2])
-    same(mine, expected)
-    assert state.keys() == tested.keys()
-    assert all(torch.equal(state[key], tested[key]) for key in state if isinstance(state[key], Tensor))
+    same_tree("on the host", found[1], found[0])
+    assert all(norm > 0.1 for norm in found[0][0][::2])
 
 
 def interrupt(parts: Sequence[Any]) -> None:
@@ -245,39 +241,32 @@ def test_a_checkpoint_goes_on_in_another_division(tmp_path: Path, parameters: st
 
 
 def test_a_state_of_other_groups_changes_nothing() -> None:
-    container = container_of(stages(*PARTS), strategy_for())
+    container = divided()
     state = container.state_dict()
     rates = [key for key in state if key.startswith("param_groups.") and key.endswith(".lr")]
-    for changed, message in (
-        (state | {rates[1]: 5.0}, "are in one group, and were saved with different hyper-parameters"),
-        ({key: value for key, value in state.items() if key not in rates[:1]}, "different hyper-parameters"),
-        (
-            {key: value for key, value in state.items() if not key.startswith("param_groups.")},
-            "has no hyper-parameters",
-        ),
+    groups = [key for key in state if key.startswith("param_groups.")]
+    for changed, lost, message in (
+        ({rates[1]: 5.0}, [], "are in one group, and were saved with different hyper-parameters"),
+        ({}, rates[:1], "different hyper-parameters"),
+        ({}, groups, "has no hyper-parameters"),
     ):
+        wrong = {key: value for key, value in (state | changed).items() if key not in lost}
         with pytest.raises(ValueError, match=message):
-            container.load_state_dict(changed)
-    assert container.state_dict().keys() == state.keys()
-    assert all(container.state_dict()[key] == state[key] for key in rates)
+            container.load_state_dict(wrong)
+    same_tree("state", container.state_dict(), state)
 
 
 def test_modules_of_a_single_part_may_be_named_part0() -> None:
-    def model() -> nn.Module:
-        return nn.ModuleDict({f"part{number}": nn.Linear(3, 3, bias=False) for number in range(2)})
-
-    first, second = model(), model()
-    container, other = (OptimizersContainer(strategy_for(), [made], lr=1e-2) for made in (first, second))
-    for number, module in enumerate(first.children(), 1):
+    models = [nn.ModuleDict({f"part{n}": nn.Linear(3, 3, bias=False) for n in range(2)}) for _ in range(2)]
+    container, other = (OptimizersContainer(strategy_for(), [model], lr=1e-2) for model in models)
+    for number, module in enumerate(models[0].children(), 1):
         (module.weight.sum() * number).backward()  # type: ignore[operator]
     container.step()
     saved = container.state_dict()
     assert {f"state.part{number}.weight.exp_avg" for number in range(2)} <= saved.keys()
-    other.load_state_dict(saved)
-    for one, loaded in zip(first.parameters(), second.parameters(), strict=True):
-        expected, found = container.optimizer.state[one], other.optimizer.state[loaded]
-        assert all(torch.equal(expected[key], found[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
     assert not torch.equal(saved["state.part0.weight.exp_avg"], saved["state.part1.weight.exp_avg"])
+    other.load_state_dict(saved)
+    same_tree("loaded", other.state_dict(), saved)
 
 
 def test_entries_of_fp32_weights_are_those_of_torch_optim() -> None:
@@ -285,15 +274,12 @@ def test_entries_of_fp32_weights_are_those_of_torch_optim() -> None:
     container, plain = container_of(parts), PlainContainer(expected, lr=1e-2)
     for one, several in ((container, parts), (plain, expected)):
         train(one, several, range(2))
-    flat = container.state_dict()
-    count = 0
+    flat, wanted = container.state_dict(), {}
     for part, optimizer in zip(expected, plain.optimizers, strict=True):
         for name, parameter in part.named_parameters():
-            for entry, value in optimizer.state[parameter].items():
-                assert torch.equal(flat[f"state.{name}.{entry}"], value)
-                count += 1
+            wanted |= {f"state.{name}.{entry}": value for entry, value in optimizer.state[parameter].items()}
             assert flat[f"param_groups.{name}.lr"] == (2e-2 if re.search(r"norm|bias", name) else 1e-2)
-    assert count == len([key for key in flat if key.startswith("state.")])
+    same_tree("state", {key: value for key, value in flat.items() if key.startswith("state.")}, wanted)
 
 
 def test_a_parameter_without_state_goes_on_without() -> None:
@@ -343,47 +329,43 @@ def test_rules_see_the_names_of_the_undivided_model() -> None:
     assert other.state_dict().keys() == container.state_dict().keys()
 
 
+def divided(strategy: Strategy | None = None, **settings: Any) -> OptimizersContainer:
+    return container_of(stages(*PARTS), strategy, **settings)
+
+
+ON_HOST = {"placement": "host"}
+DEFERRED = {"backend": "stream", "update": "next_forward"}
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "pattern": (
-        lambda: container_of(stages(*PARTS), param_groups=[{"pattern": "head"}, {"pattern": ""}]),
+        lambda: divided(param_groups=[{"pattern": "head"}, {"pattern": ""}]),
         ValueError,
         r"Rule\(AdamW, names='head'\) matches no parameter",
     ),
     "uncovered": (
-        lambda: container_of(stages(*PARTS), param_groups=[{"pattern": "bias"}]),
+        lambda: divided(param_groups=[{"pattern": "bias"}]),
         ValueError,
         r"layers\.0\.norm\.weight of shape \(\d+,\) \(norms\) is trained, and matches no rule; rules: .*'bias'",
     ),
-    "rules and groups": (
-        lambda: container_of(stages(*PARTS), rules=RULES),
-        TypeError,
-        "leave all other arguments out",
-    ),
+    "rules and groups": (lambda: divided(rules=RULES), TypeError, "leave all other arguments out"),
     "repeated": (
         lambda: container_of(stages([0, 1], [1, 2])),
         ValueError,
         r"two model parts have a parameter 'layers\.1\.norm\.weight'",
     ),
     "next_forward": (
-        lambda: container_of(
-            stages(*PARTS), strategy_for(optimizer_state={"backend": "stream", "update": "next_forward"})
-        ),
+        lambda: divided(strategy_for(optimizer_state=DEFERRED)),
         ConfigError,
         "there are 2 model parts; set it to 'at_step'",
     ),
     "prepared parts on the host": (
-        lambda: container_of(stages(*PARTS), strategy_for(weights={"placement": "host"})),
+        lambda: divided(strategy_for(weights=ON_HOST)),
         ConfigError,
         r"rest on the host already, each by itself .*leave prepare_model out, cast the parts with strategy\.cast_param",
     ),
     "no strategy": (lambda: OptimizersContainer("stream", stages(*PARTS)), TypeError, "one from Strategy.load"),  # type: ignore[arg-type]
     "no list": (lambda: OptimizersContainer(strategy_for(), Stage([0])), TypeError, "a list of one or more modules"),  # type: ignore[arg-type]
     "no parts": (lambda: OptimizersContainer(strategy_for(), []), TypeError, "a list of one or more modules"),
-    "another model": (
-        lambda: container_of(stages(*PARTS)).load_state_dict({}),
-        ValueError,
-        "no hyper-parameters of 12 parameters",
-    ),
+    "another model": (lambda: divided().load_state_dict({}), ValueError, "no hyper-parameters of 12 parameters"),
 }
 
 
@@ -400,20 +382,12 @@ def test_the_example_trains_as_torchtitans_own_container(capsys: pytest.CaptureF
     example["main"]()
     assert "every bit equal" in capsys.readouterr().out
     off, groups = {"clipping.max_norm": None}, example["titan"].default_adamw(lr=1e-2).param_groups
+    on_host = {"clipping.max_norm": 0.1, "weights.placement": "host"}
+    by_unit = on_host | {"clipping.scope": "unit", "optimizer_state.update": "in_backward"}
     for strategy, overrides, fields, message in (
         ("fp32-stream", {}, {}, "training.max_norm"),
-        (
-            "fp32-stream",
-            off | {"weights.placement": "host"},
-            {},
-            r"before torchtitan can clip them: set it to the value",
-        ),
-        (
-            "fp32-stream",
-            {"clipping.scope": "unit", "weights.placement": "host", "optimizer_state.update": "in_backward"},
-            {},
-            "asks for the norm before the step",
-        ),
+        ("fp32-stream", on_host | off, {}, "before torchtitan can clip them: set it to the value"),
+        ("fp32-stream", by_unit, {}, "asks for the norm before the step"),
         ("fp32-stream", off | {"sharding.kind": "fsdp2"}, {}, "torchtitan shards"),
         ("fp16", off, {}, r"loss\.backward\(\)"),
         ("fp32-stream", off, {"implementation": "fused_opt_states_bf16"}, "optimizer_state.moments: bfloat16"),
@@ -421,7 +395,6 @@ def test_the_example_trains_as_torchtitans_own_container(capsys: pytest.CaptureF
         with pytest.raises(ConfigError, match=message):
             example["optimizer_config"](strategy, overrides, param_groups=groups, **fields).build(model_parts=[])
     parts = example["stages"]()
-    on_host = {"clipping.max_norm": 0.1, "weights.placement": "host"}
     container = example["optimizer_config"]("fp32-stream", on_host, param_groups=groups).build(model_parts=parts)
     parameters = [p for part in parts for p in part.parameters()]
     with pytest.raises(ConfigError, match=r"training\.max_norm is 1\.0, and fp32-stream has clipping\.max_norm 0\.1"):
