@@ -24,9 +24,22 @@ def _folder(tmp_path: Path, count: int = 40) -> Path:
     return root
 
 
+def _written(root: Path, *names: str) -> Path:
+    """Files that hold their names."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    return root
+
+
+def _text(tmp_path: Path, text: str) -> str:
+    (tmp_path / "a.txt").write_text(text)
+    return str(tmp_path / "a.txt")
+
+
 def _all(data: Data) -> list[bytes]:
     training, validation = split_documents(data)
-    return training + validation
+    return sorted(training + validation)
 
 
 def _windows(count: int) -> Windows:
@@ -49,37 +62,29 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
 
 def test_both_sides_get_something_of_very_few_documents(tmp_path: Path) -> None:
     for number in range(60):
-        root = tmp_path / str(number)
-        root.mkdir()
-        (root / "a.txt").write_text(f"first {number}")
-        (root / "b.txt").write_text(f"second {number}")
+        root = _written(tmp_path / str(number), "a.txt", f"{number}.txt")
         assert [len(side) for side in split_documents(Data(path=str(root)))] == [1, 1]
 
 
 def test_one_text_file_is_cut_in_two(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("0123456789" * 10)
-    training, validation = split_documents(Data(path=str(path), validation=0.1))
-    assert training[0] + validation[0] == path.read_bytes() and len(validation[0]) == 10
+    training, validation = split_documents(Data(path=_text(tmp_path, "0123456789" * 10), validation=0.1))
+    assert training[0] + validation[0] == b"0123456789" * 10 and len(validation[0]) == 10
 
 
 def test_a_folder_gives_its_text_files_in_order(tmp_path: Path) -> None:
-    root = tmp_path / "text"
-    for name in ("b/z.md", "a.py", "c", ".git/config", "b/.hidden.txt", "site-packages/other.py"):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(name)
+    names = ("b/z.md", "a.py", "c", ".git/config", "b/.hidden.txt", "site-packages/other.py")
+    root = _written(tmp_path / "text", *names)
     (root / "image.txt").write_bytes(b"\x89PNG\0\0")
     (root / "empty.txt").write_text(" \n")
-    assert sorted(_all(Data(path=str(root)))) == [b"a.py", b"b/z.md", b"c"]
-    assert sorted(_all(Data(path=str(root), suffixes=[".md", ".py"]))) == [b"a.py", b"b/z.md"]
+    assert _all(Data(path=str(root))) == [b"a.py", b"b/z.md", b"c"]
+    assert _all(Data(path=str(root), suffixes=[".md", ".py"])) == [b"a.py", b"b/z.md"]
 
 
 def test_the_default_text_is_the_standard_library_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("json/decoder.py", "doc/intro.rst", "notes.txt", "site-packages/torch/nn.py", "lib.so", "x/a.pyc"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+    names = ("json/decoder.py", "doc/intro.rst", "notes.txt", "site-packages/torch/nn.py", "lib.so", "x/a.pyc")
+    _written(tmp_path, *names)
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
-    assert sorted(_all(Data())) == [b"doc/intro.rst", b"json/decoder.py", b"notes.txt"]
+    assert _all(Data()) == [b"doc/intro.rst", b"json/decoder.py", b"notes.txt"]
 
 
 @pytest.mark.parametrize(
@@ -95,32 +100,32 @@ def test_json_lines_hold_one_document_each(tmp_path: Path, content: bytes, expec
     for key in ("text", "body"):
         path = tmp_path / f"{key}.jsonl"
         path.write_bytes(content.replace(b'"body"', b'"other"').replace(b'"text"', f'"{key}"'.encode()))
-        assert sorted(_all(Data(path=str(path), text_key=key))) == [text.encode() for text in expected]
+        assert _all(Data(path=str(path), text_key=key)) == [text.encode() for text in expected]
+
+
+NO_TEXT = "no text under 'text' (data.text_key); it has"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("missing", b"", "missing does not exist"),
-        ("folder", b"", "folder holds no text"),
+        ("missing", None, "missing does not exist"),
+        ("folder", None, "folder holds no text"),
         ("empty.txt", b"", "empty.txt holds no text"),
         ("binary.bin", b"ab\0cd", "binary.bin is not text"),
-        (
-            "a.jsonl",
-            b'{"text": "x"}\n{"body": "y", "id": 1}\n',
-            "line 2: no text under 'text' (data.text_key); it has body, id",
-        ),
-        ("a.jsonl", b'{"text": 3}\n', "line 1: no text under 'text'"),
-        ("a.jsonl", b"[1]\n", "line 1: no text under 'text' (data.text_key); it has a list"),
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y", "id": 1}\n', f"line 2: {NO_TEXT} body, id"),
+        ("a.jsonl", b'{"text": 3}\n', f"line 1: {NO_TEXT}"),
+        ("a.jsonl", b"[1]\n", f"line 1: {NO_TEXT} a list"),
         ("a.jsonl", b'{"text": "x"}\nnonsense\n', "line 2: not JSON"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "x"}\n', "only copies of one text"),
     ],
 )
-def test_unusable_text_is_refused_in_one_sentence(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_unusable_text_is_refused_in_one_sentence(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    (tmp_path / "folder").mkdir()
     path = tmp_path / name
-    if name == "folder":
-        path.mkdir()
-    elif name != "missing":
+    if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         split_documents(Data(path=str(path)))
@@ -142,11 +147,8 @@ def test_settings_for_another_kind_of_path_are_refused(tmp_path: Path) -> None:
 
 
 def test_byte_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    text = "def f(x):\n\treturn 'é→x'\n" * 20
-    path.write_text(text)
-    tokenizer = ByT5Tokenizer(extra_ids=0)
-    corpus = load_corpus(Data(path=str(path), validation=0.5), tokenizer, 8)
+    text, tokenizer = "def f(x):\n\treturn 'é→x'\n" * 20, ByT5Tokenizer(extra_ids=0)
+    corpus = load_corpus(Data(path=_text(tmp_path, text), validation=0.5), tokenizer, 8)
     expected = tokenizer(text).input_ids
     rows = corpus.training.rows(range(len(corpus.training)))
     assert rows.dtype == torch.int64 and rows.reshape(-1).tolist() == expected[: rows.numel()]
@@ -154,29 +156,25 @@ def test_byte_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_documents_are_separated_and_fingerprinted(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
+    path, tokenizer = tmp_path / "a.jsonl", ByT5Tokenizer(extra_ids=0)
     path.write_text("".join(json.dumps({"text": f"{n:03}"}) + "\n" for n in range(50)))
-    tokenizer = ByT5Tokenizer(extra_ids=0)
-    corpus = load_corpus(Data(path=str(path), validation=0.3), tokenizer, 4)
-    assert (corpus.training.rows(range(3))[:, -1] == tokenizer.eos_token_id).all()
-    assert corpus.fingerprint == load_corpus(Data(path=str(path), validation=0.3), tokenizer, 4).fingerprint
+    first, again = (load_corpus(Data(path=str(path), validation=0.3), tokenizer, 4) for _ in range(2))
+    assert (first.training.rows(range(3))[:, -1] == tokenizer.eos_token_id).all()
     path.write_text(path.read_text().replace("007", "070"))
-    assert corpus.fingerprint != load_corpus(Data(path=str(path), validation=0.3), tokenizer, 4).fingerprint
+    other = load_corpus(Data(path=str(path), validation=0.3), tokenizer, 4)
+    assert first.fingerprint == again.fingerprint != other.fingerprint
 
 
 def test_another_tokenizer_counts_its_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("red green blue " * 40)
-    corpus = load_corpus(Data(path=str(path), validation=0.5), word_tokenizer(), 4)
+    path = _text(tmp_path, "red green blue " * 40)
+    corpus = load_corpus(Data(path=path, validation=0.5), word_tokenizer(), 4)
     assert corpus.training.rows([0]).tolist() == [[1, 2, 3, 1]]
     assert corpus.training.bytes_per_token == pytest.approx(5.0, rel=0.05)
 
 
 def test_too_little_text_for_one_window_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("x" * 100)
     with pytest.raises(ConfigError, match=r"less than one window of 64 tokens \(batch.length\) for validation"):
-        load_corpus(Data(path=str(path)), ByT5Tokenizer(extra_ids=0), 64)
+        load_corpus(Data(path=_text(tmp_path, "x" * 100)), ByT5Tokenizer(extra_ids=0), 64)
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -197,14 +195,13 @@ def test_an_epoch_sees_every_window_once_and_each_in_its_own_order() -> None:
 
 
 def test_a_step_is_the_same_whatever_was_read_before() -> None:
-    def fresh() -> Batches:
-        return Batches(_windows(10), Batch(sequences=4, length=4), seed=7, rank=0, world_size=1)
+    def fresh(seed: int = 7) -> Batches:
+        return Batches(_windows(10), Batch(sequences=4, length=4), seed=seed, rank=0, world_size=1)
 
     batches = fresh()
     in_order = [batches.step(step) for step in range(12)]
     assert all(torch.equal(fresh().step(step), in_order[step]) for step in (11, 0, 5))
-    other = Batches(_windows(10), Batch(sequences=4, length=4), seed=8, rank=0, world_size=1)
-    assert not torch.equal(other.step(0), in_order[0])
+    assert not torch.equal(fresh(8).step(0), in_order[0])
 
 
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 4), (2, 1), (2, 2), (4, 2)])

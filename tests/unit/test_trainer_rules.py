@@ -79,13 +79,8 @@ def test_a_run_with_rules_is_continued(tmp_path: Path) -> None:
 
 def test_schedules_and_the_logged_rate(tmp_path: Path) -> None:
     """The log has the first rule's. A lowest rate is in proportion to learning_rate, for every rule."""
-    arguments = {
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr": 3e-4},
-        "max_steps": 4,
-        "warmup_steps": 1,
-    }
-    trainer = make(tmp_path, options={"rules": MINIMAL}, **arguments)
+    schedule = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 3e-4}}
+    trainer = make(tmp_path, options={"rules": MINIMAL}, **schedule, max_steps=4, warmup_steps=1)
     trainer.train()
     logged = [entry["learning_rate"] for entry in trainer.state.log_history if "grad_norm" in entry]
     assert logged[:2] == [0.0, 0.02] and logged[1] > logged[2] > logged[3]
@@ -93,41 +88,40 @@ def test_schedules_and_the_logged_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments", "message"),
+    ("rules", "message"),
     [
-        (
-            {"rules": MINIMAL},
-            {"optim_args": "rules=a.yaml"},
-            "given twice: as rules= and as optim_args='rules=a",
-        ),
-        ({}, {"optim_args": "rules=missing.yaml"}, r"missing.yaml cannot be read: No such file"),
-        ({"rules": [{"kind": "rest"}]}, {}, r"rules\[0\] has 'kind'.*'kinds'.*; allowed: names, kinds"),
-        ({"rules": [{"kinds": "rest", "name": "Muno"}]}, {}, r"rules\[0\].name is 'Muno'.*Muon"),
-        ({"rules": [{"kinds": "rest", "lr": "much"}]}, {}, r"rules\[0\]: could not convert string to float: 'much'"),
-        ({"rules": [{"kinds": "rest", "arguments": {"beta": 1}}]}, {}, r"rules\[0\]: .*AdamW has no 'beta'"),
-        ({"rules": ["rest"]}, {}, r"rules\[0\] is 'rest'; a lightstep.Rule or a mapping"),
-        ({"rules": MINIMAL[:1]}, {}, "is trained, and matches no rule"),
+        ([{"kind": "rest"}], r"rules\[0\] has 'kind'.*'kinds'.*; allowed: names, kinds"),
+        ([{"kinds": "rest", "name": "Muno"}], r"rules\[0\].name is 'Muno'.*Muon"),
+        ([{"kinds": "rest", "lr": "much"}], r"rules\[0\]: could not convert string to float: 'much'"),
+        ([{"kinds": "rest", "arguments": {"beta": 1}}], r"rules\[0\]: .*AdamW has no 'beta'"),
+        (["rest"], r"rules\[0\] is 'rest'; a lightstep.Rule or a mapping"),
+        (MINIMAL[:1], "is trained, and matches no rule"),
+        ("- {kinds: rest}", "a.yaml holds a list; a mapping of keys is needed"),
+        ("rules: {kinds: rest}", "a.yaml: one key is needed, rules, with a list"),
+        ("optimizer: {rules: []}", "a.yaml: one key is needed, rules, with a list"),
+        ("rules: [{kinds: rest, lr: 0.1, lr: 0.2}]", r"a\.yaml is not valid YAML: .*'lr' is there twice"),
     ],
     ids=str,
 )
-def test_rules_that_cannot_be_used(
-    tmp_path: Path, options: dict[str, Any], arguments: dict[str, Any], message: str
-) -> None:
+def test_rules_that_cannot_be_used(tmp_path: Path, rules: Any, message: str) -> None:
+    """Or the text of a file with them."""
+    if isinstance(rules, str):
+        (tmp_path / "a.yaml").write_text(rules)
+        rules = tmp_path / "a.yaml"
     with pytest.raises(ValueError, match=message):
-        make(tmp_path, options=options, **arguments).train()
+        make(tmp_path, options={"rules": rules}).train()
 
 
-def test_a_file_without_rules(tmp_path: Path) -> None:
-    one_key = "a.yaml: one key is needed, rules, with a list"
-    for content, message in {
-        "- {kinds: rest}": "a.yaml holds a list; a mapping of keys is needed",
-        "rules: {kinds: rest}": one_key,
-        "optimizer: {rules: []}": one_key,
-        "rules: [{kinds: rest, lr: 0.1, lr: 0.2}]": r"a\.yaml is not valid YAML: .*'lr' is there twice",
-    }.items():
-        (tmp_path / "a.yaml").write_text(content)
-        with pytest.raises(ConfigError, match=message):
-            make(tmp_path, options={"rules": tmp_path / "a.yaml"})
+@pytest.mark.parametrize(
+    ("options", "file", "message"),
+    [
+        ({"rules": MINIMAL}, "a.yaml", "given twice: as rules= and as optim_args='rules=a"),
+        ({}, "missing.yaml", r"missing.yaml cannot be read: No such file"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, options: dict[str, Any], file: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path, options=options, optim_args=f"rules={file}").train()
 
 
 def test_rules_beside_an_optimizer(tmp_path: Path) -> None:
