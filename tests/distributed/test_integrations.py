@@ -108,6 +108,32 @@ def same(tested: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, expected[name]), f"{name} differs"
 
 
+# -- weights on the host
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "device": {"placement": "device"},
+    "host": {"placement": "host", "device_mib": 0.005},
+}
+
+
+@contextlib.contextmanager
+def reducing_each() -> Iterator[None]:
+    """Every micro-batch is reduced, as where weights rest on the host."""
+    with mock.patch.object(FSDP2Strategy, "_accumulate", return_value=contextlib.nullcontext()):
+        yield
+
+
+def slow_host(model: nn.Module, optimizer: Any, seed: int) -> None:
+    """Random delays in every lane."""
+    visits = PreparedModel.of(model).weight_visits
+    assert visits is not None, "the weights are on the device"
+    assert all(local_tensor(parameter).device.type == "cpu" for parameter in model.parameters())
+    if CPU:
+        for lanes in (visits.weights.lanes, optimizer._backend.lanes):
+            random_delays(lanes, seed)
+
+
 # -- the Trainer
 
 
@@ -129,10 +155,12 @@ def trainer_of(args: Any, model: nn.Module, strategy: Any, **options: Any) -> Li
     return trainer
 
 
-def trained(folder: str | Path, kind: str, resume: str | None = None, **options: Any) -> LightstepTrainer:
+def trained(
+    folder: str | Path, kind: str, resume: str | None = None, values: dict[str, Any] | None = None, **options: Any
+) -> LightstepTrainer:
     seed, saves = (0, SAVES) if resume is None else (1, {})
     args = arguments(folder, kind, **saves | options.pop("more", {}))
-    trainer = trainer_of(args, make_llama(seed), STRATEGIES[kind], **options)
+    trainer = trainer_of(args, make_llama(seed), values or STRATEGIES[kind], **options)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -156,23 +184,52 @@ def late_writers(rank: int) -> Iterator[None]:
         yield
 
 
-def train(rank: int, world_size: int, kind: str, folder: str) -> None:
+class SlowHost(TrainerCallback):
+    """Evaluation before the first step, and then delays wherever weights travel."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        with torch.no_grad():
+            model(input_ids=Rows()[0]["input_ids"][None].to(args.device))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            slow_host(kwargs["model"], kwargs["optimizer"], args.process_index)
+
+
+def seen(trainer: LightstepTrainer, rank: int) -> tuple[float, Any]:
+    """The loss of an evaluation, and what shards write."""
+    loss, model = trainer.evaluate()["eval_loss"], trainer.model.eval()
+    if not isinstance(model, FSDPModule):
+        return loss, None
+    tokens = Rows()[rank]["input_ids"][None, :6].to(trainer.args.device)
+    return loss, model.generate(input_ids=tokens, pad_token_id=0, max_new_tokens=2, do_sample=False).tolist()
+
+
+def train(rank: int, world_size: int, kind: str, time: str, places: tuple[str, str], folder: str) -> None:
     """One run with checkpoints in it, those that continue from there, and the plain loop."""
-    asynchronous = {"asynchronous_saves": True, "more": {"save_steps": 1, "save_total_limit": 2}}
-    with late_writers(rank), fresh_state(kind):
-        first = trained(folder, kind, **asynchronous if kind == "accelerate" else {})
-        inner = first.optimizer.optimizer
-        assert isinstance(first.model, FSDPModule) is (kind != "ddp")
-        assert (inner._backend._share is not None) is (kind == "ddp")
-        first.save_model(f"{folder}/saved")
-        weights = whole(first.model)
-        loss = first.evaluate()["eval_loss"]
-    for checkpoint in ("checkpoint-2", *(["checkpoint-3"] if kind == "accelerate" else [])):
-        with fresh_state(kind):
-            second = trained(folder, kind, resume=f"{folder}/{checkpoint}")
-            same(whole(second.model), weights)
-            assert second.evaluate()["eval_loss"] == loss
-    same(plain_loop(rank, world_size, STRATEGIES[kind], first.state.log_history), weights)
+    values = STRATEGIES[kind] | ({} if kind == "ddp" else {"optimizer_state": {**OVERLAP, "update": time}})
+    begun, later = (values | {"weights": PLACEMENTS[place]} for place in places)
+    options: dict[str, Any] = {"eval_dataset": torch.utils.data.Subset(Rows(), range(5)), "more": EVALUATES}
+    if kind == "accelerate":
+        options |= {"asynchronous_saves": True, "more": EVALUATES | {"save_steps": 1, "save_total_limit": 2}}
+    if places[0] == "host":
+        options |= {"callbacks": [SlowHost()]}
+    with reducing_each() if "host" in places else contextlib.nullcontext():
+        with late_writers(rank), fresh_state(kind):
+            first = trained(folder, kind, values=begun, **options)
+            inner = first.optimizer.optimizer
+            assert isinstance(first.model, FSDPModule) is (kind != "ddp")
+            assert (inner._backend._share is not None) is (kind == "ddp")
+            first.save_model(f"{folder}/saved")
+            weights, expected = whole(first.model), seen(first, rank)
+        for checkpoint in ("checkpoint-2", *(["checkpoint-3"] if kind == "accelerate" else [])):
+            with fresh_state(kind):
+                second = trained(
+                    folder, kind, resume=f"{folder}/{checkpoint}", values=later, eval_dataset=first.eval_dataset
+                )
+                same(whole(second.model), weights)
+                assert seen(second, rank) == expected
+        same(plain_loop(rank, world_size, values, first.state.log_history), weights)
     same_in_folder(f"{folder}/saved", weights)
 
 
@@ -223,6 +280,7 @@ def plain_loop(rank: int, world_size: int, values: dict[str, Any], logs: list[di
     ]
     optimizer = strategy.create_optimizer(model, param_groups=groups, lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (STEPS - step) / STEPS))
+    steps = [entry for entry in logs if "grad_norm" in entry]
     for step in range(STEPS):
         everybody = [rows[index] for index in range(4 * step, 4 * step + 4)]
         items = sum(item["labels"][1:].ne(-100).sum() for item in everybody)
@@ -232,15 +290,27 @@ def plain_loop(rank: int, world_size: int, values: dict[str, Any], logs: list[di
             with strategy.accumulate(model, last=micro == 1):
                 optimizer.backward(model(**batch, num_items_in_batch=items).loss * world_size)
         result = optimizer.step()
-        assert logs[step]["grad_norm"] == float(result.grad_norm)
+        assert steps[step]["grad_norm"] == float(result.grad_norm)
         scheduler.step()
     return whole(model)
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_trainer(pool: Pool, tmp_path: Path, kind: str) -> None:
-    """accelerate's shards are saved while training goes on: replicas and others in ``test_snapshots.py``, as well."""
-    pool.run(train, 2, kind=kind, folder=str(tmp_path))
+@pytest.mark.parametrize(
+    ("kind", "time", "places"),
+    [
+        *((kind, "next_forward", ("device", "device")) for kind in STRATEGIES),
+        ("strategy", "overlap", ("host", "device")),
+        ("strategy", "overlap", ("device", "host")),
+        ("accelerate", "next_forward", ("host", "host")),
+    ],
+)
+def test_trainer(pool: Pool, tmp_path: Path, kind: str, time: str, places: tuple[str, str]) -> None:
+    """accelerate's shards are saved while training goes on: replicas and others in ``test_snapshots.py``, as well.
+
+    Args:
+        places: of the weights, and of those of the run that continues.
+    """
+    pool.run(train, 2, kind=kind, time=time, places=places, folder=str(tmp_path))
     assert not list(tmp_path.glob("checkpoint-2/optimizer*"))
     for each in ("lightstep/*.distcp", "rng_state_*.pth"):
         assert len(list(tmp_path.glob(f"checkpoint-2/{each}"))) == 2  # each rank wrote its part
@@ -297,91 +367,6 @@ def test_rules(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
             found[spelling] = whole(trainer.model)
     for weights in found.values():
         same(weights, found["rules"])
-
-
-# -- weights on the host
-
-
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "device": {"placement": "device"},
-    "host": {"placement": "host", "device_mib": 0.005},
-}
-
-
-@contextlib.contextmanager
-def reducing_each() -> Iterator[None]:
-    """Every micro-batch is reduced, as where weights rest on the host."""
-    with mock.patch.object(FSDP2Strategy, "_accumulate", return_value=contextlib.nullcontext()):
-        yield
-
-
-def slow_host(model: nn.Module, optimizer: Any, seed: int) -> None:
-    """Random delays in every lane."""
-    visits = PreparedModel.of(model).weight_visits
-    assert visits is not None, "the weights are on the device"
-    assert all(local_tensor(parameter).device.type == "cpu" for parameter in model.parameters())
-    if CPU:
-        for lanes in (visits.weights.lanes, optimizer._backend.lanes):
-            random_delays(lanes, seed)
-
-
-class Average(TrainerCallback):
-    """Of the weights, held since training began."""
-
-    def __init__(self, placement: str) -> None:
-        self.placement = placement
-        self.averages: list[Tensor] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.held = list(model.parameters())
-        self.averages = [local_tensor(parameter).detach().float().cpu() for parameter in self.held]
-
-    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        for average, parameter in zip(self.averages, self.held, strict=True):
-            average.lerp_(local_tensor(parameter).detach().float().cpu(), 0.5)
-        if self.placement == "host" and state.global_step == 1:
-            slow_host(kwargs["model"], optimizer, args.process_index)
-
-
-@pytest.mark.parametrize(("kind", "time"), [("strategy", "overlap"), ("accelerate", "next_forward")])
-@on_ranks(2)
-def test_the_trainer_with_weights_on_the_host(rank: int, world_size: int, kind: str, time: str, tmp_path: Path) -> None:
-    """The bits of weights on the device. Under the strategy what was saved continues at the other place."""
-    tokens, found = Rows()[rank]["input_ids"][None, :6], {}
-
-    def run(placement: str, resumed: str | None = None) -> list[Any]:
-        values = {**STRATEGIES[kind], "optimizer_state": {**OVERLAP, "update": time}, "weights": PLACEMENTS[placement]}
-        args = arguments(f"{tmp_path}/{placement}", kind, **EVALUATES, **({} if resumed else SAVES))
-        average = Average(placement)
-        held_out = torch.utils.data.Subset(Rows(), range(5))
-        trainer = trainer_of(args, make_llama(), values, callbacks=[average], eval_dataset=held_out)
-        first = trainer.evaluate()["eval_loss"] if kind == "strategy" and resumed is None else None
-        trainer.train(resume_from_checkpoint=resumed and f"{tmp_path}/{resumed}/checkpoint-2")
-        model: Any = trainer.model.eval()
-        weights = whole(model)
-        names = ("loss", "grad_norm", "learning_rate", "eval_loss")
-        logs = [{key: entry[key] for key in names if key in entry} for entry in trainer.state.log_history]
-        if resumed:
-            return [weights, None, logs]
-        ids = {"input_ids": tokens.to(args.device), "pad_token_id": 0}
-        written = model.generate(**ids, max_new_tokens=2, do_sample=False).tolist()
-        trainer.save_model(f"{tmp_path}/saved-{placement}")
-        torch.distributed.barrier()
-        same_in_folder(f"{tmp_path}/saved-{placement}", weights)
-        return [weights, (first, written, average.averages), logs]
-
-    with reducing_each():
-        others = [("host", "device"), ("device", "host")] if kind == "strategy" else []
-        for placement, resumed in (("device", None), ("host", None), *others):
-            with fresh_state(kind):
-                found[placement, resumed] = run(placement, resumed)
-    expected = found["device", None]
-    for name, (weights, begun, *rest) in found.items():
-        same(weights, expected[0])
-        assert rest == expected[2:], name
-        if begun is not None:
-            assert begun[:2] == expected[1][:2]
-            assert all(torch.equal(*pair) for pair in zip(begun[2], expected[1][2], strict=True))
 
 
 # -- what stands in front of the Trainer
