@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightstep.integrations.torchtitan import OptimizersContainer
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.ranks import Pool, device_of
+from tests.reference.pair import same_tree
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_model import representable
 from tests.unit.test_stream import random_delays
@@ -55,8 +56,7 @@ def test_parts_that_are_sharded_already(rank: int, world_size: int, tmp_path: Pa
     dcp.load({"optimizer": other}, checkpoint_id=tmp_path)
     train(other, later, range(2, 4))
     train(plain, expected, range(2, 4))
-    for one, another in zip(whole(parameters_of(later)), whole(parameters_of(expected)), strict=True):
-        assert torch.equal(one, another)
+    same_tree("weights", whole(parameters_of(later)), whole(parameters_of(expected)))
 
 
 @on_ranks(None, "ranks", [2, 4])
@@ -89,8 +89,7 @@ def test_pipeline_stages_have_one_norm(rank: int, world_size: int) -> None:
         assert all(torch.equal(norm, norms[0]) for norm in norms) or step == 1
         assert reference.step(result.grad_norm, same_bits=False) == result.applied
     assert reference.clipped_steps == 3
-    for mine, theirs in zip(whole(list(part.parameters())), expected[number].parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    same_tree("weights", whole(list(part.parameters())), list(expected[number].parameters()))
 
 
 def shard_like(parameter: Any, gradient: Tensor) -> Tensor:
@@ -126,8 +125,7 @@ def test_parts_that_the_strategy_shards(rank: int, world_size: int) -> None:
                     optimizers.backward(loss_of(several, step, 10 * rank + micro) / 2)
         results = container.step(), optimizer.step()
         assert results[0] and torch.equal(results[0].grad_norm, results[1].grad_norm)
-    for mine, theirs in zip(whole(parameters_of(parts)), whole(list(model.parameters())), strict=True):
-        assert torch.equal(mine, theirs)
+    same_tree("weights", whole(parameters_of(parts)), whole(list(model.parameters())))
 
 
 @on_ranks(2)
@@ -166,14 +164,13 @@ class Run:
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[int]], placement: str, time: str, compute: bool, mesh: DeviceMesh | None = None
+        self, parts: Sequence[Any], placement: str, time: str, compute: bool = False, mesh: DeviceMesh | None = None
     ) -> None:
-        self.parts = stages(*layers) if compute else [part.bfloat16() for part in stages(*layers)]
+        self.parts = parts if compute else [part.bfloat16() for part in parts]
         policy = MixedPrecisionPolicy(torch.bfloat16 if compute else None, torch.float32)
         for part in self.parts:
-            for layer in part.layers.values():
-                fully_shard(layer, mesh=mesh, mp_policy=policy)
-            fully_shard(part, mesh=mesh, mp_policy=policy)
+            for unit in (*part.layers.values(), *part.heads, part):
+                fully_shard(unit, mesh=mesh, mp_policy=policy)
         state = {"backend": "stream", "ring_mib": 0.05, "update": time}
         weights = {"placement": "host", "device_mib": 0.002} if placement == "host" else {}
         values: dict[str, Any] = {"optimizer_state": state, "weights": weights, "clipping": {"max_norm": 0.1}}
@@ -191,24 +188,28 @@ class Run:
         found = []
         for step in steps:
             self.container.zero_grad()
-            for micro in range(2):
-                loss = loss_of(self.parts, step, 10 * rank + micro) / 2
-                loss.backward()
-                found.append(loss.item())
+            found += [self.backward(step, 10 * rank + micro) for micro in range(2)]
             result = self.container.step()
             assert result and result.grad_norm > 0.1
             found.append(float(result.grad_norm))
             self.schedule.step()
             if self.rests and step == steps[0]:
-                for lanes in (self.container.optimizer.engine._host_weights.lanes, self.backend.lanes):
+                optimizer = self.container.optimizer
+                for lanes in (optimizer.engine._host_weights.lanes, optimizer._backend.lanes):
                     random_delays(lanes, step + rank) if lanes.device.type == "cpu" else None
         with torch.no_grad():
             found.append(loss_of(self.parts, 9, 0).item())  # torchtitan validates so
         return found
 
-    @property
-    def backend(self) -> Any:
-        return self.container.optimizer._backend
+    def backward(self, step: int, micro: int) -> float:
+        loss = loss_of(self.parts, step, micro) / 2
+        loss.backward()
+        return loss.item()
+
+    def weights(self) -> list[Tensor]:
+        """This rank's shards."""
+        self.container.optimizer.synchronize()
+        return [local_tensor(parameter).detach().cpu().clone() for parameter in parameters_of(self.parts)]
 
     def states(self) -> dict[str, Any]:
         """What torchtitan's checkpoints hold: tensors that it has got once."""
@@ -222,18 +223,16 @@ def check_on_host(
     """On four ranks two replicas of two shards. What was ``saved`` on one place goes on at the other one."""
     device, names = device_of(rank, world_size).type, ("replicate", "shard")
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=names) if world_size == 4 else None
-    runs = {placement: Run(layers, placement, time, compute, mesh) for placement in ("device", "host")}
+    runs = {placement: Run(stages(*layers), placement, time, compute, mesh) for placement in ("device", "host")}
     expected, tested = runs.values()
     assert tested.train(range(2), rank) == expected.train(range(2), rank)
     dcp.save(runs.pop(saved).states(), checkpoint_id=folder)
-    later = Run(layers, *runs, time, compute, mesh)
+    later = Run(stages(*layers), *runs, time, compute, mesh)
     dcp.load(later.states(), checkpoint_id=folder)
     wanted = expected.train(range(2, 4), rank)
     for run in (tested, later):
         assert run.train(range(2, 4), rank) == wanted
-        run.container.optimizer.synchronize()
-        for one, another in zip(parameters_of(run.parts), parameters_of(expected.parts), strict=True):
-            assert torch.equal(local_tensor(one).cpu(), local_tensor(another).cpu())
+        same_tree("weights", run.weights(), expected.weights())
 
 
 @pytest.mark.parametrize(
@@ -257,27 +256,22 @@ def test_shardings_that_cannot_rest_on_the_host(rank: int, world_size: int) -> N
     """Shardings that cannot go to the host. Nothing of them has been moved: they train on the device."""
     on_host = Strategy.load({"weights": {"placement": "host"}})
 
-    def part_of(shard: Callable[[Any], Any]) -> Any:
-        (part,) = stages(range(4))
-        shard(part.bfloat16())
-        return part
-
     def only_one_layer(part: Any) -> None:
         fully_shard(part.layers["0"])
 
-    refused: list[tuple[Callable[[Any], Any], str]] = [
-        (
-            lambda part: fully_shard(part, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-            "CPUOffloadPolicy.*shard without the policy",
-        ),
+    def by_a_policy(part: Any) -> None:
+        fully_shard(part, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+    for shard, message in (
+        (by_a_policy, "CPUOffloadPolicy.*shard without the policy"),
         (only_one_layer, r"layers\.1\.\S+ is in no FSDP module.*call fully_shard on the root, too"),
-    ]
-    for shard, message in refused:
-        part = part_of(shard)
+    ):
+        (part,) = stages(range(4))
+        shard(part.bfloat16())
         with pytest.raises(ValueError, match=message):
             OptimizersContainer(on_host, [part], lr=1e-2)
         assert PreparedModel.of(part).weight_visits is None
-        if shard is not only_one_layer:
+        if shard is by_a_policy:
             container = OptimizersContainer(Strategy.load({}), [part], lr=1e-2)
             container.backward(loss_of([part], 0, 0))
             assert container.step()
@@ -319,24 +313,30 @@ class WithHead(Stage):
     """The head is called outside of the forward, as torchtitan's loss in chunks calls it."""
 
     def __init__(self) -> None:
+        torch.manual_seed(0)
         super().__init__(range(2))
         self.head: Any = nn.Linear(WIDTH, 11)
+        self.heads = [self.head]
 
-    def loss_in_chunks(self, hidden: Tensor) -> float:
-        """Forward and backward. The head is gathered once, and reduces its gradients in the last chunk."""
-        given = self(hidden)
-        cut, total = given.detach().requires_grad_(), 0.0
-        self.head.set_reshard_after_forward(False)
-        self.head.set_reshard_after_backward(False)
-        self.head.unshard()
+
+class InChunks(Run):
+    def backward(self, step: int, micro: int) -> float:
+        """The head is gathered once, and reduces its gradients in the last chunk."""
+        (part,), total = self.parts, 0.0
+        generator = torch.Generator().manual_seed(10 * step + micro)
+        given = part(torch.randn(7, WIDTH, generator=generator).to(next(part.parameters())))
+        cut = given.detach().requires_grad_()
+        part.head.set_reshard_after_forward(False)
+        part.head.set_reshard_after_backward(False)
+        part.head.unshard()
         for number, chunk in enumerate(cut.chunk(3)):
-            self.head.set_requires_gradient_sync(number == 2, recurse=False)
-            loss = self.head(chunk).float().square().mean()
+            part.head.set_requires_gradient_sync(number == 2, recurse=False)
+            loss = part.head(chunk).float().square().mean()
             loss.backward()
             total += loss.item()
-        self.head.set_reshard_after_forward(True)
-        self.head.set_reshard_after_backward(True)
-        self.head.reshard()
+        part.head.set_reshard_after_forward(True)
+        part.head.set_reshard_after_backward(True)
+        part.head.reshard()
         given.backward(cut.grad)
         return total
 
@@ -344,26 +344,6 @@ class WithHead(Stage):
 @pytest.mark.parametrize("time", ["next_forward", "overlap"])
 @on_ranks(2)
 def test_a_head_that_is_called_in_chunks(rank: int, world_size: int, time: str) -> None:
-    found = []
-    for placement in ("device", "host"):
-        torch.manual_seed(0)
-        model, policy = WithHead().bfloat16(), MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        for unit in (*model.layers.values(), model.head, model):
-            fully_shard(unit, mp_policy=policy)
-        state = {"backend": "stream", "ring_mib": 0.05, "update": time}
-        weights = {"placement": placement} | ({"device_mib": 0.002} if placement == "host" else {})
-        strategy = Strategy.load({"optimizer_state": state, "weights": weights, "clipping": {"max_norm": 0.1}})
-        container, seen = OptimizersContainer(strategy, [model], lr=1e-2), []
-        for step in range(3):
-            for micro in range(2):
-                generator = torch.Generator().manual_seed(100 * rank + 10 * step + micro)
-                hidden = torch.randn(7, WIDTH, generator=generator).bfloat16()
-                seen.append(model.loss_in_chunks(hidden.to(device_of(rank, world_size))))
-            seen.append(float(container.step().grad_norm))
-            if placement == "host" and not step and device_of(rank, world_size).type == "cpu":
-                random_delays(container.optimizer.engine._host_weights.lanes, rank)  # type: ignore[attr-defined]
-        container.optimizer.synchronize()
-        found.append((seen, [local_tensor(parameter).cpu().clone() for parameter in model.parameters()]))
-    (wanted, expected), (seen, tested) = found
-    assert seen == wanted and min(wanted[2::3]) > 0.1
-    assert all(torch.equal(one, other) for one, other in zip(tested, expected, strict=True))
+    expected, tested = (InChunks([WithHead()], placement, time) for placement in ("device", "host"))
+    assert tested.train(range(3), rank) == expected.train(range(3), rank)
+    same_tree("weights", tested.weights(), expected.weights())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
@@ -22,9 +22,8 @@ from lightstep.integrations.checks import check_arguments
 from lightstep.integrations.loading import load_adapters
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.optimizer.in_backward import FinalUpdates
-from tests.reference import peft_stand_in
 from tests.reference.lion import Lion
-from tests.reference.pair import FP16_SCALE
+from tests.reference.pair import FP16_SCALE, same_tree
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
 from tests.reference.trl_stand_in import ReferenceTrainer
@@ -69,14 +68,22 @@ def trainer_of(
     return LightstepTrainer(model, args, strategy=strategy, **given)
 
 
+def trained(folder: Path, *arguments: Any, resume: str | None = None, **given: Any) -> LightstepTrainer:
+    """``resume``: from this checkpoint in ``folder``, and other weights at first."""
+    if resume is not None:
+        given = {"model": make_llama(1), **given}
+    trainer = trainer_of(folder, *arguments, **given)
+    trainer.train(resume_from_checkpoint=resume and str(folder / resume))
+    return trainer
+
+
 class Ran:
     """A Trainer that has trained, and what it logged at each step."""
 
     def __init__(self, folder: Path, strategy: Any, *, overflow: set[int] = frozenset(), **arguments: Any) -> None:
         self.model = make_llama()
         options = {"callbacks": [Overflow(self.model, set(overflow))]}
-        self.trainer = trainer_of(folder, strategy, options=options, model=self.model, **arguments)
-        self.trainer.train()
+        self.trainer = trained(folder, strategy, options=options, model=self.model, **arguments)
         self.logs = [entry for entry in self.trainer.state.log_history if "grad_norm" in entry]
 
 
@@ -201,22 +208,32 @@ def test_the_norm_is_read_only_when_it_is_logged(tmp_path: Path, monkeypatch: py
     ids=["optimizer.pt", "lightstep"],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, values: dict[str, Any], file: str) -> None:
-    """Shuffled rows, dropout, a skipped step before the checkpoint and the end of an epoch behind it."""
+    """Shuffled rows, dropout, a skipped step before the checkpoint and the end of an epoch behind it.
+
+    In a crash between the two renames the folder has another name. Without it no run goes on with a new optimizer.
+    """
     options = {"max_steps": 8, **SAVES, "save_steps": 3, "train_sampling_strategy": "random"}
-    runs = []
-    for seed, checkpoint in ((0, None), (1, str(tmp_path / "checkpoint-3"))):
+    runs, saved = [], tmp_path / "checkpoint-3"
+    for seed in (0, 1):
         model = make_llama(seed, attention_dropout=0.2)
-        callbacks = {"callbacks": [Overflow(model, {1})]}
-        runs.append(trainer_of(tmp_path, values, options=callbacks, model=model, **options))
-        runs[-1].train(resume_from_checkpoint=checkpoint)
-    assert (tmp_path / "checkpoint-3" / file).exists()
+        runs.append(trainer_of(tmp_path, values, options={"callbacks": [Overflow(model, {1})]}, model=model, **options))
     whole, resumed = runs
+    whole.train()
+    assert (saved / file).exists()
+    if file == "lightstep":
+        missing, incomplete = (shutil.copytree(saved, tmp_path / name / saved.name) for name in ("a", "b"))
+        (saved / file).rename(saved / ".lightstep.replaced-0123abcd")
+        shutil.rmtree(missing / file)
+        (incomplete / file / "state.pt").unlink()
+        for checkpoint, message in ((missing, "lightstep is missing"), (incomplete, "state.pt is missing")):
+            with pytest.raises(CheckpointError, match=message):
+                resumed.train(resume_from_checkpoint=str(checkpoint))
+    resumed.train(resume_from_checkpoint=str(saved))
     same_weights(resumed.model, whole.model)
     names = ("loss", "grad_norm", "learning_rate", "loss_scale")
     figures = [[[e[name] for name in names] for e in one.state.log_history[:8]] for one in runs]
     assert figures[0] == figures[1]
-    tested, expected = (one.optimizer.optimizer.state_dict() for one in (resumed, whole))
-    torch.testing.assert_close(tested, expected, rtol=0, atol=0)  # bit for bit, nested
+    same_tree("state", *(one.optimizer.optimizer.state_dict() for one in (resumed, whole)))
 
 
 def test_a_checkpoint_of_the_plain_trainer_is_continued(tmp_path: Path) -> None:
@@ -225,8 +242,7 @@ def test_a_checkpoint_of_the_plain_trainer_is_continued(tmp_path: Path) -> None:
     plain = Trainer(make_llama(), training_arguments(tmp_path, **options), train_dataset=Rows())
     plain.train()
     values = BF16 | {"precision": {"parameters": "float32"}}
-    ours = trainer_of(tmp_path, values, model=make_llama(1), **options)
-    ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    ours = trained(tmp_path, values, resume="checkpoint-2", **options)
     # torch's clipping multiplies by a factor from a norm of norms: the last bit of the weights may differ.
     for p, q in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
@@ -247,15 +263,11 @@ def test_weights_change_dtype_through_fp32(tmp_path: Path, saved: str, loaded: s
     options = {"max_steps": 2, **SAVES, "save_steps": 1}
     found = []
     for backend in ({"backend": "resident"}, STREAM):
-        folder = tmp_path / backend["backend"]
-        trainer_of(folder, BF16 | DTYPES[saved] | {"optimizer_state": backend}, **options).train()
-        strategy = BF16 | DTYPES[loaded] | {"optimizer_state": backend}
-        trainer = trainer_of(folder, strategy, model=make_llama(1), **options)
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
-        found.append(trainer)
+        folder, values = tmp_path / backend["backend"], BF16 | {"optimizer_state": backend}
+        trained(folder, values | DTYPES[saved], **options)
+        found.append(trained(folder, values | DTYPES[loaded], resume="checkpoint-1", **options))
     same_weights(found[0].model, found[1].model)
-    first, second = (trainer.optimizer.optimizer.state_dict()["state"] for trainer in found)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    same_tree("state", *(trainer.optimizer.optimizer.state_dict()["state"] for trainer in found))
 
 
 class Average(TrainerCallback):
@@ -281,8 +293,7 @@ def test_callbacks_see_updated_weights(tmp_path: Path) -> None:
     read = []
     for update in ("at_step", "next_forward"):
         average, values = Average(), BF16 | {"optimizer_state": {**STREAM, "update": update}}
-        trainer = trainer_of(tmp_path / update, values, options={"callbacks": [average]}, **SAVES)
-        trainer.train()
+        trainer = trained(tmp_path / update, values, options={"callbacks": [average]}, **SAVES)
         assert not trainer.optimizer.has_deferred_updates
         read.append(average.read)
     assert len(read[0]) == len(read[1]) > 15
@@ -293,8 +304,7 @@ def test_callbacks_see_updated_weights(tmp_path: Path) -> None:
 def test_nothing_waits_for_callbacks_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
     monkeypatch.setattr(LightstepOptimizer, "wait_for_update", lambda _: waits.append(1), raising=False)
-    trainer = trainer_of(tmp_path, BF16)
-    trainer.train()
+    trainer = trained(tmp_path, BF16)
     assert not waits
     trainer.add_callback(Average())
     trainer.train()
@@ -326,8 +336,7 @@ def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:
     `save_total_limit` leaves the best checkpoint and the last one.
     """
     best_and_last = {"load_best_model_at_end": True, "save_total_limit": 1, "save_steps": 1, "max_steps": 4}
-    trainer = trainer_of(tmp_path, NEXT_FORWARD, **EVALUATES, **SAVES | best_and_last)
-    trainer.train()
+    trainer = trained(tmp_path, NEXT_FORWARD, **EVALUATES, **SAVES | best_and_last)
     losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
     best = min(losses, key=lambda step: losses[step])
     assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
@@ -338,24 +347,6 @@ def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:
     loaded = type(trainer.model).from_pretrained(tmp_path / "saved", dtype="auto")
     assert loaded.dtype == torch.bfloat16
     same_weights(loaded, trainer.model)
-
-
-def test_a_crash_while_the_optimizer_s_files_are_replaced(tmp_path: Path) -> None:
-    """Between the two renames the folder has another name. Without it no run goes on with a new optimizer."""
-    values, options = BF16 | {"optimizer_state": STREAM}, {"max_steps": 3, **SAVES}
-    whole = trainer_of(tmp_path, values, **options)
-    whole.train()
-    replaced = tmp_path / "checkpoint-2"
-    missing, incomplete = (shutil.copytree(replaced, tmp_path / name / replaced.name) for name in ("a", "b"))
-    (replaced / "lightstep").rename(replaced / ".lightstep.replaced-0123abcd")
-    shutil.rmtree(missing / "lightstep")
-    (incomplete / "lightstep" / "state.pt").unlink()
-    again = trainer_of(tmp_path, values, model=make_llama(1), **options)
-    for checkpoint, message in ((missing, "lightstep is missing"), (incomplete, "state.pt is missing")):
-        with pytest.raises(CheckpointError, match=message):
-            again.train(resume_from_checkpoint=str(checkpoint))
-    again.train(resume_from_checkpoint=str(replaced))
-    same_weights(again.model, whole.model)
 
 
 def test_what_a_step_takes_is_said_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,53 +364,40 @@ def test_what_a_step_takes_is_said_before_and_after(tmp_path: Path, capsys: pyte
 # -- PEFT
 
 
-def peft_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    if kind == "stand-in":
-        monkeypatch.setitem(sys.modules, "peft", peft_stand_in.module())
-        return peft_stand_in.make_adapted()
-    from peft import LoraConfig, get_peft_model  # here: the stand-in takes its name
-
+def peft_model() -> nn.Module:
     torch.manual_seed(0)
     return get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend", "only_model"),
-    [("stand-in", "resident", True), ("peft", "resident", False), ("peft", "stream", False)],
-)
-def test_the_best_adapter_is_trained_on(
-    tmp_path: Path, kind: str, backend: str, only_model: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("backend", "only_model"), [("resident", True), ("resident", False), ("stream", False)])
+def test_the_best_adapter_is_trained_on(tmp_path: Path, backend: str, only_model: bool) -> None:
     """PEFT would put other parameters, of another dtype, in the place of those that the optimizer has."""
-    model = peft_model(kind, monkeypatch)
+    model = peft_model()
     best = {"load_best_model_at_end": True, "save_only_model": only_model, "max_steps": 4}
     values = BF16 | {"optimizer_state": {"backend": backend}}
-    trainer = trainer_of(tmp_path, values, model=model, **EVALUATES | {"eval_steps": 2}, **SAVES, **best)
-    trainer.train()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert {p.dtype for p in trained.values()} == {torch.bfloat16}
+    trainer = trained(tmp_path, values, model=model, **EVALUATES | {"eval_steps": 2}, **SAVES, **best)
+    adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in adapters.values()} == {torch.bfloat16}
     losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
     assert trainer.evaluate()["eval_loss"] == min(losses.values())
 
-    before = {name: p.detach().clone() for name, p in trained.items()}
+    before = {name: p.detach().clone() for name, p in adapters.items()}
     trainer.train()
     assert all(entry["grad_norm"] > 0 for entry in trainer.state.log_history if "grad_norm" in entry)
-    assert not all(torch.equal(p, before[name]) for name, p in trained.items())
+    assert not all(torch.equal(p, before[name]) for name, p in adapters.items())
     if not only_model:
         checkpoint = tmp_path / "checkpoint-2"
         if backend == "stream":
             index = json.loads((checkpoint / "lightstep" / "tensors.json").read_text())["tensors"]
             saved = {key.removeprefix("model.") for key in index if key.startswith("model.")}
             assert not saved & {name for name, p in model.named_parameters() if not p.requires_grad}
-            assert saved >= trained.keys()
+            assert saved >= adapters.keys()
         trainer.train(resume_from_checkpoint=str(checkpoint))
-        assert all(p is trained[name] for name, p in model.named_parameters() if p.requires_grad)
+        assert all(p is adapters[name] for name, p in model.named_parameters() if p.requires_grad)
 
 
-def test_an_adapter_file_that_lacks_a_trained_weight_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = peft_model("peft", monkeypatch)
+def test_an_adapter_file_that_lacks_a_trained_weight_changes_nothing(tmp_path: Path) -> None:
+    model = peft_model()
     model.save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     saved, before = load_file(file), {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -439,13 +417,11 @@ def test_an_adapter_file_that_lacks_a_trained_weight_changes_nothing(
 
 
 def test_the_arguments_or_a_class_choose_the_optimizer(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, BF16, max_steps=1, optim="adagrad", optim_args=None)
-    trainer.train()
+    trainer = trained(tmp_path, BF16, max_steps=1, optim="adagrad", optim_args=None)
     assert trainer.optimizer.optimizer.optimizer_class is torch.optim.Adagrad
     assert [(g["weight_decay"], len(g["params"])) for g in trainer.optimizer.param_groups] == [(0.1, 16), (0.0, 5)]
     given = (Lion, {"lr": 1e-3})
-    trainer = trainer_of(tmp_path, BF16, options={"optimizer_cls_and_kwargs": given}, max_steps=1)
-    trainer.train()
+    trainer = trained(tmp_path, BF16, options={"optimizer_cls_and_kwargs": given}, max_steps=1)
     assert trainer.optimizer.optimizer.optimizer_class is Lion and trainer.optimizer_cls_and_kwargs == given
 
 
@@ -454,8 +430,7 @@ def test_an_optimizer_and_a_scheduler_that_the_strategy_made(tmp_path: Path) -> 
     optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     options = {"optimizers": (optimizer, scheduler)}
-    trainer = trainer_of(tmp_path, strategy, options=options, model=model, max_steps=2)
-    trainer.train()
+    trainer = trained(tmp_path, strategy, options=options, model=model, max_steps=2)
     assert trainer.optimizer.optimizer is optimizer
     assert optimizer.param_groups[0]["lr"] == 0.025
     assert next(model.parameters()).dtype == torch.bfloat16
