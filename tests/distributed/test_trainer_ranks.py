@@ -22,28 +22,16 @@ from lightstep.trainer.output import newest_undamaged
 from lightstep.trainer.session import train
 from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.ranks import Pool
-from tests.unit.test_trainer import MODEL, stop_at
+from tests.training_files import BATCH, MODEL, training_values
+from tests.unit.test_trainer import stop_at
 from tests.unit.test_trainer_data import word_tokenizer
 
 
 @pytest.fixture
 def values(tmp_path: Path) -> dict[str, Any]:
     """A tiny run of four steps."""
-    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text that says {n * n % 97}\n" for n in range(200)))
-    return {
-        "output": str(tmp_path / "runs"),
-        "model": {"config": MODEL},
-        "data": str(tmp_path / "text.txt"),
-        "steps": 4,
-        "batch": {"sequences": 8, "length": 32, "accumulation": 2},
-        "optimizer": {"lr": 0.01},
-        "scheduler": {"warmup_steps": 2},
-        "validation": {"sequences": 4},
-        "checkpoint": {"every": 2, "keep": 3},
-        "log_every": 2,
-        "sample": {"prompts": ["line"], "tokens": 3},
-        "trackers": [],
-    }
+    sample = {"prompts": ["line"], "tokens": 3}
+    return training_values(tmp_path, steps=4, batch=BATCH | {"sequences": 8}, sample=sample)
 
 
 # -- what the ranks do

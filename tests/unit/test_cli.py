@@ -34,7 +34,8 @@ from lightstep.trainer.config import load_config
 from lightstep.trainer.loop import Interrupt
 from tests.one_pass_on_cpu import one_pass_fixture
 from tests.python import python
-from tests.unit.test_trainer import MODEL, _fails_after
+from tests.training_files import training_values
+from tests.unit.test_trainer import _fails_after
 
 __all__ = ["one_pass_fixture"]
 
@@ -45,20 +46,10 @@ EXAMPLE = ROOT / "examples" / "train.yaml"
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A training file of a tiny run."""
-    (tmp_path / "text.txt").write_text("".join(f"line {n} says {n * n % 97}\n" for n in range(200)))
-    values = {
-        "output": str(tmp_path / "runs"),
-        "strategy": "fp32",
-        "model": {"config": MODEL},
-        "data": str(tmp_path / "text.txt"),
-        "steps": 4,
-        "batch": {"sequences": 2, "length": 32},
-        "checkpoint": {"every": 2},
-        "sample": {"prompts": ["line"], "tokens": 3},
-        "trackers": [],
-    }
+    small = {"steps": 4, "batch": {"sequences": 2, "length": 32}, "scheduler": {}}
+    small["sample"] = {"prompts": ["line"], "tokens": 3}
     path = tmp_path / "train.yaml"
-    path.write_text(yaml.safe_dump(values))
+    path.write_text(yaml.safe_dump(training_values(tmp_path, **small)))
     return path
 
 

@@ -30,12 +30,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 class Run:
     """A model and its optimizer, set up by Fabric or not."""
 
-    def __init__(self, values: dict[str, Any], fabric: Fabric | None = None, compiled: bool = False) -> None:
+    def __init__(self, values: dict[str, Any], fabric: Fabric | None = None) -> None:
         torch.manual_seed(0)
         self.strategy = Strategy.load(values)
         self.model: Any = self.strategy.prepare_model(TinyModel())
-        if compiled:
-            self.model = torch.compile(self.model, backend="eager")
         self.optimizer = self.strategy.create_optimizer(self.model, lr=1e-2)
         if fabric is not None:
             self.model, self.optimizer = fabric.setup(self.model, self.optimizer)
@@ -153,18 +151,3 @@ def test_a_checkpoint_goes_on_bit_for_bit(fabric: Fabric, tmp_path: Path, name: 
         one.train(range(3, 5))
     same(later, run)
     assert later.optimizer.loss_scale.state_dict() == run.optimizer.loss_scale.state_dict()
-
-
-def test_a_compiled_model(fabric: Fabric) -> None:
-    plain, run = Run(STRATEGIES["next_forward"]), Run(STRATEGIES["next_forward"], fabric, compiled=True)
-    for one in (plain, run):
-        one.train(range(2))
-    same(run, plain)
-
-
-def test_closing_through_the_wrapper_closes_the_optimizer(fabric: Fabric) -> None:
-    run = Run({}, fabric)
-    run.train(range(1))
-    run.optimizer.close()
-    with pytest.raises(RuntimeError, match="is closed"):
-        run.optimizer.optimizer.state_dict()

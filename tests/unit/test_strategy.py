@@ -68,19 +68,6 @@ def test_the_ready_strategies_are_listed() -> None:
     assert set(PRESETS) <= set(names) and names == sorted(names)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_ready_strategy_trains(name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        strategy = Strategy.load(name)
-    assert strategy.config.description
-    model, _, result = one_step(strategy)
-    expected = {"fp16": torch.float16, "fp32": torch.float32}.get(name, torch.bfloat16)
-    assert model.head.weight.dtype == expected
-    assert (float(result.loss_scale) > 1) == (name == "fp16")
-    assert strategy.config.optimizer_state.backend == ("bulk" if name == "bulk" else "resident")
-
-
 def test_a_file_a_string_path_and_a_mapping_say_the_same(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(YAML)
@@ -191,23 +178,6 @@ def test_tied_weights_of_a_meta_model_stay_tied() -> None:
     model = Strategy.load("resident").prepare_model(meta)
     assert model.head.weight is model.embed.weight and len(list(model.parameters())) == 3
     assert model.embed.weight.mark == "kept"
-
-
-def test_buffers_that_work_with_parameters_have_their_dtype() -> None:
-    network = nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.BatchNorm1d(8, affine=False), nn.Flatten())
-    network.append(torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8 * 5, 2)))
-    rotary = nn.Module()
-    rotary.register_buffer("inv_freq", torch.ones(3))
-    network.add_module("rotary", nn.Identity())
-    network.rotary.add_module("own", rotary)
-    strategy = Strategy.load("resident")
-    model = strategy.prepare_model(network)
-    optimizer = strategy.create_optimizer(model, lr=1e-2)
-    before = model[1].running_mean.clone()
-    optimizer.backward(model(torch.randn(4, 3, 7, device=strategy.device).bfloat16()).float().square().mean())
-    assert optimizer.step()
-    assert model[1].running_mean.dtype == torch.bfloat16 and not torch.equal(model[1].running_mean, before)
-    assert model.rotary.own.inv_freq.dtype == torch.float32
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

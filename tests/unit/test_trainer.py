@@ -34,18 +34,9 @@ from lightstep.trainer.session import Outcome, train
 from tests.covering import every_value
 from tests.patience import PATIENCE
 from tests.reference.pair import same_tree
+from tests.training_files import BATCH, MODEL, training_values
 from tests.unit.test_trainer_data import word_tokenizer
 
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "attention_dropout": 0.1,
-}
-BATCH = {"sequences": 4, "length": 32, "accumulation": 2}
 LOGGED = {"trackers": ["tensorboard"]}
 EASY_OVERFLOW = {"kind": "dynamic", "init_scale": 2.0**19, "max_scale": 2.0**19, "growth_interval": 2}
 FP16 = {"strategy": "fp16", "strategy_overrides": {"precision.loss_scale": EASY_OVERFLOW}}
@@ -57,36 +48,15 @@ Configured = Callable[..., TrainConfig]
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"line {n} of a text that says {n * n % 97}\n" for n in range(200)))
-    return path
+    """What the runs train on."""
+    return Path(training_values(tmp_path)["data"])
 
 
 @pytest.fixture
-def configured(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Configured:
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configured:
     """A tiny run of six steps, with changes. What a step takes is not planned: training such a model takes less."""
     monkeypatch.setattr(session, "plan_one", _no_plan)
-
-    def make(**changes: Any) -> TrainConfig:
-        values: dict[str, Any] = {
-            "output": tmp_path / "runs",
-            "name": "run",
-            "strategy": "fp32",
-            "model": {"config": MODEL},
-            "data": str(text),
-            "steps": 6,
-            "batch": BATCH,
-            "optimizer": {"lr": 0.01},
-            "scheduler": {"warmup_steps": 2},
-            "validation": {"sequences": 4},
-            "checkpoint": {"every": 2, "keep": 3},
-            "log_every": 2,
-            "sample": None,
-            "trackers": [],
-        }
-        return TrainConfig.model_validate(values | changes)
-
-    return make
+    return lambda **changes: TrainConfig.model_validate(training_values(tmp_path, name="run") | changes)
 
 
 def _no_plan(*_: Any) -> Plan:
@@ -594,13 +564,6 @@ def test_what_cannot_be_set_up_is_refused(
     with pytest.raises(ConfigError, match=message) as caught:
         _train(configured(**change))
     assert "model" not in change or ("\n" not in str(caught.value) and not (tmp_path / "runs").exists())
-
-
-def test_optimizers_of_torch_and_of_others(configured: Configured, loops: list[Loop]) -> None:
-    _train(configured(steps=1, optimizer={"name": "SGD", "lr": 0.1, "arguments": {"momentum": 0.9}}))
-    assert loops[-1].components.optimizer.param_groups[0]["momentum"] == 0.9
-    _train(configured(steps=1, optimizer={"name": "tests.reference.lion.Lion", "lr": 0.001}))
-    assert "Lion" in repr(loops[-1].components.optimizer)
 
 
 RULES = [
