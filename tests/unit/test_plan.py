@@ -489,12 +489,6 @@ def test_copies_of_a_model_divide_the_ranks() -> None:
     assert [shard_count(settings("fsdp2", sharding__mesh=mesh), 8) for mesh in meshes] == [4, 4, 8]
 
 
-def test_bulk_copies_all_state_to_the_device_and_back() -> None:
-    """In both directions at once, like ``stream``."""
-    made = planned("bulk", "Llama-3.2-3B")
-    assert made.time.link == pytest.approx(made.memory.host / PROFILES["H200"].link.each_way(1) / 1e6, rel=0.01)
-
-
 def test_the_parts_of_a_plan_are_in_its_json_and_its_tables() -> None:
     """Also the time if all steps are clipped, which is longer only where updates would begin in backward."""
     configs = {name: settings(name) for name in ("resident", "stream", "stream-overlap", "bulk")}

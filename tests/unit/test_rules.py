@@ -28,7 +28,6 @@ from tests.reference.pair import (
     through_bytes,
 )
 from tests.reference.several_classes import SeveralClasses
-from tests.reference.tiny_llama import make_llama
 from tests.reference.tiny_model import representable
 
 FP32 = lightstep.Strategy.load("fp32")
@@ -279,16 +278,6 @@ def test_kinds_of_parameters() -> None:
     assert [kind for _, _, kind in described_parameters(layers)] == ["hidden_matrices", "head"]
     model.out.weight = model.tokens.weight
     assert not by_kind(model)["head"]
-
-
-def test_kinds_of_a_transformers_model() -> None:
-    model = make_llama()
-    found = by_kind(model)
-    assert found["embeddings"] == {"model.embed_tokens.weight"}
-    assert all(name.endswith("norm.weight") for name in found["norms"])
-    assert all("layers" in name and "proj" in name for name in found["hidden_matrices"])
-    assert found["head"] in ({"lm_head.weight"}, set())
-    assert sum(map(len, found.values())) == len(list(model.parameters()))
 
 
 class Owner(nn.Module):

@@ -279,19 +279,6 @@ def test_entries_of_fp32_weights_are_those_of_torch_optim() -> None:
     same_tree("state", {key: value for key, value in flat.items() if key.startswith("state.")}, wanted)
 
 
-def test_a_parameter_without_state_goes_on_without() -> None:
-    def build() -> tuple[list[nn.Module], OptimizersContainer]:
-        parts: list[nn.Module] = [*stages([0, 1]), nn.Linear(3, 3)]
-        return parts, container_of(parts)
-
-    parts, container = build()
-    train(container, parts[:1], range(2))
-    later, other = build()
-    other.load_state_dict(container.state_dict())
-    assert not other.optimizer.state[later[1].weight]
-    assert other.state_dict().keys() == container.state_dict().keys()
-
-
 RULES = [
     Rule(torch.optim.AdamW, names=r"^layers\.[02]\.(norm|up\.bias)", lr=2e-2, weight_decay=0.0),
     Rule(torch.optim.Muon, kinds="hidden_matrices", lr=3e-2),
