@@ -160,7 +160,10 @@ def trained(
 ) -> LightstepTrainer:
     seed, saves = (0, SAVES) if resume is None else (1, {})
     args = arguments(folder, kind, **saves | options.pop("more", {}))
+    evaluates_first = options.pop("evaluates_first", False)
     trainer = trainer_of(args, make_llama(seed), values or STRATEGIES[kind], **options)
+    if evaluates_first:
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -185,11 +188,7 @@ def late_writers(rank: int) -> Iterator[None]:
 
 
 class SlowHost(TrainerCallback):
-    """Evaluation before the first step, and then delays wherever weights travel."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        with torch.no_grad():
-            model(input_ids=Rows()[0]["input_ids"][None].to(args.device))
+    """Delays wherever weights travel, once there are steps."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
@@ -213,7 +212,7 @@ def train(rank: int, world_size: int, kind: str, time: str, places: tuple[str, s
     if kind == "accelerate":
         options |= {"asynchronous_saves": True, "more": EVALUATES | {"save_steps": 1, "save_total_limit": 2}}
     if places[0] == "host":
-        options |= {"callbacks": [SlowHost()]}
+        options |= {"callbacks": [SlowHost()], "evaluates_first": kind == "strategy"}
     with reducing_each() if "host" in places else contextlib.nullcontext():
         with late_writers(rank), fresh_state(kind):
             first = trained(folder, kind, values=begun, **options)
