@@ -172,17 +172,19 @@ def test_one_that_does_less_or_fails_is_seen_and_the_run_goes_on(
     """A strategy that needs several ranks among them."""
     monkeypatch.setattr(StepTask, "peers", (*StepTask.peers, Lazy, Failing, Absent))
     monkeypatch.setattr(report, "RUNS", tmp_path)
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    done = bench(*STEP, "--strategies", "fsdp2", "--peers", "failing,torch,absent,lazy")
+    done = bench(*STEP, "--strategies", "fsdp2", "--peers", "failing,torch,absent,lazy,deepspeed")
     assert done.exit_code == 1 and "failed" in done.output and "torchrun" in done.output
     (folder,) = tmp_path.iterdir()
     rows = rows_of(json.loads((folder / "bench.json").read_text()))
     assert folder.name.endswith("-step") and rows["fsdp2"]["note"] and rows["torch"]["step_ms"] > 0
     assert rows["failing"]["note"] == "MemoryError: no room" and not rows["failing"]["skipped"]
-    assert rows["absent"]["note"] == "not for this machine" and rows["absent"]["skipped"]
+    for name, note in (("absent", "not for this machine"), ("deepspeed", "not installed")):
+        assert rows[name]["note"] == note and rows[name]["skipped"]
     assert rows["lazy"]["largest_weight_difference"] > 0
     order = [line.rpartition(": ")[2] for line in done.output.splitlines() if line.startswith("measuring round")]
-    forth = ["fsdp2", "failing", "torch", "absent", "lazy"]
+    forth = ["fsdp2", "failing", "torch", "absent", "lazy", "deepspeed"]
     assert order == [*forth, "lazy", "torch"], "forth and back, and no failure again"
 
 
