@@ -151,3 +151,14 @@ def test_a_checkpoint_goes_on_bit_for_bit(fabric: Fabric, tmp_path: Path, name: 
         one.train(range(3, 5))
     same(later, run)
     assert later.optimizer.loss_scale.state_dict() == run.optimizer.loss_scale.state_dict()
+
+
+def test_a_compiled_model(fabric: Fabric) -> None:
+    """Whose first optimizer is replaced: what that one has put into the model stays for the other."""
+    plain, run = Run(STRATEGIES["next_forward"]), Run(STRATEGIES["next_forward"])
+    model = torch.compile(run.model, backend="eager")
+    run.model, run.optimizer = fabric.setup(model, run.strategy.create_optimizer(model, lr=1e-2))
+    run.scheduler = torch.optim.lr_scheduler.LinearLR(run.optimizer, 1.0, 0.1, 8)
+    for one in (plain, run):
+        one.train(range(2))
+    same(run, plain)
