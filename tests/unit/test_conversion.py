@@ -17,8 +17,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed.checkpoint as distributed_checkpoint
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from transformers import Trainer
 from typer.testing import CliRunner
 
@@ -180,6 +182,16 @@ class Plain:
         return path
 
 
+def dcp(folder: Path, content: dict[str, Any]) -> Path:
+    distributed_checkpoint.save(content, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def torch_file(folder: Path, content: object) -> Path:
+    torch.save(content, folder.with_suffix(".pt"))
+    return folder.with_suffix(".pt")
+
+
 def has_state_of(state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for name, parameter in model.named_parameters():
         found = {key: value.read() for key, value in state.entries.get(name, {}).items()}
@@ -216,55 +228,36 @@ def test_a_plain_run_continues_under_lightstep(tmp_path: Path, dtype: str) -> No
         assert run.scheduler.state_dict() == plain.scheduler.state_dict()
 
 
-@pytest.mark.parametrize("layout", ["in model order", "param_names", "fqns", "other keys", "wrapped"])
+@pytest.mark.parametrize(
+    "layout", ["in model order", "param_names", "fqns", "other keys", "wrapped", "dcp", "flat dcp"]
+)
 def test_layouts_that_name_their_parameters(tmp_path: Path, layout: str) -> None:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    plain = Plain(named=layout == "param_names", groups=False).train(BEFORE)
+    plain = Plain(named=layout == "param_names", groups="dcp" in layout).train(BEFORE)
     model, packed = plain.model.state_dict(), plain.optimizer.state_dict()
-    if layout == "fqns":
-        packed = get_optimizer_state_dict(plain.model, plain.optimizer)
+    if layout in ("fqns", "dcp", "flat dcp"):
+        options = StateDictOptions(flatten_optimizer_state_dict=layout == "flat dcp")
+        packed = get_optimizer_state_dict(plain.model, plain.optimizer, options=options)
     if layout in ("in model order", "other keys", "wrapped"):
         del model["seen"]  # a buffer cannot be told from a parameter
+        packed["param_groups"][0]["lr"] = numpy.float64(packed["param_groups"][0]["lr"])
     if layout == "wrapped":
         model = {f"module._orig_mod.{name}": tensor for name, tensor in model.items()}
     suffix = "_state_dict" if layout == "other keys" else ""
-    torch.save({f"model{suffix}": model, f"optimizer{suffix}": packed}, tmp_path / "run.pt")
-    state = read_checkpoint(tmp_path / "run.pt")
-    assert state.aliases == {"head.weight": "embedding.weight"}
+    write = dcp if "dcp" in layout else torch_file
+    file = write(tmp_path / "run", {f"model{suffix}": model, f"optimizer{suffix}": packed})
+    state = convert_checkpoint(file, tmp_path / "converted", "lightstep")
+    assert "dcp" in layout or state.aliases == {"head.weight": "embedding.weight"}
+    assert [sorted(group.names) for group in state.groups or ()] == [sorted(names) for names in names_of(plain)]
+    for group, live in zip(state.groups or (), plain.optimizer.param_groups, strict=True):
+        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in group.settings.items()}
+        assert settings == {k: v for k, v in live.items() if k not in ("params", "param_names")}
+        assert type(group.settings["lr"]) is float
     has_state_of(state, plain.model, plain.optimizer)
-
-
-def test_numbers_of_numpy_become_pythons(tmp_path: Path) -> None:
-    plain = Plain(named=True, groups=False).train(BEFORE)
-    plain.optimizer.param_groups[0]["lr"] = numpy.float64(0.1) / 3
-    state = convert_checkpoint(plain.save(tmp_path / "run.pt"), tmp_path / "x", "lightstep")
-    assert state.groups is not None
-    assert (type(state.groups[0].settings["lr"]), state.groups[0].settings["lr"]) == (float, 0.1 / 3)
-
-
-def test_a_folder_of_distributed_checkpoint_is_read(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-    plain = Plain().train(BEFORE)
-    for flat in (False, True):
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        model, optimizer = get_state_dict(plain.model, plain.optimizer, options=options)
-        folder = tmp_path / f"dcp-{flat}"
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=True)
-        state = read_checkpoint(folder)
-        assert state.groups is not None
-        assert sorted(sorted(group.names) for group in state.groups) == sorted(map(sorted, names_of(plain)))
-        for group, live in zip(state.groups, plain.optimizer.param_groups, strict=True):
-            assert {k: tuple(v) if isinstance(v, list) else v for k, v in group.settings.items()} == {
-                k: v for k, v in live.items() if k != "params"
-            }
-        has_state_of(state, plain.model, plain.optimizer)
-    part = next((tmp_path / "dcp-True").glob("*.distcp"))
-    part.write_bytes(part.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="is truncated"):
-        read_checkpoint(tmp_path / "dcp-True")
+    if layout == "flat dcp":
+        part = next(file.glob("*.distcp"))
+        part.write_bytes(part.read_bytes()[:-100])
+        with pytest.raises(CheckpointError, match="is truncated"):
+            read_checkpoint(file)
 
 
 class Member:
@@ -279,7 +272,6 @@ class Member:
 
 def test_members_of_enums_from_any_python_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed.runtime.zero.config as config
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
     torch.save({"stage": Member(config.ZeroStageEnum, "gradients"), "on": [Member(Color, "RED")]}, tmp_path / "a.pt")
@@ -289,8 +281,7 @@ def test_members_of_enums_from_any_python_are_read(tmp_path: Path, monkeypatch: 
     with trusted_loads():
         assert torch.load(tmp_path / "b.pt", weights_only=False) is config.ZeroStageEnum.gradients
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
-    dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert read_checkpoint(tmp_path / "dcp").weights["w"].read().tolist() == [1, 1]
+    assert read_checkpoint(dcp(tmp_path / "dcp", {"model": W})).weights["w"].read().tolist() == [1, 1]
 
 
 def test_nothing_but_members_of_enums_is_looked_up(tmp_path: Path) -> None:
@@ -347,18 +338,6 @@ def test_the_order_of_safetensors_names_no_parameters(tmp_path: Path) -> None:
 
 
 # -- what is beside the model: source -> notes, and what is read -------------------------------------------------------
-
-
-def dcp(folder: Path, content: dict[str, Any]) -> Path:
-    import torch.distributed.checkpoint as checkpoint
-
-    checkpoint.save(content, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
-def torch_file(folder: Path, content: object) -> Path:
-    torch.save(content, folder.with_suffix(".pt"))
-    return folder.with_suffix(".pt")
 
 
 def trainer_folder(folder: Path, content: dict[str, Any]) -> Path:
@@ -627,13 +606,14 @@ def test_the_commands(tmp_path: Path) -> None:
 
     source, file = str(Run("float16").train(BEFORE).save(tmp_path / "a")), str(tmp_path / "u.pt")
     convert_it = ("convert", source, file, "--to", "torch")
+    without_scale = ("convert", str(Run("bfloat16").save(tmp_path / "b")), str(tmp_path / "w.pt"), "--to", "torch")
     assert "'fp61' is neither a strategy" in call(*convert_it, "--strategy", "fp61", exit_code=2)
-    assert contents(tmp_path) == ["a"]
+    assert contents(tmp_path) == ["a", "b"]
     assert "note: the settings of the dynamic loss scale are not in the checkpoint" in call(*convert_it)
     shown = call("inspect", file)
     assert "torch (converted)" in shown and "8 float16" in shown and "lr 0.001" in shown
     assert "256, dynamic: 3 good steps" in shown and "head.weight = embedding" in shown
-    assert "the strategy's settings were not used" in call("convert", file, str(tmp_path / "b"), "--strategy", "fp16")
+    assert "the strategy's settings were not used" in call(*without_scale, "--strategy", "fp16")
     rows = dict(describe_checkpoint(source))
     assert (rows["format"], rows["step"]) == ("lightstep", "3")
     assert "nothing was not read: " in call("inspect", str(tmp_path / "nothing"), exit_code=2)

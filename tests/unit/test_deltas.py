@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import MixtralConfig, MixtralForCausalLM
 
-from lightstep import ConfigError, SglangServer, Strategy, VllmServer, WeightTransferError
+from lightstep import VllmServer, WeightTransferError
 from lightstep.rollout import servers
 from lightstep.rollout.transport import Bucket, BucketDelta, HeldWeights, WeightInfo, changed_words, shard_in_bucket
 from lightstep.state.host_copy_pool import HostCopyPool
@@ -94,15 +93,6 @@ def test_without_room_on_the_device_the_host_compares(monkeypatch: pytest.Monkey
     run.close()
 
 
-def test_what_is_between_tensors_is_the_same_in_every_bucket() -> None:
-    infos = [WeightInfo((name,), (size,), torch.bfloat16) for name, size in (("a", 3), ("b", 8), ("c", 13))]
-    bucket = Bucket(infos, torch.randint(1, 255, (Bucket.nbytes_of(infos),), dtype=torch.uint8))
-    tensors = {info: tensor.clone() for info, tensor in bucket}
-    bucket.zero_gaps()
-    assert all(torch.equal(tensor.view(torch.int16), tensors[info].view(torch.int16)) for info, tensor in bucket)
-    assert int((bucket.buffer == 0).sum()) == 10 + 0 + 6
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0])
 def test_bits_are_compared(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the weights alone, whatever the memory held before."""
@@ -117,38 +107,6 @@ def test_bits_are_compared(value: float, monkeypatch: pytest.MonkeyPatch) -> Non
     run.publish()
     found = run.fakes[0].process.weights["0.weight"].view(torch.int16)
     assert run.report.nbytes == 6 and torch.equal(found, run.model[0].weight.view(torch.int16))
-    run.close()
-
-
-@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
-def test_experts_have_the_names_that_files_have(kept: torch.dtype) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    others = {"num_key_value_heads": 1, "num_local_experts": 3, "vocab_size": 40}
-    run = Run(model=MixtralForCausalLM(MixtralConfig(**sizes, **others)))
-    run.strategy.rollout._config = run.strategy.rollout._config.model_copy(update={"bucket_mib": 1.0})
-    (server,) = run.fakes
-
-    def served() -> dict[str, Tensor]:
-        from lightstep.rollout.publication import tensors_in_files
-
-        tensors = {name: p.detach().to(kept) for name, p in run.model.named_parameters()}
-        return tensors_in_files(run.model, tensors)
-
-    server.process.weights = {name: torch.zeros_like(tensor) for name, tensor in served().items()}
-
-    def publish() -> None:
-        number = run.strategy.rollout._version + 1
-        run.strategy.rollout.publish(run.model, kept, run.servers, number)
-        assert all(torch.equal(server.process.weights[name], tensor) for name, tensor in served().items())
-
-    publish()
-    for parameter in run.model.parameters():
-        with torch.no_grad():
-            parameter.view(-1)[:: max(7, parameter.numel() // 20)] += 1
-    publish()
-    report = run.strategy.wait_for_publication()
-    assert report is not None and 0 < report.nbytes < 0.5 * report.whole_nbytes
     run.close()
 
 
@@ -314,16 +272,6 @@ def test_positions_of_a_shard_in_its_bucket(dtype: torch.dtype, dim: int, monkey
     assert torch.equal(positions[order], expected) and torch.equal(words[order], expected_words)
 
 
-def test_only_vllm_takes_deltas() -> None:
-    with pytest.raises(ValueError, match="leave deltas out"):
-        SglangServer("http://host", deltas=True)
-    with pytest.raises(ValueError, match="deltas is 'fast'; allowed are False, True and 'auto'"):
-        VllmServer("http://host", deltas="fast")  # type: ignore[arg-type]
-    servers = {"kind": "sglang", "urls": ["http://host"], "deltas": True}
-    with pytest.raises(ConfigError, match="leave deltas out"):
-        Strategy.load("resident", overrides={"roles.rollout": {"servers": servers}})
-
-
 # -- the plugin, with as much of vLLM as it touches --------------------------------------------------------------------
 
 
@@ -363,25 +311,17 @@ class _Link:
 
 
 def import_plugin(monkeypatch: pytest.MonkeyPatch, reloads: list[str]) -> Any:
-    base = dict.fromkeys(("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo"), _Base)
-    base |= {"WeightTransferInitInfo": object, "WeightTransferUpdateInfo": object}
+    names = {"WeightTransferEngine": _Base, "WeightTransferInitInfo": object, "WeightTransferUpdateInfo": object}
     reload = {
         "initialize_layerwise_reload": lambda model: reloads.append("begin"),
         "finalize_layerwise_reload": lambda model, config: reloads.append("end"),
     }
-    modules: dict[str, dict[str, Any]] = {
-        "vllm.distributed.weight_transfer.base": base,
-        "vllm.distributed.weight_transfer.factory": {"WeightTransferEngineFactory": object},
-        "vllm.model_executor.model_loader.reload": reload,
-    }
-    for name in modules:
-        parts = name.split(".")
-        for length in range(1, len(parts)):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:length]), types.ModuleType(".".join(parts[:length])))
-    for name, content in modules.items():
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+    for name, content in {
+        "distributed.weight_transfer.base": names,
+        "distributed.weight_transfer.factory": {"WeightTransferEngineFactory": object},
+        "model_executor.model_loader.reload": reload,
+    }.items():
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", types.SimpleNamespace(**content))
     monkeypatch.delitem(sys.modules, "lightstep.rollout.vllm_plugin", raising=False)
     plugin = importlib.import_module("lightstep.rollout.vllm_plugin")
     monkeypatch.delitem(sys.modules, "lightstep.rollout.vllm_plugin")

@@ -22,7 +22,7 @@ from tests.patience import PATIENCE
 from tests.python import python
 from tests.reference.tiny_model import TinyModel, loss_of
 from tests.rollout_servers import FakeServer
-from tests.unit.test_rollout_servers import KINDS, Training, both
+from tests.unit.test_rollout_servers import KINDS, Training
 from tests.unit.test_stream import random_delays
 
 ROOT = Path(lightstep.__file__).resolve().parents[1]
@@ -73,6 +73,7 @@ class Slow(WeightTransport):
         self._called("finish")
 
     def abort(self, reason: str) -> None:
+        assert "the server is gone" in reason or "no more" in reason
         self.calls.append("abort")
 
 
@@ -179,33 +180,6 @@ def test_training_trains_as_if_nothing_was_published() -> None:
     assert all(torch.equal(tensor, runs[1].weights()[name]) for name, tensor in runs[0].weights().items())
 
 
-@both
-def test_servers_get_sets_while_training_goes_on(kind: str) -> None:
-    training = Training(kind, servers=2)
-    for version in range(1, 3):
-        training.step()
-        expected = training.weights()
-        training.strategy.publish_weights(training.model, to=training.servers, wait=False)
-        training.step()
-        training.step()
-        assert training.strategy.wait_for_publication().version == version  # type: ignore[union-attr]
-        for fake in training.fakes:
-            assert fake.process.version == str(version) and not fake.process.paused
-            assert all(torch.equal(fake.process.weights[name], tensor) for name, tensor in expected.items())
-    training.close()
-
-
-def test_the_loop_does_not_wait_for_receivers() -> None:
-    run = Run()
-    run.step()
-    run.publish()  # the transport does not begin
-    run.step()
-    assert run.transport.calls == [] and not run.transport.received
-    run.wait()
-    report = run.wait()
-    assert report.version == 1 and report.nbytes >= sum(tensor.nbytes for tensor in run.weights().values())
-
-
 # -- a second set while one is on its way ------------------------------------------------------------------------------
 
 
@@ -233,20 +207,6 @@ def test_a_third_set_replaces_the_second_one_that_waits() -> None:
     assert run.wait().version == 5
     assert sorted(run.transport.received) == [1, 5]
     assert run.received(1, expected[1]) and run.received(5, expected[5])
-
-
-def test_any_sequence_of_sets_arrives_whole_and_in_order() -> None:
-    chance, run = random.Random(1), Run(transport=Slow(seconds=0.003))
-    run.transport.go.set()
-    expected = {}
-    for version in range(1, 20):
-        run.step()
-        expected[version] = run.weights()
-        run.publish(replace=chance.random() < 0.7)
-        time.sleep(chance.random() * 0.01)
-    assert run.wait().version == 19
-    assert list(run.transport.received) == sorted(run.transport.received)
-    assert all(run.received(version, expected[version]) for version in run.transport.received)
 
 
 def test_host_memory_is_bounded_and_reused() -> None:
@@ -310,33 +270,6 @@ def test_a_set_that_waits_is_sent_although_the_one_before_it_failed() -> None:
     with pytest.raises(WeightTransferError, match="the server is gone"):
         run.wait()
     assert run.wait().version == 2 and run.received(2, run.weights())
-
-
-@both
-def test_servers_that_die_while_training_goes_on_serve_a_whole_set_or_nothing(kind: str) -> None:
-    chance = random.Random(2)
-    training = Training(kind, timeout_s=10.0)
-    (server,) = training.fakes
-    sets = [training.initial]
-    for attempt in range(6):
-        training.step()
-        sets.append(training.weights())
-        timer = threading.Timer(chance.random() * 0.12, server.restart, [training.initial])
-        try:
-            timer.start()
-            training.strategy.publish_weights(training.model, to=training.servers, wait=False)
-            training.step()
-            training.strategy.wait_for_publication()
-        except WeightTransferError:
-            pass
-        timer.join()
-        known = server.process.weights
-        whole = any(all(torch.equal(known[name], t) for name, t in one.items()) for one in sets)
-        assert server.process.paused or whole, attempt
-    training.step()
-    training.publish()
-    assert training.serves(str(training.strategy.rollout._version))
-    training.close()
 
 
 def test_servers_change_while_a_set_is_on_its_way() -> None:

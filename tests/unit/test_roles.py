@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,11 +16,11 @@ from lightstep import (
     TransformersEngine,
     WeightInfo,
     WeightTransferError,
-    WeightTransport,
 )
-from lightstep.rollout.transport import Bucket, buckets_of, refuse_mismatch
+from lightstep.rollout.transport import buckets_of, refuse_mismatch
 from lightstep.trainer.session import join
 from tests.reference.tiny_model import TinyModel, loss_of
+from tests.unit.test_publishing import Slow
 
 FP32 = torch.float32
 
@@ -173,34 +173,6 @@ def test_an_engine_with_half_of_a_set_generates_after_a_complete_one(fails_at: i
     engine.check_complete()
 
 
-class Recorder(WeightTransport):
-    """What it is called with, in order."""
-
-    def __init__(self, fails: str | None = None) -> None:
-        self.calls: list[str] = []
-        self.nbytes = 0
-        self._fails = fails
-
-    def _called(self, what: str) -> None:
-        self.calls.append(what)
-        if what == self._fails:
-            raise TimeoutError("the server is gone")
-
-    def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
-        self._called("begin")
-
-    def send(self, bucket: Bucket) -> None:
-        self.nbytes += sum(tensor.nbytes for _, tensor in bucket)
-        self._called("send")
-
-    def finish(self) -> None:
-        self._called("finish")
-
-    def abort(self, reason: str) -> None:
-        assert "the server is gone" in reason
-        self.calls.append("abort")
-
-
 @pytest.mark.parametrize(
     ("fails", "calls"),
     [
@@ -211,12 +183,14 @@ class Recorder(WeightTransport):
     ],
 )
 def test_a_transport_of_ones_own(fails: str | None, calls: list[str]) -> None:
-    strategy, transport = Strategy.load("resident"), Recorder(fails)
+    strategy, transport = Strategy.load("resident"), Slow(fails_at=fails)
+    transport.go.set()
     model = strategy.prepare_model(llama)
     before = bits(model)
     if fails is None:
         assert strategy.publish_weights(model, to=transport) == 1
-        assert transport.nbytes == sum(parameter.nbytes for parameter in model.parameters())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in transport.received[1].items())
+        assert before.keys() - transport.received[1].keys() == {"lm_head.weight"}, "a tied one goes by its first name"
     else:
         with pytest.raises(WeightTransferError, match="TimeoutError: the server is gone"):
             strategy.publish_weights(model, to=transport)
@@ -232,20 +206,6 @@ def test_buckets_end_with_their_layer_and_at_the_limit() -> None:
     infos = [info("a", 1), info("b", 2), info("c", 2), info("d", 9), info("e", 1), info("f", 1)]
     found = buckets_of(infos, ["x", "x", "x", "x", "x", "y"], limit=16)
     assert [[one.name for one in bucket] for bucket in found] == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
-
-
-def test_tensors_of_a_bucket_share_its_buffer() -> None:
-    infos = [info("a", 3, torch.bfloat16), info("b", 2, torch.int64), WeightInfo(("c",), (), FP32)]
-    bucket = Bucket(infos, torch.empty(1000, dtype=torch.uint8))
-    for number, (_, tensor) in enumerate(bucket):
-        tensor.fill_(number + 1)
-    copy = Bucket(infos, bucket.buffer.clone())
-    assert [(tensor.dtype, tensor.tolist()) for _, tensor in copy] == [
-        (torch.bfloat16, [1, 1, 1]),
-        (torch.int64, [2, 2]),
-        (FP32, 3),
-    ]
-    assert bucket.buffer.numel() == 48 == Bucket.nbytes_of(infos)
 
 
 @pytest.mark.parametrize(

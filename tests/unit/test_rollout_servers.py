@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,17 @@ from lightstep.rollout import reinforcement_learning
 from lightstep.rollout.server_protocols import Sglang, engine_names, refuse_other_names
 from lightstep.rollout.servers import _in_thread
 from lightstep.rollout.transport import WeightInfo
-from tests.covering import every_value
+from tests.covering import every_pair
 from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, FakeVllmNccl, NcclOnCpu, Process, Refusal
 
 KINDS: dict[str, tuple[type[FakeServer], Any]] = {
     "vllm": (FakeVllm, VllmServer),
     "vllm-nccl": (FakeVllmNccl, NcclOnCpu),
     "sglang": (FakeSglang, SglangServer),
+    "sglang-folder": (FakeSglang, SglangFolder),
 }
+IN_GROUP = [kind for kind in KINDS if kind != "sglang-folder"]
 both = pytest.mark.parametrize("kind", KINDS)
-SMALL = {"roles.rollout": {"bucket_mib": 0.0005, "parameters": "bfloat16"}}
 
 
 def make_model() -> nn.Module:
@@ -46,11 +49,15 @@ class Training:
         self, kind: str, servers: int = 1, timeout_s: float = 10.0, model: nn.Module | None = None, **settings: Any
     ) -> None:
         fake, transport = KINDS[kind]
-        self.strategy = Strategy.load("resident", overrides=SMALL)
+        rollout = {"bucket_mib": 0.0005, "parameters": "bfloat16", **settings.pop("rollout", {})}
+        self.strategy = Strategy.load("resident", overrides={"roles.rollout": rollout})
         self.model: Any = self.strategy.prepare_model(model or make_model())
         self.optimizer = self.strategy.create_optimizer(self.model, lr=1e-2)
         self.initial = {name: torch.zeros_like(tensor) for name, tensor in self.weights().items()}
         workers = settings.pop("workers", 1)
+        self.folder = Path(tempfile.mkdtemp())
+        if kind == "sglang-folder":
+            settings["folder"] = self.folder
         self.fakes = [fake(self.initial, timeout_s, workers) for _ in range(servers)]
         self.servers = transport([each.url for each in self.fakes], timeout_s=timeout_s, **settings)
 
@@ -74,10 +81,16 @@ class Training:
             for each in (fake.process for fake in self.fakes)
         )
 
+    def sets(self) -> list[str]:
+        """In the folder, if this kind of servers has one."""
+        return [path.name for path in self.folder.iterdir()]
+
     def close(self) -> None:
-        self.servers.close()
+        if self.servers.__class__ is not SglangFolder:
+            self.servers.close()
         for each in self.fakes:
             each.kill()
+        shutil.rmtree(self.folder)
 
 
 @pytest.fixture(name="training")
@@ -94,6 +107,7 @@ def test_every_worker_of_every_server_gets_every_version(kind: str, servers: int
     for version in range(1, 4):
         training.step()
         assert training.publish() == version and training.serves(str(version))
+        assert training.sets() == [f"set-{version}"] * (kind == "sglang-folder"), "the last one"
     training.close()
 
 
@@ -115,6 +129,10 @@ CONVERSATIONS = {
         *("/server_info", "/end_weight_update", "/server_info", "/init_weights_update_group", "/weights_checker"),
         *("/pause_generation", "/begin_weight_update", *["/update_weights_from_distributed"] * 3, "/end_weight_update"),
         *("/update_weight_version", "/continue_generation"),
+    ],
+    "sglang-folder": [
+        *("/server_info", "/weights_checker", "/pause_generation", "/update_weights_from_disk"),
+        "/continue_generation",
     ],
 }
 
@@ -146,6 +164,7 @@ def test_a_strategy_file_names_servers(kind: str, deltas: bool, monkeypatch: pyt
     [
         ({"servers": {"kind": "vllm", "urls": []}}, "urls"),
         ({"servers": {"kind": "vllm", "urls": ["host:8000"]}}, "urls"),
+        ({"servers": {"kind": "sglang", "urls": ["http://host:8000"], "deltas": True}}, "leave deltas out"),
         ({"servers": {"kind": "trl", "urls": ["http://host:8000"]}}, "kind"),
         ({"servers": {"kind": "vllm", "urls": ["http://host:8000"]}, "mode": "async"}, "servers with mode async"),
     ],
@@ -155,47 +174,83 @@ def test_strategy_files_that_make_no_sense(rollout: dict[str, Any], message: str
         Strategy.load("resident", overrides={"roles.rollout": rollout})
 
 
-@pytest.mark.parametrize("settings", [{"urls": []}, {"urls": "host:8000"}, {"urls": "http://a", "pause": "never"}])
-def test_arguments_that_make_no_sense(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"URL|pause"):
-        VllmServer(**settings)
-    with pytest.raises(ValueError, match=r"SGLang has 'keep', 'abort'"):
-        SglangServer("http://host", pause="wait")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: VllmServer([]), "without a URL"),
+        (lambda: SglangFolder([], "sets"), "without a URL"),
+        (lambda: VllmServer("host:8000"), "host:8000"),
+        (lambda: VllmServer("http://a", pause="never"), "pause is 'never'"),  # type: ignore[arg-type]
+        (lambda: SglangServer("http://a", pause="wait"), "pause is 'wait'; SGLang has 'keep', 'abort'"),
+        (lambda: SglangFolder("http://a", "sets", pause="wait"), "pause is 'wait'; SGLang has 'keep', 'abort'"),
+        (lambda: SglangServer("http://a", deltas=True), "leave deltas out"),
+        (lambda: VllmServer("http://a", deltas="fast"), "is 'fast'; allowed are False, True and 'auto'"),  # type: ignore[arg-type]
+        (lambda: VllmServer("http://a").drop("http://a"), "one has to stay"),
+    ],
+)
+def test_arguments_that_make_no_sense(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
-@every_value(kind=KINDS, wait=[True, False])
-def test_experts_have_the_names_that_files_have(kind: str, wait: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "wait", "dtype", "deltas"),
+    [
+        ("vllm", True, "float32", True),
+        ("vllm", False, "bfloat16", True),
+        ("vllm-nccl", False, "float32", False),
+        ("sglang", True, "bfloat16", False),
+        ("sglang-folder", False, "bfloat16", False),
+    ],
+)
+def test_experts_have_the_names_that_files_have(
+    kind: str, wait: bool, dtype: str, deltas: bool, tmp_path: Path
+) -> None:
     """transformers joins the experts of a layer, and those of a file have names of their own."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     others = {"num_key_value_heads": 1, "num_local_experts": 3, "vocab_size": 40}
-    training = Training(kind, model=MixtralForCausalLM(MixtralConfig(**sizes, **others)))
-    training.model.save_pretrained(tmp_path)
-    in_file = load_file(tmp_path / "model.safetensors")
+    model, rollout = MixtralForCausalLM(MixtralConfig(**sizes, **others)), {"parameters": dtype, "bucket_mib": 1.0}
+    training = Training(kind, model=model, rollout=rollout, **({"deltas": True} if deltas else {}))
     (server,) = training.fakes
-    server.process.weights = {name: torch.zeros_like(tensor) for name, tensor in in_file.items()}
-    training.strategy.publish_weights(training.model, to=training.servers, wait=wait)
-    training.strategy.wait_for_publication()
-    assert any(".experts.2." in name for name in in_file)
-    assert all(torch.equal(server.process.weights[name], tensor) for name, tensor in in_file.items())
+    for number in range(2):
+        training.model.save_pretrained(tmp_path)
+        in_file = {n: t.to(getattr(torch, dtype)) for n, t in load_file(tmp_path / "model.safetensors").items()}
+        if number == 0:
+            server.process.weights = {name: torch.zeros_like(tensor) for name, tensor in in_file.items()}
+        training.strategy.publish_weights(training.model, to=training.servers, wait=wait)
+        report = training.strategy.wait_for_publication()
+        assert any(".experts.2." in name for name in in_file)
+        assert all(torch.equal(server.process.weights[name], tensor) for name, tensor in in_file.items())
+        for parameter in training.model.parameters():
+            with torch.no_grad():
+                parameter.view(-1)[:: max(7, parameter.numel() // 20)] += 1
+    assert report is not None and (0 < report.nbytes < 0.5 * report.whole_nbytes) == deltas
     training.close()
 
 
 # -- what a server refuses, before anything is sent --------------------------------------------------------------------
 
 
-@every_value(kind=KINDS, change=["unknown", "missing"])
-def test_names_are_compared_before_the_first_byte(kind: str, change: str, training: Training) -> None:
-    (server,) = training.fakes
+@every_pair(kind=KINDS, change=["unknown", "missing"], restarted=[False, True])
+def test_another_model_is_refused_before_the_first_byte(
+    kind: str, change: str, restarted: bool, training: Training
+) -> None:
+    """The first set, and one for a server that was restarted with another model."""
+    (server,), other = training.fakes, dict(training.initial)
     if change == "unknown":
-        del server.process.weights["1.bias"]
+        del other["1.bias"]
     else:
-        server.process.weights["1.gain"] = torch.zeros(3)
-    before = {name: tensor.clone() for name, tensor in server.process.weights.items()}
-    with pytest.raises(WeightTransferError, match=r"1.bias is unknown|1.gain gets nothing"):
+        other["9.extra"] = torch.zeros(3)
+    if restarted:
         training.publish()
-    assert all(torch.equal(server.process.weights[name], tensor) for name, tensor in before.items())
+    server.restart(other)
+    with pytest.raises(WeightTransferError, match=r"1.bias is unknown|9.extra gets nothing"):
+        training.publish()
+    assert server.process.weights.keys() == other.keys()
+    assert all(torch.equal(server.process.weights[name], tensor) for name, tensor in other.items())
     assert not server.process.paused and not server.process.updating and server.process.version == "default"
+    assert training.sets() == ["set-1"] * (restarted and kind == "sglang-folder")
 
 
 @pytest.mark.parametrize(
@@ -258,24 +313,33 @@ class Breaking:
         time.sleep(0.5)
 
 
-UPDATE = {"sglang": "/update_weights_from_distributed"}
-FIRST = {"vllm": 2}
-"""The plugin's first call compares names."""
+BUCKETS = {
+    "vllm": ("/update_weights", 2),
+    "vllm-nccl": ("/update_weights", 1),
+    "sglang": ("/update_weights_from_distributed", 1),
+    "sglang-folder": ("/update_weights_from_disk", 1),
+}
+"""The call with the first bucket, and which of its path it is: the plugin's first one compares names."""
 
 
-@every_value(kind=KINDS, bucket=[0, 1, 2])
+@pytest.mark.parametrize(
+    ("kind", "bucket"), [("vllm", 0), ("vllm", 2), ("vllm-nccl", 1), ("sglang", 2), ("sglang-folder", 0)]
+)
 def test_a_failed_bucket_leaves_the_server_paused_until_a_set_is_complete(
     kind: str, bucket: int, training: Training
 ) -> None:
     (server,) = training.fakes
     training.publish()
     training.step()
-    server.before = Breaking(UPDATE.get(kind, "/update_weights"), FIRST.get(kind, 1) + bucket, "refuses", server)
+    path, first = BUCKETS[kind]
+    server.before = Breaking(path, first + bucket, "refuses", server)
     begin = time.monotonic()
-    with pytest.raises(WeightTransferError, match=r"the engine is unwell.*will stay paused until a complete set"):
+    with pytest.raises(WeightTransferError, match="the engine is unwell") as error:
         training.publish()
+    assert kind == "sglang-folder" or "will stay paused until a complete set" in str(error.value)
     assert time.monotonic() - begin < 8, "the broadcast was not given up"
     assert server.process.paused and server.process.version == "1"
+    assert training.sets() == ["set-1"] * (kind == "sglang-folder")
     training.step()  # training goes on
     assert training.publish() == 2 and training.serves("2")
 
@@ -314,7 +378,8 @@ def test_a_server_that_is_gone_is_noticed_in_time_and_may_be_replaced(kind: str,
     training.publish()
     training.step()
     gone = training.fakes[1]
-    gone.before = Breaking(UPDATE.get(kind, "/update_weights"), FIRST.get(kind, 1) + 1, how, gone)
+    path, first = BUCKETS[kind]
+    gone.before = Breaking(path, first + 1, how, gone)
     begin = time.monotonic()
     with pytest.raises(WeightTransferError, match=f"{gone.url}.* did not answer: timed out" if how == "hangs" else ""):
         training.publish()
@@ -329,7 +394,7 @@ def test_a_server_that_is_gone_is_noticed_in_time_and_may_be_replaced(kind: str,
 
 
 @pytest.mark.parametrize(
-    ("kind", "same_model"), [*((kind, True) for kind in KINDS), ("vllm", False), ("sglang", False)]
+    ("kind", "same_model"), [*((kind, True) for kind in IN_GROUP), ("vllm", False), ("sglang", False)]
 )
 def test_a_trainer_died_between_two_buckets(kind: str, same_model: bool, training: Training) -> None:
     """The next one's set is served, or refused. In neither case is half of the first one's."""
@@ -359,37 +424,12 @@ def test_a_restarted_server_gets_the_next_set(kind: str, training: Training) -> 
     assert training.publish() == 2 and training.serves("2")
 
 
-def other_model(training: Training, change: str) -> dict[str, Tensor]:
-    """What the trained model lacks, or does not have alone."""
-    other = dict(training.initial)
-    if change == "unknown":
-        del other["1.bias"]
-    else:
-        other["9.extra"] = torch.zeros(3)
-    return other
-
-
-@every_value(kind=KINDS, change=["unknown", "missing"])
-def test_a_restarted_server_with_another_model_is_refused(kind: str, change: str, training: Training) -> None:
-    (server,) = training.fakes
-    training.publish()
-    server.restart(other_model(training, change))
-    with pytest.raises(WeightTransferError, match=r"1.bias is unknown|9.extra gets nothing"):
-        training.publish()
-    assert not server.process.paused and not server.process.updating and server.process.version == "default"
-
-
 def test_nobody_answers() -> None:
     servers = VllmServer("http://127.0.0.1:9", timeout_s=3)
     strategy = Strategy.load("resident")
     model = strategy.prepare_model(make_model())
     with pytest.raises(WeightTransferError, match=r"127.0.0.1:9/version did not answer.*refused"):
         strategy.publish_weights(model, to=servers)
-    with pytest.raises(ValueError, match="one has to stay"):
-        servers.drop("http://127.0.0.1:9")
-
-
-# -- files
 
 
 @pytest.mark.parametrize("end", ["answered", "given up", "killed"])
@@ -421,59 +461,3 @@ def test_a_call_that_nobody_waits_for_leaves_nothing_to_send(end: str) -> None:
                     call.result()
             with pytest.raises(ConnectionResetError):
                 peer.recv(1)
-
-
-def test_sets_in_a_folder(tmp_path: Path) -> None:
-    """The same sets as over a process group; the folder holds the last one."""
-    training = Training("sglang", servers=2)
-    training.servers = SglangFolder([each.url for each in training.fakes], tmp_path / "sets", timeout_s=10.0)
-    for version in range(1, 4):
-        training.step()
-        assert training.publish() == version and training.serves(str(version))
-        assert [path.name for path in (tmp_path / "sets").iterdir()] == [f"set-{version}"]
-    assert training.fakes[0].calls[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
-    for fake in training.fakes:
-        fake.kill()
-
-
-def test_a_set_in_a_folder_that_is_refused_or_breaks(tmp_path: Path) -> None:
-    training = Training("sglang")
-    (server,) = training.fakes
-    training.servers = SglangFolder(server.url, tmp_path, timeout_s=10.0)
-    training.model.extra = nn.Linear(3, 3)
-    with pytest.raises(WeightTransferError, match=r"extra\.weight is unknown there"):
-        training.publish()
-    assert not server.process.paused and not list(tmp_path.iterdir())
-    del training.model.extra
-
-    def before(path: str) -> None:
-        if path == "/update_weights_from_disk":
-            raise Refusal(400, "no such folder")
-
-    server.before = before
-    with pytest.raises(WeightTransferError, match="no such folder"):
-        training.publish()
-    assert server.process.paused and not list(tmp_path.iterdir())
-    server.before = lambda path: None
-    training.publish()
-    assert training.serves("1")
-    server.kill()
-
-
-def test_a_folder_is_not_loaded_by_a_restarted_server_with_another_model(tmp_path: Path) -> None:
-    training = Training("sglang")
-    (server,) = training.fakes
-    training.servers = SglangFolder(server.url, tmp_path, timeout_s=10.0)
-    training.publish()
-    server.restart(other_model(training, "missing"))
-    with pytest.raises(WeightTransferError, match=r"9.extra gets nothing"):
-        training.publish()
-    assert not server.process.paused and server.process.version == "default"
-    server.kill()
-
-
-def test_a_folder_needs_servers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="without a URL"):
-        SglangFolder([], tmp_path)
-    with pytest.raises(ValueError, match="pause is 'wait'; SGLang has 'keep', 'abort'"):
-        SglangFolder("http://host", tmp_path, pause="wait")
