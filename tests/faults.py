@@ -327,26 +327,18 @@ def main() -> None:
         tried: dict[str, Callable[[Path], Counts]] = {
             "one flipped bit": lambda place: damaged(place, partial(flipped_bits, count=asked.bits)),
             "one byte less, sectors of zeros": lambda place: damaged(place, cut_and_zeroed),
-            "full disk": lambda place: full_disks(place, asked.disks),
-            "full disk, asynchronous": lambda place: full_disks(place, asked.disks, asynchronous=True),
             "two savers": lambda place: two_savers(place, asked.seconds),
-            "kill -9, 1 rank": lambda place: kills(place, asked.kills, 1),
-            "kill -9, 2 ranks": lambda place: kills(place, asked.kills, 2),
-            "kill -9, 1 rank, asynchronous": lambda place: kills(place, asked.kills, 1, asynchronous=True),
-            "kill -9, 2 ranks, asynchronous": lambda place: kills(place, asked.kills, 2, asynchronous=True),
-            "kill -9, weights on the host": lambda place: kills(place, asked.kills, 1, placement="host"),
-            "kill -9, weights on the host, asynchronous": lambda place: kills(
-                place, asked.kills, 1, asynchronous=True, placement="host"
-            ),
-            "kill -9 of the Trainer": lambda place: kills(place, asked.kills, 1, by_trainer=True),
-            "kill -9 of the Trainer, asynchronous": lambda place: kills(
-                place, asked.kills, 1, asynchronous=True, by_trainer=True
-            ),
-            "kill -9 of one of 2 ranks": lambda place: kills(place, asked.kills // 4, 2, alone=True),
-            "kill -9 of one of 2 ranks, asynchronous": lambda place: kills(
-                place, asked.kills // 4, 2, asynchronous=True, alone=True
-            ),
         }
+        for late in (False, True):
+            tried["full disk" + late * ", asynchronous"] = partial(full_disks, count=asked.disks, asynchronous=late)
+            for what, count, options in (
+                ("kill -9, 1 rank", asked.kills, {"ranks": 1}),
+                ("kill -9, 2 ranks", asked.kills, {"ranks": 2}),
+                ("kill -9, weights on the host", asked.kills, {"ranks": 1, "placement": "host"}),
+                ("kill -9 of the Trainer", asked.kills, {"ranks": 1, "by_trainer": True}),
+                ("kill -9 of one of 2 ranks", asked.kills // 4, {"ranks": 2, "alone": True}),
+            ):
+                tried[what + late * ", asynchronous"] = partial(kills, count=count, asynchronous=late, **options)
         for number, (fault, measure) in enumerate(tried.items()):
             if asked.only not in fault:
                 continue

@@ -174,7 +174,6 @@ def extra_that_differs_is_named(rank: int, world_size: int, folder: str) -> None
 
 
 def weights_alone_rebuild_the_masters(rank: int, world_size: int, folder: str) -> None:
-    """And those of other shapes change nothing."""
     run, other = LayoutRun("fsdp2-2", seed=0), LayoutRun("fsdp2-2", seed=5)
     run.train(2).strategy.save_checkpoint(Path(folder, "model"), run.model)
     other.train(2).strategy.load_checkpoint(Path(folder, "model"), other.model)
@@ -186,11 +185,6 @@ def weights_alone_rebuild_the_masters(rank: int, world_size: int, folder: str) -
     for name, weight in expected.items():
         master = found.get(f"{name}.master", weight.cpu())
         assert torch.equal(master, weight.cpu().to(master.dtype)), name
-    wide = run.strategy.prepare_model(TinyTransformer(width=9))
-    before = weights_of(run.strategy, wide)
-    with pytest.raises(CheckpointError, match="different: "):
-        run.strategy.load_checkpoint(Path(folder, "model"), wide)
-    same_weights(weights_of(run.strategy, wide), before)
 
 
 def transformers_reads_an_export(rank: int, world_size: int, folder: str) -> None:

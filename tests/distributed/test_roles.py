@@ -445,23 +445,6 @@ def test_a_worker_that_dies_costs_the_trainer_an_error_and_nothing_else(tmp_path
     assert (tmp_path / "after").is_dir()
 
 
-@on_ranks(2)
-def test_weights_between_backward_and_step_are_not_published(rank: int, world_size: int) -> None:
-    """Between backward and step there are no weights of any step to publish."""
-    clipping = {"max_norm": 1.0, "scope": "unit"}
-    strategy = load(FSDP2, FIRST, optimizer_state={"backend": "resident", "update": "in_backward"}, clipping=clipping)
-    model = prepared(strategy)
-    if strategy.role == "rollout":
-        assert strategy.receive_weights(TransformersEngine(model)) == 1
-        return
-    optimizer = strategy.create_optimizer(model, lr=1e-2)
-    optimizer.backward(loss_of(model, 0, 0, 0, strategy.device))
-    with pytest.raises(RuntimeError, match="Call step"):
-        strategy.publish_weights(model)
-    optimizer.step()
-    strategy.publish_weights(model)
-
-
 @on_ranks(3)
 def test_a_closed_strategy_sends_and_receives_nothing(rank: int, world_size: int) -> None:
     strategy = load(FSDP2, FIRST)

@@ -155,15 +155,6 @@ def test_an_update_waits_for_the_copies_of_the_state_that_it_changes(
     same(run.content(), expected)
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path, held: threading.Event) -> None:
-    run = Run()
-    first = run.save(tmp_path / "step-1", asynchronous=True, keep_last=1)
-    threading.Timer(0.1, held.set).start()
-    run.save(tmp_path / "step-2", keep_last=1)
-    assert first.done() and first.result() == tmp_path / "step-1"
-    assert contents(tmp_path) == ["step-2"]
-
-
 def test_without_memory_for_copies_training_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

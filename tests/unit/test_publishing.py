@@ -299,6 +299,10 @@ def test_what_makes_no_sense_is_refused() -> None:
     run = Run()
     with pytest.raises(ValueError, match="needs wait=False"):
         run.strategy.publish_weights(run.model, to=run.transport, replace=True)
+    amid_a_step = Run(STATES["in_backward"])
+    amid_a_step.backward()
+    with pytest.raises(RuntimeError, match="Call step"):
+        amid_a_step.publish()
     engine = TransformersEngine(run.strategy.prepare_model(TinyModel(), role="rollout"))
     with pytest.raises(ValueError, match="leave wait out"):
         run.strategy.publish_weights(run.model, to=engine, wait=False)

@@ -69,23 +69,6 @@ def test_an_engine_follows_its_models_tensors() -> None:
         assert torch.equal(engine.model.state_dict()[name], tensor), name
 
 
-def test_released_memory_comes_back_with_the_next_step() -> None:
-    def trained(release: bool) -> nn.Module:
-        torch.manual_seed(0)
-        strategy = Strategy.load("resident")
-        model = strategy.prepare_model(TinyModel())
-        optimizer = strategy.create_optimizer(model, lr=1e-2)
-        for step in range(3):
-            optimizer.backward(loss_of(model, step))
-            optimizer.step()
-            if release:
-                strategy.release_device_memory()
-        return model
-
-    for ours, plain in zip(trained(True).parameters(), trained(False).parameters(), strict=True):
-        assert torch.equal(ours, plain)
-
-
 def test_a_reference_model_is_there_for_forwards_alone() -> None:
     strategy = Strategy.load("resident")
     reference = strategy.prepare_model(TinyModel, role="reference")

@@ -337,27 +337,6 @@ def test_what_was_edited_before_is_saved_as_ever(
     check_saved(tmp_path)
 
 
-def test_what_is_taken_stays_as_it_is_until_it_is_written() -> None:
-    training = Training({**STREAM, "update": "next_forward"})
-    training.train(2)
-    state = training.optimizer.state
-    expected = {(p, key): torch.as_tensor(v).clone() for p in state for key, v in state[p].items() if key != "step"}
-    wanted: dict[Tensor, set[str]] = {}
-    for parameter, key in expected:
-        wanted.setdefault(parameter, set()).add(key)
-    training.optimizer.synchronize()
-    pinned = training.optimizer.pinned_state(wanted, lambda parameter: parameter.detach().clone)
-    taken = {place: pinned.take(*place) for place in expected}
-    training.train(2)
-    assert [place for place, value in taken.items() if not torch.equal(value, expected[place])] == []
-    held = training.optimizer._backend._versions
-    for place in taken:
-        assert held.pinned
-        pinned.written(*place)
-    assert not held.pinned
-    pinned.close()
-
-
 def test_a_writer_that_fails_lets_go_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training({**STREAM, "spare_host_gib": 0.0})
     training.train(2)
