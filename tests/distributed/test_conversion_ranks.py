@@ -19,7 +19,7 @@ from lightstep.checkpoint.formats import convert_checkpoint, read_checkpoint
 from lightstep.checkpoint.formats.state import TrainingState, scale_from_deepspeed
 from tests.distributed import deepspeed_runs, lightrft_runs
 from tests.distributed.ranks import Pool
-from tests.reference.converted_run import ADAMW, AFTER, BEFORE, Run, differences, make_groups, make_net
+from tests.reference.converted_run import AFTER, BEFORE, Run, differences, make_groups, make_net
 
 RUNS = {
     f"{stage}-{dtype}": (stage, dtype)

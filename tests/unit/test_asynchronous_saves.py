@@ -10,14 +10,15 @@ import signal
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from torch import nn
@@ -33,9 +34,12 @@ from lightstep.distributed import Ranks
 from lightstep.integrations.folders import PendingFolder, SavedFolders
 from lightstep.integrations.trainer_checkpoints import CHECKPOINTS, is_read_on_save
 from lightstep.integrations.transformers import LightstepTrainer
+from tests.checkpoint_runs import DISK_IS_FULL
 from tests.patience import PATIENCE
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
-from tests.unit.test_accelerate import VALUES, Training
+from tests.unit.test_accelerate import VALUES, Training, fresh_state
+
+__all__ = ["fresh_state"]
 
 STATES: dict[str, dict[str, Any]] = {
     "resident": {"backend": "resident"},
@@ -45,16 +49,10 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU, if there is one, is left alone; accelerate keeps its state for the life of a process."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+def on_the_cpu(fresh_state: None) -> Iterator[None]:
     yield
     with contextlib.suppress(CheckpointError):
         finish_pending()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture
@@ -84,28 +82,31 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Semaphore]:
     go.release(100)
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(save, "write_tensors", fails)
-
-
-def make(folder: Path, backend: str = "stream", *, seed: int = 0, **options: Any) -> LightstepTrainer:
-    chosen = {"asynchronous_saves": True, "callbacks": None} | {
-        key: options.pop(key) for key in ("asynchronous_saves", "callbacks") if key in options
-    }
+def make(
+    folder: Path, backend: str = "stream", *, model: Any = None, seed: int = 0, asynchronous_saves: bool = True,
+    callbacks: Any = None, **options: Any,
+) -> LightstepTrainer:  # fmt: skip
     arguments = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4} | options
     data = Rows()
     return LightstepTrainer(
-        make_llama(seed),
+        model or make_llama(seed),
         training_arguments(folder, **arguments),
         strategy={"clipping": {"max_norm": 0.5}, "optimizer_state": STATES[backend]},
         train_dataset=data,
         eval_dataset=data,
-        **chosen,
+        asynchronous_saves=asynchronous_saves,
+        callbacks=callbacks,
     )
+
+
+def at(event: str, call: Callable[[int], object]) -> TrainerCallback:
+    """Calls ``call`` with the number of the step."""
+
+    def method(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        call(state.global_step)
+
+    made: TrainerCallback = type("At", (TrainerCallback,), {event: method})()
+    return made
 
 
 def content(trainer: LightstepTrainer) -> dict[str, Any]:
@@ -117,22 +118,13 @@ def content(trainer: LightstepTrainer) -> dict[str, Any]:
     }
 
 
-class AtStart(TrainerCallback):
-    """What a resumed run begins with."""
-
-    def __init__(self) -> None:
-        self.trainer: Any = None
-        self.found: dict[str, Any] = {}
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.found = self.found or {"step": state.global_step, **content(self.trainer)}
-
-
 def resumed(folder: Path, backend: str, checkpoint: Path) -> dict[str, Any]:
-    at_start = AtStart()
-    at_start.trainer = make(folder, backend, seed=1, callbacks=[at_start], save_strategy="no", max_steps=4)
-    at_start.trainer.train(resume_from_checkpoint=str(checkpoint))
-    return at_start.found
+    """What a resumed run begins with."""
+    found: dict[str, Any] = {}
+    look = at("on_epoch_begin", lambda step: found.update(step=step, **content(trainer)))
+    trainer = make(folder, backend, seed=1, callbacks=[look], save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    return found
 
 
 def names(folder: Path) -> list[str]:
@@ -166,17 +158,16 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, held: th
     """The folder appears when it is whole; the older one stays until then; training ends when all is written."""
     seen: dict[int, list[str]] = {}
 
-    class Look(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            hidden = [file.name for file in tmp_path.glob(".checkpoint-*.saving-*/*/*")]
-            assert "model.safetensors" not in hidden and ("config.json" in hidden) is (state.global_step > 1)
-            seen[state.global_step] = [path.name for path in tmp_path.glob("checkpoint-*")]
-            last = get_last_checkpoint(tmp_path)
-            assert ([] if last is None else [Path(last).name]) == seen[state.global_step]
-            for _ in range({3: 1, 5: 1, 7: 2}.get(state.global_step, 0)):
-                held.release()
+    def look(step: int) -> None:
+        hidden = [file.name for file in tmp_path.glob(".checkpoint-*.saving-*/*/*")]
+        assert "model.safetensors" not in hidden and ("config.json" in hidden) is (step > 1)
+        seen[step] = [path.name for path in tmp_path.glob("checkpoint-*")]
+        last = get_last_checkpoint(tmp_path)
+        assert ([] if last is None else [Path(last).name]) == seen[step]
+        for _ in range({3: 1, 5: 1, 7: 2}.get(step, 0)):
+            held.release()
 
-    make(tmp_path, save_steps=2, max_steps=8, save_total_limit=1, callbacks=[Look()]).train()
+    make(tmp_path, save_steps=2, max_steps=8, save_total_limit=1, callbacks=[at("on_step_begin", look)]).train()
     whole = [[], [], [], [], ["checkpoint-2"], ["checkpoint-2"], ["checkpoint-4"], ["checkpoint-4"]]
     assert seen == dict(enumerate(whole))
     assert names(tmp_path) == ["checkpoint-8"]
@@ -205,12 +196,10 @@ def test_the_best_checkpoint_is_kept_and_loaded(tmp_path: Path, slow: None) -> N
 def test_callbacks_that_read_the_folder_find_it_whole(tmp_path: Path, slow: None) -> None:
     found: list[bool] = []
 
-    class Reader(TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            found.append((folder / "lightstep" / "lightstep.json").is_file())
+    def read(step: int) -> None:
+        found.append((tmp_path / f"checkpoint-{step}" / "lightstep" / "lightstep.json").is_file())
 
-    make(tmp_path, callbacks=[Reader()], max_steps=2).train()
+    make(tmp_path, callbacks=[at("on_save", read)], max_steps=2).train()
     assert found == [True] * 2
 
 
@@ -250,19 +239,15 @@ def test_an_error_of_the_writer_ends_training(
         if fails == "weights" and threading.current_thread() is threading.main_thread():
             return save_pretrained(*given, **keywords)
         assert fails in ("at once", "weights") or written.wait(PATIENCE)
-        raise OSError(28, "No space left on device")
+        raise DISK_IS_FULL
 
     def late(pending: PendingFolder, writers: Ranks) -> None:
         """The error is known for a while before the hidden folder is removed."""
         time.sleep(0.1)
         complete(pending, writers)
 
-    class Last(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 4:
-                written.set()
-
-    trainer = make(tmp_path, callbacks=[Last()], **options)
+    last = at("on_step_end", lambda step: written.set() if step == 4 else None)
+    trainer = make(tmp_path, callbacks=[last], **options)
     with monkeypatch.context() as patch:
         place, name = (PreTrainedModel, "save_pretrained") if fails == "weights" else (save, "write_tensors")
         patch.setattr(place, name, full_disk)
@@ -285,7 +270,7 @@ def test_an_older_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> Non
     assert names(tmp_path) == ["checkpoint-2"]
 
 
-def train_until_killed(folder: Path, asynchronous: bool) -> int:
+def train_until_killed(folder: Path) -> int:
     """In a fork, which dies when the second of three checkpoints has been written in part; how it ended."""
     child = os.fork()
     if child == 0:
@@ -299,30 +284,21 @@ def train_until_killed(folder: Path, asynchronous: bool) -> int:
 
         save.write_tensors = dies
         with contextlib.suppress(BaseException):
-            make(folder, save_steps=2, max_steps=6, asynchronous_saves=asynchronous).train()
+            make(folder, save_steps=2, max_steps=6).train()
         os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
-@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
-def test_a_run_that_was_killed_while_it_saved_is_continued(
-    tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert train_until_killed(tmp_path / "a", mode == "asynchronous") == -signal.SIGKILL
+def test_a_run_that_was_killed_while_it_saved_is_continued(tmp_path: Path) -> None:
+    """What the plain Trainer leaves then is refused by name: ``tests/unit/test_file_list.py``."""
+    assert train_until_killed(tmp_path / "a") == -signal.SIGKILL
     assert names(tmp_path / "a")[-1] == "checkpoint-2"
-    (hidden,) = (tmp_path / "a").glob(".checkpoint-4.saving-*")
-    if mode == "synchronous":  # as the plain Trainer leaves it, and in the worst order
-        (hidden / "checkpoint-4").rename(tmp_path / "a" / "checkpoint-4")
-        state = Path("trainer_state.json")
-        shutil.copy(tmp_path / "a" / "checkpoint-2" / state, tmp_path / "a" / "checkpoint-4" / state)
-        other = make(tmp_path / "a", seed=1)
-        with pytest.raises(CheckpointError, match=r"checkpoint-2 is whole: resume_from_checkpoint='.*checkpoint-2'"):
-            other.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
-    again = make(tmp_path / "a", seed=1, save_steps=2, max_steps=6)
+    assert len([*(tmp_path / "a").glob(".checkpoint-4.saving-*")]) == 1
+    again, through = (
+        make(tmp_path / name, seed=seed, save_steps=2, max_steps=6) for name, seed in (("a", 1), ("b", 0))
+    )
     again.train(resume_from_checkpoint=True)
-    assert ("checkpoint-4 was interrupted" in caplog.text) is (mode == "synchronous")
-    through = make(tmp_path / "b", save_steps=2, max_steps=6)
     through.train()
     torch.testing.assert_close(content(again), content(through), rtol=0, atol=0)
     assert names(tmp_path / "a") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
@@ -378,20 +354,12 @@ def test_weights_are_those_that_the_trainer_writes(tmp_path: Path, monkeypatch: 
         if kind is Tail:
             model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp, backend="eager")
 
-        class Edit(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-                if hasattr(model, "config") and state.global_step == 2:
-                    model.config.pad_token_id = 7
+        def edit(step: int, config: Any = getattr(model, "config", None)) -> None:
+            if config is not None and step == 2:
+                config.pad_token_id = 7
 
-        arguments = training_arguments(tmp_path / str(mode), save_strategy="steps", save_steps=1, max_steps=2)
-        LightstepTrainer(
-            model,
-            arguments,
-            strategy={"optimizer_state": STATES["stream"]},
-            train_dataset=Rows(),
-            asynchronous_saves=mode,
-            callbacks=[Edit()],
-        ).train()
+        callbacks = [at("on_step_end", edit)]
+        make(tmp_path / str(mode), model=model, max_steps=2, asynchronous_saves=mode, callbacks=callbacks).train()
         folder = tmp_path / str(mode) / "checkpoint-1"
         found = [file for pattern in ("model*", "config.json") for file in folder.glob(pattern)]
         files.append({file.name: file.read_bytes() for file in found})
@@ -422,14 +390,14 @@ def test_checkpoints_are_rotated_by_their_numbers(tmp_path: Path) -> None:
     for name in theirs:
         (tmp_path / name).mkdir()
 
-    class ClockSetBack(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            for path in tmp_path.iterdir():
-                hour = time.time() + 3600 * (10 - state.global_step)
-                if (path / "trainer_state.json").exists() and path.stat().st_mtime < time.time() + 1800:
-                    os.utime(path, (hour, hour))
+    def set_clock_back(step: int) -> None:
+        for path in tmp_path.iterdir():
+            hour = time.time() + 3600 * (10 - step)
+            if (path / "trainer_state.json").exists() and path.stat().st_mtime < time.time() + 1800:
+                os.utime(path, (hour, hour))
 
-    make(tmp_path, asynchronous_saves=False, save_total_limit=2, callbacks=[ClockSetBack()]).train()
+    callbacks = [at("on_step_begin", set_clock_back)]
+    make(tmp_path, asynchronous_saves=False, save_total_limit=2, callbacks=callbacks).train()
     assert names(tmp_path) == sorted([*theirs, "checkpoint-3", "checkpoint-4"])
     again = make(tmp_path, asynchronous_saves=False, save_total_limit=1, max_steps=5)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
@@ -473,21 +441,24 @@ def test_a_checkpoint_tells_whether_a_folder_without_a_list_is_whole(tmp_path: P
 # -- accelerate
 
 
-def in_project(folder: Path, **options: Any) -> tuple[Training, ProjectConfiguration, Path]:
-    """A run after a step, whose states get numbers; and their folder."""
-    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, **options)
-    training = Training(VALUES | {"optimizer_state": STATES["stream"]}, project_config=project)
+def after_a_step(**options: Any) -> Training:
+    """A run of accelerate."""
+    training = Training(VALUES | {"optimizer_state": STATES["stream"]}, **options)
     training.train(range(1))
-    return training, project, folder / "checkpoints"
+    return training
+
+
+def in_project(folder: Path, **options: Any) -> tuple[Training, ProjectConfiguration, Path]:
+    """A run whose states get numbers; and their folder."""
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, **options)
+    return after_a_step(project_config=project), project, folder / "checkpoints"
 
 
 def test_save_state_goes_on_behind_training(tmp_path: Path, held: threading.Semaphore) -> None:
-    values = VALUES | {"optimizer_state": STATES["stream"]}
-    first = Training(values)
-    first.train(range(2))
+    first = after_a_step()
     first.accelerator.save_state(str(tmp_path / "waited"))
     pending = first.accelerator.save_state(str(tmp_path / "asked"), asynchronous=True)
-    first.train(range(2, 5))
+    first.train(range(1, 4))
     assert not pending.done() and not (tmp_path / "asked").exists()
     held.release()
     assert pending.result(PATIENCE) == tmp_path / "asked"
@@ -495,12 +466,10 @@ def test_save_state_goes_on_behind_training(tmp_path: Path, held: threading.Sema
     loaded = []
     for folder in ("waited", "asked"):
         AcceleratorState._reset_state(reset_partial_state=True)
-        training = Training(values, seed=1)
+        training = after_a_step(seed=1)
         training.accelerator.load_state(str(tmp_path / folder))
-        loaded.append(
-            (training.optimizer.optimizer.state_dict(), training.scheduler.state_dict(), torch.get_rng_state())
-        )
-        loaded[-1] += (dict(training.model.state_dict()),)
+        states = [one.state_dict() for one in (training.optimizer.optimizer, training.scheduler, training.model)]
+        loaded.append([*states, torch.get_rng_state()])
     torch.testing.assert_close(loaded[1], loaded[0], rtol=0, atol=0)
 
 
@@ -547,8 +516,7 @@ def test_the_newest_whole_state_is_loaded(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_save_over_a_state_replaces_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, the state before is whole. A folder with the user's files is written to in place."""
-    training = Training(VALUES | {"optimizer_state": STATES["stream"]})
-    training.train(range(1))
+    training = after_a_step()
     assert training.accelerator.save_state(str(tmp_path / "a")) == tmp_path / "a"
     before = {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}
     training.train(range(1, 2))
@@ -569,8 +537,7 @@ def test_a_save_over_a_state_replaces_it_at_once(tmp_path: Path, monkeypatch: py
 
 
 def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(VALUES | {"optimizer_state": STATES["stream"]})
-    training.train(range(1))
+    training = after_a_step()
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a")
     for _ in range(2):
@@ -583,14 +550,13 @@ def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("raised_by", ["save", "end"])
 def test_an_error_of_the_writer_reaches_accelerate_s_loop_once(
-    tmp_path: Path, full_disk: None, monkeypatch: pytest.MonkeyPatch, raised_by: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised_by: str
 ) -> None:
-    training = Training(VALUES | {"optimizer_state": STATES["stream"]})
-    training.train(range(1))
-    pending = training.accelerator.save_state(str(tmp_path / "a"), asynchronous=True)
-    assert isinstance(pending.exception(PATIENCE), CheckpointError)
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+    training = after_a_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "write_tensors", mock.Mock(side_effect=DISK_IS_FULL))
+        pending = training.accelerator.save_state(str(tmp_path / "a"), asynchronous=True)
+        assert isinstance(pending.exception(PATIENCE), CheckpointError)
     raises = {
         "save": lambda: training.accelerator.save_state(str(tmp_path / "b")),
         "end": training.accelerator.end_training,
@@ -603,8 +569,7 @@ def test_an_error_of_the_writer_reaches_accelerate_s_loop_once(
 
 
 def test_what_save_state_refuses(tmp_path: Path) -> None:
-    training = Training(VALUES)
-    training.train(range(1))
+    training = after_a_step()
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="is not a state that save_state wrote"):
         training.accelerator.save_state(str(tmp_path), asynchronous=True)

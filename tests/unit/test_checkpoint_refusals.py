@@ -43,33 +43,34 @@ def layers(value: float = 1.0, **changes: nn.Module) -> nn.Sequential:
     return model
 
 
-def counted(dtype: torch.dtype) -> Trained:
+def counted(dtype: torch.dtype) -> nn.Module:
     """A whole number that an 8-bit buffer cannot hold."""
     model = layers()
     model[1].num_batches_tracked = torch.tensor(99, dtype=dtype)
-    return model, None
+    return model
 
 
-def adam(model: nn.Module, parameters: nn.Module | None = None, kind: Any = torch.optim.AdamW) -> Trained:
-    return model, kind((parameters or model).parameters())
+def adam(parameters: str = "", kind: Any = torch.optim.AdamW) -> Trained:
+    """The optimizer has the parameters of the whole model, or of one of its modules."""
+    model = layers()
+    return model, kind(model.get_submodule(parameters).parameters())
 
 
-def sgd(*groups: int, model: Any = None) -> Trained:
+def sgd(*groups: int) -> Trained:
     """A group for the first so many layers, and so on."""
-    model = model or layers()
-    parts, each = [list(layer.parameters()) for layer in model], iter(range(3))
-    return model, torch.optim.SGD(
-        [
-            {"params": [p for _ in range(count) for p in parts[next(each)]], "lr": 0.1 * number}
-            for number, count in enumerate(groups, 1)
-        ]
-    )
+    model, first, listed = layers(), 0, []
+    for number, count in enumerate(groups, 1):
+        listed.append({"params": model[first : first + count].parameters(), "lr": 0.1 * number})
+        first += count
+    return model, torch.optim.SGD(listed)
 
 
-def changed(model: nn.Module, **modules: nn.Module | None) -> Trained:
+def adapted(**modules: nn.Module | None) -> nn.Module:
+    """With other modules."""
+    model = Adapted()
     for name, module in modules.items():
         setattr(model, name, module)
-    return model, None
+    return model
 
 
 def frozen_in_part(steps: int, in_groups: bool, thawed: bool = False) -> Trained:
@@ -81,62 +82,50 @@ def frozen_in_part(steps: int, in_groups: bool, thawed: bool = False) -> Trained
     return run.model, run.optimizer
 
 
-def with_nan() -> Trained:
-    run = Run(steps=4)
-    run.optimizer.state[run.model.weight]["exp_avg_sq"].view(-1)[-1] = torch.nan
-    return run.model, run.optimizer
-
-
-def fresh(backend: str) -> Trained:
+def trained(backend: str = "resident", nan: bool = False) -> Trained:
     run = Run(backend)
+    if nan:
+        run.optimizer.state[run.model.weight]["exp_avg_sq"].view(-1)[-1] = torch.nan
     return run.model, run.optimizer
 
 
-MISFITS: dict[str, tuple[Callable[[], Trained], Callable[[], Trained], str]] = {
+MISFITS: dict[str, tuple[Callable[[], nn.Module | Trained], Callable[[], nn.Module | Trained], str]] = {
     "a weight of another shape, and two more": (
-        lambda: (layers(), None),
-        lambda: (layers(_2=nn.Linear(4, 3), _3=nn.Linear(1, 1)), None),
+        layers,
+        lambda: layers(_2=nn.Linear(4, 3), _3=nn.Linear(1, 1)),
         r"another model \(not in the checkpoint: 3\.weight, 3\.bias; "
         r"different: 2\.weight is \[2, 4\] in the checkpoint and \[3, 4\] in the model, 2\.bias",
     ),
-    "weights that the model does not have": (
-        lambda: (layers(), None),
-        lambda: (nn.Sequential(nn.Linear(3, 4)), None),
-        r"not in the model: 1\.bias, 1\.num_batches_tracked",
-    ),
+    "fewer weights": (layers, lambda: layers()[:1], r"not in the model: 1\.bias, 1\.num_batches_tracked"),
     "whole numbers that do not fit": (
         lambda: counted(torch.int64),
         lambda: counted(torch.uint8),
         r"tracked is torch\.int64 in the checkpoint and torch\.uint8 in the",
     ),
     "different weights for tied ones": (
-        lambda: (Tied(tie=False), None),
-        lambda: (Tied(), None),
+        lambda: Tied(tie=False),
+        Tied,
         r"embed\.weight, head\.weight are tied in the model, and in the",
     ),
     "a base of another shape": (
-        lambda: (Adapted(), None),
-        lambda: changed(Adapted(), base=nn.Linear(6, 7)),
+        Adapted,
+        lambda: adapted(base=nn.Linear(6, 7)),
         r"base.weight is \[6, 6\] in the checkpoint and \[7, 6\]",
     ),
-    "no base": (
-        lambda: (Adapted(), None),
-        lambda: changed(Adapted(), base=None),
-        "not in the model: base.bias, base.weight",
-    ),
+    "no base": (Adapted, lambda: adapted(base=None), "not in the model: base.bias, base.weight"),
     "more than base and adapter": (
-        lambda: (Adapted(), None),
-        lambda: changed(Adapted(), more=nn.Linear(1, 1)),
+        Adapted,
+        lambda: adapted(more=nn.Linear(1, 1)),
         "not in the checkpoint: more.weight",
     ),
     "an optimizer of fewer parameters": (
-        lambda: adam(layers()),
-        lambda: adam(model := layers(), model[0]),
+        adam,
+        lambda: adam("0"),
         r"another optimizer \(not in the optimizer: 1\.bias",
     ),
     "an optimizer of more parameters": (
-        lambda: adam(model := layers(), model[0]),
-        lambda: adam(layers()),
+        lambda: adam("0"),
+        adam,
         r"another optimizer \(not in the checkpoint: 1\.bias",
     ),
     "what was frozen is trained": (
@@ -150,13 +139,13 @@ MISFITS: dict[str, tuple[Callable[[], Trained], Callable[[], Trained], str]] = {
         r"another optimizer \(not in the optimizer: 0.bias, 0.weight\)",
     ),
     "an optimizer of another class": (
-        lambda: adam(layers()),
-        lambda: adam(layers(), kind=torch.optim.SGD),
+        adam,
+        lambda: adam(kind=torch.optim.SGD),
         "holds the state of AdamW, the optimizer is SGD",
     ),
     "an optimizer of another model": (
-        lambda: adam(layers()),
-        lambda: adam(layers(), layers()),
+        adam,
+        lambda: (layers(), adam()[1]),
         r"6 parameters of the optimizer .* are not the model's",
     ),
     "groups that are joined": (
@@ -166,8 +155,8 @@ MISFITS: dict[str, tuple[Callable[[], Trained], Callable[[], Trained], str]] = {
     ),
     **{
         f"state with NaN into {backend}": (
-            with_nan,
-            partial(fresh, backend),
+            lambda: trained(nan=True),
+            partial(trained, backend),
             r"state 'exp_avg_sq' of weight holds 1 NaN .*load an",
         )
         for backend in BACKENDS
@@ -175,11 +164,16 @@ MISFITS: dict[str, tuple[Callable[[], Trained], Callable[[], Trained], str]] = {
 }
 
 
+def made(factory: Callable[[], nn.Module | Trained]) -> Trained:
+    found = factory()
+    return (found, None) if isinstance(found, nn.Module) else found
+
+
 @pytest.mark.parametrize("what", MISFITS)
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(tmp_path: Path, what: str) -> None:
     saved, loaded, sentence = MISFITS[what]
-    save_checkpoint(tmp_path / "a", *saved())
-    model, optimizer = loaded()
+    save_checkpoint(tmp_path / "a", *made(saved))
+    model, optimizer = made(loaded)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
@@ -225,6 +219,9 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path, path: str, sentence: str
 # -- saves -------------------------------------------------------------------------------------------------------------
 
 
+NO_CHECKPOINT = "exists and is not a checkpoint; choose another path or remove it"
+
+
 class Planned:
     """A scheduler."""
 
@@ -248,9 +245,9 @@ class Planned:
         ("step-1", {"keep_last": 0}, "keep_last is 0"),
         ("step-1", {"keep_every": 5}, "keep_every is 5 without keep_last"),
         ("nonsense://a/b", {}, r"nonsense://a/b was not saved: .*nonsense"),
-        ("user/folder", {}, "folder exists and is not a checkpoint; choose another path or remove it"),
-        ("user/file", {}, "file exists and is not a checkpoint; choose another path or remove it"),
-        ("file://USER/user/folder", {}, "folder exists and is not a checkpoint; choose another path or remove it"),
+        ("user/folder", {}, NO_CHECKPOINT),
+        ("user/file", {}, NO_CHECKPOINT),
+        ("file://USER/user/folder", {}, NO_CHECKPOINT),
     ],
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -261,13 +258,8 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
     (tmp_path / "user" / "folder" / "thesis.tex").write_text("precious")
     (tmp_path / "user" / "file").write_text("precious")
     path = name.replace("USER", str(tmp_path)) if "://" in name else tmp_path / name
-
-    def save() -> None:
-        pending = save_checkpoint(path, model_of(1.0), **options, asynchronous=asynchronous)
-        assert pending is not None and pending.result(PATIENCE)
-
     with pytest.raises((CheckpointError, TypeError), match=sentence):
-        save()
+        save_checkpoint(path, model_of(1.0), **options, asynchronous=asynchronous).result(PATIENCE)
     assert contents(tmp_path) == ["user"] and contents(tmp_path / "user") == ["file", "folder"]
     assert contents(tmp_path / "user" / "folder") == ["thesis.tex"]
 

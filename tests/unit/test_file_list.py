@@ -14,9 +14,9 @@ from lightstep import CheckpointError
 from lightstep.checkpoint import verify_checkpoints
 from lightstep.checkpoint.verify import FILE_LIST
 from tests.unit.test_accelerate import VALUES, Training
-from tests.unit.test_asynchronous_saves import STATES, make, on_the_cpu
+from tests.unit.test_asynchronous_saves import STATES, fresh_state, make, on_the_cpu
 
-__all__ = ["on_the_cpu"]
+__all__ = ["fresh_state", "on_the_cpu"]
 
 DAMAGE = {
     "bit": lambda text: bytes([text[0] ^ 1]) + text[1:],
