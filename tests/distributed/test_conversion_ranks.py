@@ -220,7 +220,7 @@ def names_in_groups() -> list[list[str]]:
     [
         ("1-bfloat16", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
         ("2-float16", "mp_rank_00_model_states.pt"),
-        ("3-float16", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("3-float16", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
         ("3-float16", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
     ],
 )
