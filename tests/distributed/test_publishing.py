@@ -65,18 +65,18 @@ def check_sets(
     rank: int,
     world_size: int,
     sharding: dict[str, Any],
-    state: dict[str, Any],
-    folder: str,
     mapped: str | int = EVERYTHING,
-    on_device: bool = False,
+    **arguments: Any,
 ) -> None:
     with mapping(mapped, rank) as count:
-        check_all_sets(rank, sharding, state, folder, on_device)
+        check_all_sets(rank, sharding, **arguments)
     if rank == 0 and sharding != DDP:
         assert (count[True] > 0) == (mapped != NOTHING) and (count[False] > 0) == (mapped != EVERYTHING)
 
 
-def check_all_sets(rank: int, sharding: dict[str, Any], state: dict[str, Any], folder: str, on_device: bool) -> None:
+def check_all_sets(
+    rank: int, sharding: dict[str, Any], state: dict[str, Any], folder: str, on_device: bool = False
+) -> None:
     training, transport = Training(rank, sharding, state), FromDevice(seconds=0.003)
     transport.takes_device = on_device
     strategy, expected = training.strategy, {}
@@ -105,25 +105,22 @@ def check_all_sets(rank: int, sharding: dict[str, Any], state: dict[str, Any], f
     strategy.close()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sharding", "state"),
-    [(2, FSDP2, OVERLAP), (4, HSDP, DEFERRED), (2, DDP, OVERLAP), (2, FSDP2, ON_HOST)],
-    ids=["fsdp2-overlap", "hsdp-deferred", "ddp-overlap", "fsdp2-offload"],
-)
-def test_every_set_is_one_steps(
-    pool: Pool, world_size: int, sharding: dict[str, Any], state: dict[str, Any], tmp_path: Path
-) -> None:
-    pool.run(check_sets, world_size, sharding=sharding, state=state, folder=str(tmp_path))
+MAPPED: dict[str, Any] = {"sharding": FSDP2, "state": RESIDENT, "on_device": True}
+SETS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2-overlap": (2, {"sharding": FSDP2, "state": OVERLAP}),
+    "hsdp-deferred": (4, {"sharding": HSDP, "state": DEFERRED}),
+    "ddp-overlap": (2, {"sharding": DDP, "state": OVERLAP}),
+    "fsdp2-offload": (2, {"sharding": FSDP2, "state": ON_HOST}),
+    "on_its_device, nothing is mapped": (2, {**MAPPED, "mapped": NOTHING}),
+    "on_its_device, one trainer's is mapped": (3, {**MAPPED, "mapped": 2}),
+}
+"""World size, and arguments. Shards in memory that the first trainer cannot map are sent to it."""
 
 
-@pytest.mark.parametrize(("world_size", "mapped"), [(2, NOTHING), (3, 2)], ids=["nothing", "one trainer's"])
-def test_the_first_trainer_puts_sets_together_on_its_device(
-    pool: Pool, world_size: int, mapped: str | int, tmp_path: Path
-) -> None:
-    """Shards in memory that it cannot map are sent to it."""
-    pool.run(
-        check_sets, world_size, sharding=FSDP2, state=RESIDENT, folder=str(tmp_path), mapped=mapped, on_device=True
-    )
+@pytest.mark.parametrize("what", SETS)
+def test_every_set_is_one_steps(pool: Pool, what: str, tmp_path: Path) -> None:
+    world_size, arguments = SETS[what]
+    pool.run(check_sets, world_size, folder=str(tmp_path), **arguments)
 
 
 @on_ranks(2)
@@ -277,12 +274,7 @@ def check_deltas(rank: int, world_size: int, sharding: dict[str, Any], state: di
         fake.kill()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sharding", "state"),
-    [(2, FSDP2, OVERLAP), (4, HSDP, DEFERRED), (2, DDP, RESIDENT)],
-    ids=["fsdp2-overlap", "hsdp-deferred", "ddp"],
-)
-def test_trainers_send_what_changed_in_their_shards(
-    pool: Pool, world_size: int, sharding: dict[str, Any], state: dict[str, Any]
-) -> None:
-    pool.run(check_deltas, world_size, sharding=sharding, state=state)
+@pytest.mark.parametrize("what", ["fsdp2-overlap", "hsdp-deferred", "ddp-resident"])
+def test_trainers_send_what_changed_in_their_shards(pool: Pool, what: str) -> None:
+    world_size, arguments = {**SETS, "ddp-resident": (2, {"sharding": DDP, "state": RESIDENT})}[what]
+    pool.run(check_deltas, world_size, **arguments)

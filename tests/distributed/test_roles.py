@@ -106,30 +106,22 @@ RESIDENT: dict[str, Any] = {"backend": "resident"}
 DEFERRED: dict[str, Any] = {"backend": "stream", "update": "next_forward", "ring_mib": 0.01}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sharding", "trained", "sent", "ranks", "state"),
-    [
-        (3, FSDP2, "bfloat16", "bfloat16", [0], RESIDENT),
-        (3, FSDP2, "float32", "bfloat16", [0], DEFERRED),
-        (3, HSDP, "bfloat16", "float32", [0], DEFERRED),
-        (3, DDP, "float32", "float16", 1, RESIDENT),
-        (3, SINGLE, "bfloat16", "float32", 2, DEFERRED),
-        (2, FSDP2, "float32", "float32", [0], RESIDENT),
-    ],
-    ids=["fsdp2", "fsdp2-deferred", "hsdp", "ddp", "single-to-two", "fsdp2-alone"],
-)
-def test_weights_arrive_as_they_are_cast(
-    pool: Pool,
-    world_size: int,
-    sharding: dict[str, Any],
-    trained: str,
-    sent: str,
-    ranks: Any,
-    state: dict[str, Any],
-) -> None:
-    outcomes = pool.run(
-        check_weights, world_size, sharding=sharding, trained=trained, sent=sent, ranks=ranks, state=state
-    )
+KEYS = ("sharding", "trained", "sent", "ranks", "state")
+SENT: dict[str, tuple[int, tuple[Any, ...]]] = {
+    "fsdp2": (3, (FSDP2, "bfloat16", "bfloat16", [0], RESIDENT)),
+    "fsdp2-deferred": (3, (FSDP2, "float32", "bfloat16", [0], DEFERRED)),
+    "hsdp": (3, (HSDP, "bfloat16", "float32", [0], DEFERRED)),
+    "ddp": (3, (DDP, "float32", "float16", 1, RESIDENT)),
+    "single-to-two": (3, (SINGLE, "bfloat16", "float32", 2, DEFERRED)),
+    "fsdp2-alone": (2, (FSDP2, "float32", "float32", [0], RESIDENT)),
+}
+
+
+@pytest.mark.parametrize("what", SENT)
+def test_weights_arrive_as_they_are_cast(pool: Pool, what: str) -> None:
+    world_size, values = SENT[what]
+    outcomes = pool.run(check_weights, world_size, **dict(zip(KEYS, values, strict=True)))
+    _, _, sent, ranks, _ = values
     published = next(versions for role, versions in outcomes if role == "trainer")
     workers = [versions for role, versions in outcomes if role == "rollout"]
     assert len(workers) == (len(ranks) if isinstance(ranks, list) else ranks)
@@ -242,14 +234,14 @@ def test_an_async_rollout_worker_holds_inference_weights_and_nothing_else(
     assert not (tmp_path / "none").exists()
 
 
-class Failing(TransformersEngine):
-    """On the second rank the first set breaks off."""
+class Unfinished(TransformersEngine):
+    """Whose first set of weights breaks off in the second bucket."""
 
-    calls = 0
+    buckets = 0
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.calls += 1
-        if self.calls == 2 and dist.get_rank() == 1:
+        self.buckets += 1
+        if self.buckets == 2:
             raise OSError("no room")
         super().load_weights(weights)
 
@@ -260,7 +252,7 @@ def test_sharded_trainers_fill_the_engines_beside_them(rank: int, world_size: in
     strategy = Strategy.load({"sharding": FSDP2, "roles": {"rollout": {"parameters": "float32", "bucket_mib": SMALL}}})
     torch.manual_seed(rank)
     model = strategy.prepare_model(Model)
-    engine = Failing(strategy.prepare_model(Model, role="rollout"))
+    engine = [TransformersEngine, Unfinished][rank](strategy.prepare_model(Model, role="rollout"))
     optimizer = strategy.create_optimizer(model, lr=1e-2)
     train(strategy, model, optimizer, 1)
     with pytest.raises(WeightTransferError, match=["trainer 1: OSError: no room", "OSError: no room"][rank]):
@@ -324,18 +316,6 @@ class Wider(Model):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(2))
         self.extra = nn.Parameter(torch.ones(2))
-
-
-class Unfinished(TransformersEngine):
-    """Whose first set of weights breaks off in the second bucket."""
-
-    buckets = 0
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.buckets += 1
-        if self.buckets == 2:
-            raise OSError("no room")
-        super().load_weights(weights)
 
 
 @on_ranks(3)

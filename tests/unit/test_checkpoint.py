@@ -556,52 +556,27 @@ def test_a_checkpoint_has_what_the_previous_version_reads(tmp_path: Path) -> Non
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-class BuiltOnAccess(torch.optim.Optimizer):
-    """Its state is made whenever somebody looks, as a streaming backend does."""
+def test_tensors_are_written_and_loaded_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("stream", 1, nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(20))))
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    fetch, counts = tensors._fetch, []
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-        self.alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        self.most = 0
-        outer = self
+    def noted(*found: Any) -> Any:
+        alive.update(value for value in found if isinstance(value, Tensor))
+        counts.append(len(alive))
+        return found[0]
 
-        class View(dict[Tensor, Any]):
-            def get(self, parameter: Tensor, default: Any = None) -> dict[str, Tensor]:
-                built = {key: torch.full_like(parameter, 0.5) for key in ("exp_avg", "exp_avg_sq")}
-                outer.alive.update(built.values())
-                outer.most = max(outer.most, len(outer.alive))
-                return built
-
-        self.state = View()
-
-
-def test_state_that_is_built_on_access_is_fetched_piece_by_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(20)))
-    optimizer = BuiltOnAccess(model.parameters())
     monkeypatch.setattr(tensors, "FILE_BYTES", 4096)
     monkeypatch.setattr(tensors, "IN_FLIGHT_BYTES", 1024)
-    save_checkpoint(tmp_path / "a", model, optimizer)
-    assert optimizer.most <= 4, "more tensors alive than two parameters have"
+    monkeypatch.setattr(tensors, "_fetch", lambda source: noted(fetch(source)))
+    run.save(tmp_path / "a")
+    assert len(counts) == 5 * 20 and max(counts) <= 4, "more tensors alive than two parameters have"
     files = [file.stat().st_size for file in (tmp_path / "a").glob("*.distcp")]
     assert len(files) > 10 and max(files) < 4096 + 3 * 1024, "each ends after the tensor that reaches the limit"
-
-
-def test_loaded_state_is_handed_over_parameter_by_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy, model, optimizer = tiny_run()
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
-    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    counts = []
-
-    def let_go(self: OptimizerContent, name: str, entries: dict[str, Any]) -> None:
-        alive.update(value for value in entries.values() if isinstance(value, Tensor))
-        counts.append(len(alive))
-
-    monkeypatch.setattr(OptimizerContent, "load", let_go)
-    strategy.load_checkpoint(tmp_path / "a", model, optimizer)
-    assert len(counts) > 4
-    assert max(counts) <= 2 * len(optimizer.state[next(model.parameters())]), "more alive than two parameters have"
+    counts.clear()
+    monkeypatch.setattr(OptimizerContent, "load", lambda own, name, entries: noted(*entries.values()))
+    run.load(tmp_path / "a")
+    assert len(counts) == 20 and max(counts) <= 2 * 4, "more alive than two parameters have"
 
 
 @pytest.mark.parametrize(("room", "times"), [(1 << 30, 1), (0, 2)])
