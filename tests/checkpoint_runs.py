@@ -6,11 +6,14 @@ import errno
 import os
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import fsspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -298,3 +301,15 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 DISK_IS_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_disk() -> Any:
+    """No tensor is written in the block."""
+    return mock.patch.object(save, "write_tensors", side_effect=DISK_IS_FULL)
+
+
+@pytest.fixture
+def place(tmp_path: Path, storage: str) -> Iterator[str]:
+    """A run's folder, or a URL."""
+    yield f"memory://{uuid.uuid4().hex}" if storage == "memory://" else f"{storage}{tmp_path}/run"
+    fsspec.filesystem("memory").store.clear()

@@ -11,10 +11,9 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,13 +27,13 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from lightstep import CheckpointError, ConfigError
 from lightstep.checkpoint import save
-from lightstep.checkpoint.background import PendingSave, finish_pending
+from lightstep.checkpoint.background import finish_pending
 from lightstep.checkpoint.verify import FILE_LIST
 from lightstep.distributed import Ranks
-from lightstep.integrations.folders import PendingFolder, SavedFolders
+from lightstep.integrations.folders import PendingFolder
 from lightstep.integrations.trainer_checkpoints import CHECKPOINTS, is_read_on_save
 from lightstep.integrations.transformers import LightstepTrainer
-from tests.checkpoint_runs import DISK_IS_FULL
+from tests.checkpoint_runs import DISK_IS_FULL, Run, full_disk
 from tests.patience import PATIENCE
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
 from tests.unit.test_accelerate import VALUES, Training, fresh_state
@@ -513,16 +512,14 @@ def test_the_newest_whole_state_is_loaded(tmp_path: Path, caplog: pytest.LogCapt
         training.accelerator.load_state()
 
 
-def test_a_save_over_a_state_replaces_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_over_a_state_replaces_it_at_once(tmp_path: Path) -> None:
     """If it fails, the state before is whole. A folder with the user's files is written to in place."""
     training = after_a_step()
     assert training.accelerator.save_state(str(tmp_path / "a")) == tmp_path / "a"
     before = {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}
     training.train(range(1, 2))
-    with monkeypatch.context() as patch:
-        patch.setattr(save, "write_tensors", lambda *_: 1 / 0)
-        with pytest.raises(CheckpointError, match="division by zero"):
-            training.accelerator.save_state(str(tmp_path / "a"))
+    with full_disk(), pytest.raises(CheckpointError, match="No space left on device"):
+        training.accelerator.save_state(str(tmp_path / "a"))
     assert before == {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}
     (tmp_path / "a").rename(tmp_path / ".a.replaced-0123abcd")  # a crash between the two renames
     (tmp_path / ".a.saving-0123abcd" / "a").mkdir(parents=True)
@@ -548,12 +545,9 @@ def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("raised_by", ["save", "end"])
-def test_an_error_of_the_writer_reaches_accelerate_s_loop_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised_by: str
-) -> None:
+def test_an_error_of_the_writer_reaches_accelerate_s_loop_once(tmp_path: Path, raised_by: str) -> None:
     training = after_a_step()
-    with monkeypatch.context() as patch:
-        patch.setattr(save, "write_tensors", mock.Mock(side_effect=DISK_IS_FULL))
+    with full_disk():
         pending = training.accelerator.save_state(str(tmp_path / "a"), asynchronous=True)
         assert isinstance(pending.exception(PATIENCE), CheckpointError)
     raises = {
@@ -580,27 +574,36 @@ def test_what_save_state_refuses(tmp_path: Path) -> None:
     assert names(tmp_path) == ["notes.txt"]
 
 
-def test_an_error_after_a_wait_that_timed_out_is_still_the_checkpoints_to_raise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by", ["strategy", "accelerate"])
+def test_an_error_after_a_wait_that_timed_out_is_still_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     """Even if the save fails right after the wait has ended."""
-    folders = SavedFolders("a", "a-", (), lambda _: True, lambda _: True)
-    folder = PendingFolder(tmp_path / "a", folders, lambda: None)
-    folder.checkpoint = PendingSave()
+    go, saver = threading.Event(), Run() if by == "strategy" else after_a_step()
+    save_to = saver.save if isinstance(saver, Run) else saver.accelerator.save_state
 
-    real = Future.exception
+    def fails(*_: Any) -> None:
+        assert go.wait(PATIENCE)
+        raise DISK_IS_FULL
 
-    def times_out(pending: Future[Path], timeout: float | None = None) -> BaseException | None:
-        if pending is not folder or pending.done():
-            return real(pending, timeout)
-        for one in (folder.checkpoint, folder):
-            assert one is not None
-            one.set_exception(OSError("No space left on device"))
-        raise TimeoutError
+    def timing_out(method: Any) -> Any:
+        def times_out(one: Future[Path], timeout: float | None = None) -> Any:
+            if one is not pending or one.done():
+                return method(one, timeout)
+            go.set()
+            wait([one], PATIENCE)
+            raise TimeoutError
+
+        return times_out
 
     with monkeypatch.context() as patch:
-        patch.setattr(Future, "exception", times_out)
+        patch.setattr(save, "write_tensors", fails)
+        pending = save_to(str(tmp_path / "a"), asynchronous=True)
         with pytest.raises(TimeoutError):
-            folder.result(0.01)
-    with pytest.raises(OSError, match="No space left"):
-        folder.checkpoint.raise_if_failed()
+            pending.result(0.01)
+        for method in ("exception", "result"):
+            patch.setattr(Future, method, timing_out(getattr(Future, method)))
+        with pytest.raises(TimeoutError):
+            pending.result(0.01)
+    with pytest.raises(CheckpointError, match=r"a.* was not saved: No space left on device"):
+        save_to(str(tmp_path / "b"))

@@ -9,8 +9,7 @@ import os
 import pickle
 import signal
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +48,7 @@ from tests.checkpoint_runs import (
     fails_at,
     has_user_files,
     model_of,
+    place,
     same,
     values_of,
     write_user_files,
@@ -56,6 +56,8 @@ from tests.checkpoint_runs import (
 from tests.covering import every_value
 from tests.patience import PATIENCE
 from tests.reference.pair import BACKENDS
+
+__all__ = ["place"]
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
 
@@ -223,20 +225,18 @@ def test_what_reliability_measures(tmp_path: Path, fault: Callable[[Path], fault
 # -- at URLs, where nothing can be renamed -----------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["memory", "file"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    yield f"file://{tmp_path}/run" if request.param == "file" else f"memory://{uuid.uuid4().hex}"
-    fsspec.filesystem("memory").store.clear()
+at_urls = pytest.mark.parametrize("storage", ["file://", "memory://"])
 
 
-def files(url: str) -> dict[str, bytes]:
-    system, root = fsspec.core.url_to_fs(url)
+def files(place: str) -> dict[str, bytes]:
+    system, root = fsspec.core.url_to_fs(place)
     return {} if not system.exists(root) else {path[len(root) :]: system.cat_file(path) for path in system.find(root)}
 
 
-def test_a_checkpoint_is_replaced_by_its_manifest(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@at_urls
+def test_a_checkpoint_is_replaced_by_its_manifest(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever file fails before, the one before is there; what is left of it then goes."""
-    place, create = f"{url}/step", storage.UrlStorage.create
+    create = storage.UrlStorage.create
     save_checkpoint(place, model_of(1.0))
     before = files(place)
     for name in ("__0_0_0.distcp", "tensors.json", "state.pt", "lightstep.json"):
@@ -256,22 +256,24 @@ def test_a_checkpoint_is_replaced_by_its_manifest(url: str, monkeypatch: pytest.
     assert len(files(place)) == len(before) and not (files(place).keys() & before.keys()) - {"/lightstep.json"}
 
 
-def test_the_remains_of_a_crash_are_no_checkpoint_and_go(url: str) -> None:
-    system, path = (UrlPath(f"{url}/step") / "data-0123456789abcdef" / "__0_0_0.distcp").fsspec()
+@at_urls
+def test_the_remains_of_a_crash_are_no_checkpoint_and_go(place: str) -> None:
+    system, path = (UrlPath(f"{place}/step") / "data-0123456789abcdef" / "__0_0_0.distcp").fsspec()
     system.makedirs(path.rpartition("/")[0], exist_ok=True)
     system.pipe_file(path, b"half")
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-        loaded(f"{url}/step")
-    assert latest_checkpoint(url) is None
-    save_checkpoint(f"{url}/step", model_of(1.0))
-    assert b"half" not in files(url).values() and loaded(f"{url}/step") == 1.0
+        loaded(f"{place}/step")
+    assert latest_checkpoint(place) is None
+    save_checkpoint(f"{place}/step", model_of(1.0))
+    assert b"half" not in files(place).values() and loaded(f"{place}/step") == 1.0
 
 
+@at_urls
 @pytest.mark.parametrize("moment", ["tensors", "end"])
 def test_of_two_savers_one_is_told_or_the_later_one_counts(
-    url: str, monkeypatch: pytest.MonkeyPatch, moment: str
+    place: str, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    place, write, inside = f"{url}/step", save.write_tensors, storage._entries
+    write, inside = save.write_tensors, storage._entries
 
     def another(*arguments: Any) -> Any:
         monkeypatch.undo()

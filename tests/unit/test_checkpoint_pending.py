@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -205,32 +205,6 @@ def test_an_error_of_the_writer_reaches_the_loop_once(
     run.train()
     run.save(tmp_path / "b", asynchronous=True).result(PATIENCE)
     assert contents(tmp_path) == ["b"]
-
-
-def test_an_error_after_a_wait_that_timed_out_is_still_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the save fails right after the wait has ended."""
-    run, go = Run(), threading.Event()
-
-    def fails(*_: Any) -> None:
-        assert go.wait(PATIENCE)
-        raise DISK_IS_FULL
-
-    def times_out(pending: Future[Path], timeout: float | None = None) -> Path:
-        go.set()
-        wait([pending], 60)
-        raise TimeoutError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(save, "write_tensors", fails)
-        pending = run.save(tmp_path / "a", asynchronous=True)
-        with pytest.raises(TimeoutError):
-            pending.result(0.01)
-        patch.setattr(Future, "exception", times_out)
-        patch.setattr(Future, "result", times_out)
-        with pytest.raises(TimeoutError):
-            pending.result(0.01)
-    with pytest.raises(CheckpointError, match="a was not saved: No space left on device"):
-        run.save(tmp_path / "b")
 
 
 def wait_until(condition: Callable[[], Any]) -> None:

@@ -7,8 +7,7 @@ import os
 import random
 import shutil
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,30 +22,25 @@ from lightstep.checkpoint import (
     layout,
     load_checkpoint,
     retention,
-    save,
     save_checkpoint,
     verify_checkpoints,
 )
 from tests.checkpoint_runs import (
-    DISK_IS_FULL,
     Run,
     contents,
     dies_at,
+    full_disk,
     model_of,
+    place,
     values_of,
     write_user_files,
 )
 from tests.covering import every_value
 from tests.patience import PATIENCE
 
+__all__ = ["place"]
+
 STORAGES = ["", "file://", "memory://"]
-
-
-@pytest.fixture
-def run(tmp_path: Path, storage: str) -> Iterator[str]:
-    """A run's folder, or a URL."""
-    yield f"memory://{uuid.uuid4().hex}" if storage == "memory://" else f"{storage}{tmp_path}/run"
-    fsspec.filesystem("memory").store.clear()
 
 
 def saved(folder: Any, *numbers: int, **options: Any) -> None:
@@ -89,10 +83,10 @@ ROTATIONS: dict[str, list[tuple[int, dict[str, Any], list[int]]]] = {
 
 
 @every_value(what=ROTATIONS, storage=STORAGES)
-def test_what_a_save_keeps(run: str, what: str) -> None:
+def test_what_a_save_keeps(place: str, what: str) -> None:
     for number, options, expected in ROTATIONS[what]:
-        saved(run, number, **options)
-        assert left(run) == expected, number
+        saved(place, number, **options)
+        assert left(place) == expected, number
 
 
 def test_only_checkpoints_of_the_same_name_are_removed_and_no_users_files(tmp_path: Path) -> None:
@@ -120,30 +114,22 @@ ROOM: dict[str, tuple[list[int], int, list[int], list[int]]] = {
 
 
 @every_value(what=ROOM, storage=STORAGES, asynchronous=[False, True])
-def test_a_full_disk_with_a_lower_number_makes_room(
-    run: str, what: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_with_a_lower_number_makes_room(place: str, what: str, asynchronous: bool) -> None:
     damaged, keep_last, after_failure, after_success = ROOM[what]
-    saved(run, 1, 2, 3, 4)
+    saved(place, 1, 2, 3, 4)
     for number in damaged:
-        damage(f"{run}/step-{number}")
+        damage(f"{place}/step-{number}")
 
-    def full_disk(*_: Any) -> Any:
-        raise DISK_IS_FULL
-
-    monkeypatch.setattr(save, "write_tensors", full_disk)
-
-    with pytest.raises(CheckpointError, match="step-5 was not saved: No space left"):
-        saved(run, 5, keep_last=keep_last, asynchronous=asynchronous)
-    assert left(run) == after_failure
-    monkeypatch.undo()
-    saved(run, 5, keep_last=keep_last, asynchronous=asynchronous)
-    assert left(run) == after_success
+    with full_disk(), pytest.raises(CheckpointError, match="step-5 was not saved: No space left"):
+        saved(place, 5, keep_last=keep_last, asynchronous=asynchronous)
+    assert left(place) == after_failure
+    saved(place, 5, keep_last=keep_last, asynchronous=asynchronous)
+    assert left(place) == after_success
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_the_manifest_is_written_last_and_older_checkpoints_go_after_it(
-    run: str, monkeypatch: pytest.MonkeyPatch
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
     write, remove = layout.write_file, retention.remove_checkpoint
@@ -156,7 +142,7 @@ def test_the_manifest_is_written_last_and_older_checkpoints_go_after_it(
     monkeypatch.setattr(layout, "write_file", written)
     monkeypatch.setattr(retention, "remove_checkpoint", lambda path: done.append(f"remove {path.name}") or remove(path))
     for number in range(1, 5):
-        saved(run, number, asynchronous=True, keep_last=2)
+        saved(place, number, asynchronous=True, keep_last=2)
     assert done == ["write", "write", "write", "remove step-1", "write", "remove step-2"]
 
 
@@ -178,17 +164,17 @@ def test_a_crash_at_any_moment_of_a_rotation_leaves_a_whole_one(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_the_newest_is_the_one_saved_last_whatever_the_clock_says(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert latest_checkpoint(run) is None
-    for hours, number in enumerate((9, 10, 7)):  # the last one of a run that went back and saved again
+def test_the_newest_is_the_one_saved_last_whatever_the_clock_says(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert latest_checkpoint(place) is None
+    for hours, number in enumerate((9, 10, 7)):  # the last one of a place that went back and saved again
         monkeypatch.setattr(time, "time_ns", lambda now=time.time_ns, hours=hours: now() - hours * 3600 * 10**9)
-        saved(run, number)
-        assert str(latest_checkpoint(run)) == f"{run}/step-{number}"
-    damage(f"{run}/step-7")
-    assert [bool(each.damage) for each in verify_checkpoints(run)] == [True, False, False]
-    system, root = fsspec.core.url_to_fs(f"{run}/step-7")
+        saved(place, number)
+        assert str(latest_checkpoint(place)) == f"{place}/step-{number}"
+    damage(f"{place}/step-7")
+    assert [bool(each.damage) for each in verify_checkpoints(place)] == [True, False, False]
+    system, root = fsspec.core.url_to_fs(f"{place}/step-7")
     system.rm(root, recursive=True)
-    assert str(latest_checkpoint(run)) == f"{run}/step-10"
+    assert str(latest_checkpoint(place)) == f"{place}/step-10"
 
 
 def test_what_is_incomplete_is_not_the_newest_and_what_a_crash_renamed_may_be(tmp_path: Path) -> None:
