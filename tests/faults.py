@@ -136,18 +136,12 @@ def _train(placement: str, folder: Path, asynchronous: bool) -> dict[str, Tensor
 
 def _train_by_trainer(folder: Path, asynchronous: bool) -> dict[str, Tensor]:
     """The same with the Trainer; the weights at the end."""
-    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-
     from lightstep.integrations.transformers import LightstepTrainer
+    from tests.reference.tiny_llama import Rows, make_llama, training_arguments
 
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
-    rows = [{"input_ids": row, "labels": row} for row in torch.arange(32 * 8).view(32, 8) % 31]
-    arguments = TrainingArguments(
-        str(folder), max_steps=STEPS, save_steps=1, save_total_limit=1, report_to=[], use_cpu=True, disable_tqdm=True
-    )
-    trainer = LightstepTrainer(model, arguments, strategy="stream", train_dataset=rows, asynchronous_saves=asynchronous)
+    options = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    arguments, late = training_arguments(folder, **options), {"asynchronous_saves": asynchronous}
+    trainer = LightstepTrainer(make_llama(), arguments, strategy="stream", train_dataset=Rows(), **late)
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 

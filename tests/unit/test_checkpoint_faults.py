@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from transformers import AutoModelForCausalLM
 
 from lightstep.checkpoint import (
     CheckpointError,
@@ -56,6 +57,7 @@ from tests.checkpoint_runs import (
 from tests.covering import every_value
 from tests.patience import PATIENCE
 from tests.reference.pair import BACKENDS
+from tests.reference.tiny_llama import make_llama
 
 __all__ = ["place"]
 
@@ -553,16 +555,12 @@ def test_tied_weights_of_a_plain_module_are_exported_once(tmp_path: Path) -> Non
 
 
 def test_export_of_a_transformers_model(tmp_path: Path) -> None:
-    import transformers
-
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(num_hidden_layers=1, tie_word_embeddings=True, **sizes)
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model = make_llama(tie_word_embeddings=True).to(torch.bfloat16)
     (tmp_path / "m").mkdir()
     for stale in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "notes.txt"):
         (tmp_path / "m" / stale).write_text("old")
     export_model(tmp_path / "m", torch.compile(model, backend="eager"))
     assert contents(tmp_path / "m") == ["config.json", "generation_config.json", "model.safetensors", "notes.txt"]
-    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto")
     assert read.dtype == torch.bfloat16
     same(dict(read.state_dict()), dict(model.state_dict()))

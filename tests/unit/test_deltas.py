@@ -17,7 +17,7 @@ from lightstep.rollout import servers
 from lightstep.rollout.transport import Bucket, BucketDelta, HeldWeights, WeightInfo, changed_words, shard_in_bucket
 from lightstep.state.host_copy_pool import HostCopyPool
 from tests.covering import every_value
-from tests.rollout_servers import FakeVllm, Refusal
+from tests.rollout_servers import FakeVllm
 from tests.unit.test_rollout_servers import Breaking, Training
 
 
@@ -149,26 +149,21 @@ def a_set_without_deltas(run: Run) -> None:
     mine.close()
 
 
-def broken_off(run: Run) -> None:
+def interrupted(run: Run, path: str, number: int) -> None:
     run.step()
-    run.fakes[0].before = Breaking("/update_weights", 3, "refuses", run.fakes[0])
+    run.fakes[0].before = Breaking(path, number, "refuses", run.fakes[0])
     with pytest.raises(WeightTransferError, match="the engine is unwell"):
         run.publish()
     run.fakes[0].before = lambda path: None
 
 
+def broken_off(run: Run) -> None:
+    interrupted(run, "/update_weights", 3)
+
+
 def not_finished(run: Run) -> None:
     """All of it has arrived, but the trainer does not know."""
-
-    def before(path: str) -> None:
-        if path == "/reset_prefix_cache":
-            raise Refusal(500, "no cache")
-
-    run.step()
-    run.fakes[0].before = before
-    with pytest.raises(WeightTransferError, match="no cache"):
-        run.publish()
-    run.fakes[0].before = lambda path: None
+    interrupted(run, "/reset_prefix_cache", 1)
 
 
 @every_value(

@@ -19,6 +19,7 @@ from lightstep import (
 )
 from lightstep.rollout.transport import buckets_of, refuse_mismatch
 from lightstep.trainer.session import join
+from tests.reference.tiny_llama import make_llama
 from tests.reference.tiny_model import TinyModel, loss_of
 from tests.unit.test_publishing import Slow
 
@@ -26,10 +27,7 @@ FP32 = torch.float32
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=24, tie_word_embeddings=True, pad_token_id=0))
+    return make_llama(tie_word_embeddings=True, pad_token_id=0)
 
 
 def bits(model: nn.Module) -> dict[str, Tensor]:
@@ -45,7 +43,7 @@ def test_a_colocated_engine_generates_with_the_weights_of_the_last_step() -> Non
     optimizer = strategy.create_optimizer(model, lr=1e-2)
     engine = TransformersEngine(strategy.prepare_model(llama, role="rollout"))
     assert (strategy.role, engine.version, strategy.fsdp_version(engine.model)) == ("trainer", None, 0)
-    prompts = torch.randint(1, 24, (2, 5))
+    prompts = torch.randint(1, 48, (2, 5))
     for version in (1, 2):
         optimizer.backward(model(input_ids=prompts, labels=prompts).loss)
         optimizer.step()

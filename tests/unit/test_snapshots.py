@@ -130,6 +130,21 @@ def undisturbed(in_backward: bool, parameters: str) -> dict[str, Tensor]:
     return run.snapshot()
 
 
+def train_beside_saves(tested: Training, reader: Reader, folder: Path, updates_wait: bool = False) -> None:
+    """Three steps beside the writers of two saves."""
+    for number in range(2):
+        reader.go.clear()
+        pending = ask_twice(tested, folder / str(number))
+        if updates_wait:
+            reader.go.set()
+        tested.train(2 - number)
+        assert updates_wait or not pending.done()
+        reader.go.set()
+        pending.result(PATIENCE)
+        check_saved(folder / str(number))
+    assert reader.taken
+
+
 @every_pair(
     update=["next_forward", "in_backward", "overlap"],
     parameters=["bfloat16", "float32", "float16"],
@@ -150,18 +165,8 @@ def test_training_meanwhile_changes_nothing_that_is_saved(
     tested = Training(state, **settings(update, parameters))
     tested.train(1)
     tested.delays(1)
-    for number in range(2):
-        reader.go.clear()
-        folder = tmp_path / str(number)
-        pending = ask_twice(tested, folder)
-        if spare_host_gib != "auto":  # its updates wait for the reader
-            reader.go.set()
-        tested.train(2 - number)
-        reader.go.set()
-        pending.result(PATIENCE)
-        check_saved(folder)
-        assert not tested.optimizer._backend._versions.pinned
-    assert reader.taken and moved
+    train_beside_saves(tested, reader, tmp_path, updates_wait=spare_host_gib != "auto")
+    assert not tested.optimizer._backend._versions.pinned and moved
     assert spare_host_gib != "auto" or all(moved)
     assert spare_host_gib != 0.0 or update == "overlap" or not any(moved)
     assert_same(tested.snapshot(), undisturbed(update == "in_backward", parameters))
@@ -182,15 +187,8 @@ def test_state_on_the_device_and_in_bulk_is_that_of_the_moment_too(
     tested.train(1)
     if backend == "resident":
         hold_copies(tested)
-    for number in range(2):
-        reader.go.clear()
-        pending = ask_twice(tested, tmp_path / str(number))
-        tested.train(2 - number)
-        assert not pending.done()
-        reader.go.set()
-        pending.result(PATIENCE)
-        check_saved(tmp_path / str(number))
-    assert reader.taken and all(moved) and bool(moved) == (backend == "bulk")
+    train_beside_saves(tested, reader, tmp_path)
+    assert all(moved) and bool(moved) == (backend == "bulk")
     assert_same(tested.snapshot(), undisturbed(update == "in_backward", parameters))
 
 
@@ -337,34 +335,28 @@ def test_what_was_edited_before_is_saved_as_ever(
     check_saved(tmp_path)
 
 
-def test_a_writer_that_fails_lets_go_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["the writer", "its thread"])
+def test_a_save_that_fails_lets_go_of_everything(tmp_path: Path, what: str) -> None:
     training = Training({**STREAM, "spare_host_gib": 0.0})
     training.train(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(Snapshot, "take", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        pending = training.strategy.save_checkpoint(
-            tmp_path / "a", training.model, training.optimizer, asynchronous=True
-        )
-        assert isinstance(pending.exception(PATIENCE), CheckpointError)
-    assert not training.optimizer._backend._versions.pinned
-    with pytest.raises(CheckpointError, match="No space left"):
-        training.train(1)
+    ask = functools.partial(training.strategy.save_checkpoint, model=training.model, optimizer=training.optimizer)
+    full, no_thread = OSError(28, "No space left on device"), RuntimeError("can't start new thread")
+    if what == "the writer":
+        with mock.patch.object(Snapshot, "take", side_effect=full):
+            assert isinstance(ask(tmp_path / "a", asynchronous=True).exception(PATIENCE), CheckpointError)
+        assert not training.optimizer._backend._versions.pinned
+        with pytest.raises(CheckpointError, match="No space left"):
+            training.train(1)
+    else:
+        with (
+            mock.patch.object(threading.Thread, "start", side_effect=no_thread),
+            pytest.raises(RuntimeError, match="can't start"),
+        ):
+            ask(tmp_path / "a", asynchronous=True)
+        assert not training.optimizer._backend._versions.pinned
     training.train(1)
     assert training.optimizer._backend._versions.host_bytes() == 0
-
-
-def test_a_save_that_does_not_come_about_lets_go_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training({**STREAM, "spare_host_gib": 0.0})
-    training.train(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start")))
-        with pytest.raises(RuntimeError, match="can't start"):
-            training.strategy.save_checkpoint(tmp_path / "a", training.model, training.optimizer, asynchronous=True)
-    assert not training.optimizer._backend._versions.pinned
-    training.train(1)
-    training.strategy.save_checkpoint(tmp_path / "a", training.model, training.optimizer, asynchronous=True).result(
-        PATIENCE
-    )
+    ask(tmp_path / "a", asynchronous=True).result(PATIENCE)
 
 
 def test_the_records_are_not_copied(tmp_path: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
