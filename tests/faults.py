@@ -139,8 +139,8 @@ def _train_by_trainer(folder: Path, asynchronous: bool) -> dict[str, Tensor]:
     from lightstep.integrations.transformers import LightstepTrainer
     from tests.reference.tiny_llama import Rows, make_llama, training_arguments
 
-    options = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
-    arguments, late = training_arguments(folder, **options), {"asynchronous_saves": asynchronous}
+    options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "logging_strategy": "no"}
+    arguments, late = training_arguments(folder, max_steps=STEPS, **options), {"asynchronous_saves": asynchronous}
     trainer = LightstepTrainer(make_llama(), arguments, strategy="stream", train_dataset=Rows(), **late)
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}

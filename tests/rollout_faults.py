@@ -18,7 +18,7 @@ import urllib.error
 import urllib.request
 import zlib
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,24 +37,6 @@ TRIES = 5
 """Publications with the short limit, of which one has to arrive."""
 
 processes = multiprocessing.get_context("forkserver")
-
-
-class ServedModel(Protocol):
-    """A server in a process of its own."""
-
-    kind: str
-    url: str
-
-    def start(self) -> None: ...
-    def kill(self) -> None: ...
-    def freeze(self, stopped: bool) -> None:
-        """Stop its processes, or let them go on."""
-
-    def checksums(self) -> dict[str, str]:
-        """Of all weights."""
-
-    def answer(self) -> Any:
-        """To a request; ``None`` if it does not come within seconds."""
 
 
 class StandIn:
@@ -79,6 +61,7 @@ class StandIn:
         self._process.join()
 
     def freeze(self, stopped: bool) -> None:
+        """Stop its process, or let it go on."""
         os.kill(self._process.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
 
     def _ask(self, path: str) -> Any:
@@ -86,9 +69,11 @@ class StandIn:
             return json.loads(answer.read())
 
     def checksums(self) -> dict[str, str]:
+        """Of all weights."""
         return dict(self._ask("/weights"))
 
     def answer(self) -> Any:
+        """To a request; ``None`` if there is none, because it is paused."""
         try:
             return self._ask("/answer")
         except urllib.error.HTTPError:
@@ -192,7 +177,7 @@ class Faults:
     """Faults at random moments.
 
     Args:
-        server: it is running, with the weights of ``make_model``.
+        server: it is running, with the weights of ``make_model``, and has the methods of :class:`StandIn`.
         make_model: importable.
         limit: seconds for one call or broadcast.
         short_limit: the same, while servers are frozen.
@@ -200,7 +185,7 @@ class Faults:
 
     def __init__(
         self,
-        server: ServedModel,
+        server: Any,
         make_model: Any,
         limit: float = LIMIT,
         short_limit: float = SHORT_LIMIT,

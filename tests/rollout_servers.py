@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
 import json
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 from urllib.parse import urlsplit
 
 import torch
@@ -24,9 +29,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightstep.rollout.link import WeightLink
-from lightstep.rollout.server_protocols import refuse_other_names
 from lightstep.rollout.servers import VllmNcclServer
-from lightstep.rollout.transport import HeldWeights, WeightInfo, receive_bucket
+from lightstep.rollout.transport import WeightInfo
 
 CPU = torch.device("cpu")
 
@@ -51,15 +55,14 @@ class Process:
         version: of the weights.
         paused: nothing is generated.
         updating: between the beginning and the end of a set.
+        engine: of lightstep's plugin.
     """
 
     weights: dict[str, Tensor]
     version: str = "default"
     paused: bool = False
     updating: bool = False
-
-    def __post_init__(self) -> None:
-        self.held, self.loading = HeldWeights(), False
+    engine: Any = None
 
     def begin(self, status: int) -> None:
         if self.updating:
@@ -236,6 +239,49 @@ def infos_of(payload: dict[str, Any], dtypes: str) -> list[WeightInfo]:
     return [WeightInfo((name,), tuple(shape), getattr(torch, dtype)) for name, shape, dtype in listed]
 
 
+class ServedModel:
+    """A process's weights, as the plugin uses a model of vLLM."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.reloads: list[str] = []
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._process.weights.items()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self._process.weights[name].copy_(tensor)
+
+
+class TransferEngine:
+    """vLLM's base class of such engines. What several workers are told, the last one answers."""
+
+    def __init__(self, model: Any, device: torch.device, workers: int = 1) -> None:
+        self.model, self.device = model, device
+        self.parallel_config = SimpleNamespace(pipeline_parallel_size=1, rank=workers - 1, world_size=workers)
+        self.model_config = SimpleNamespace(quantization=None)
+
+
+@cache
+def plugin() -> Any:
+    """The module of lightstep's plugin, with as much of vLLM as it touches."""
+    transfer = "vllm.distributed.weight_transfer"
+    modules: dict[str, Any] = {
+        f"{transfer}.base": SimpleNamespace(
+            WeightTransferEngine=TransferEngine, WeightTransferInitInfo=object, WeightTransferUpdateInfo=object
+        ),
+        f"{transfer}.factory": SimpleNamespace(WeightTransferEngineFactory=object),
+        "vllm.model_executor.model_loader.reload": SimpleNamespace(
+            initialize_layerwise_reload=lambda model: model.reloads.append("begin"),
+            finalize_layerwise_reload=lambda model, config: model.reloads.append("end"),
+        ),
+    }
+    with mock.patch.dict(sys.modules, modules):
+        sys.modules.pop("lightstep.rollout.vllm_plugin", None)
+        return importlib.import_module("lightstep.rollout.vllm_plugin")
+
+
 class FakeVllm(FakeServer):
     """With lightstep's plugin."""
 
@@ -289,30 +335,25 @@ class FakeVllm(FakeServer):
 
     def _update(self, process: Process, info: dict[str, Any]) -> None:
         process.refuse_outside(500)
-        infos = infos_of(info, "dtype_names")
-        place = Place(**{key: value for key, value in info.items() if key in Place.__dataclass_fields__})
-        if info.get("check_only"):
+        if process.engine is None:
+            process.engine = plugin().ProcessGroupEngine(ServedModel(process), self.device, self.workers)
+            process.engine._link = Broadcasts(self)
+        update = plugin().BucketInfo(**info)
+        if update.check_only:
             process.updating = self.workers > 1  # what an error of the last worker leaves behind
             try:
-                if place.base:
-                    process.held.refuse_other_base(place.base)
-                else:
-                    refuse_other_names(infos, process.weights, "the server")
+                process.engine.receive_weights(update)
             except RuntimeError as error:
                 raise OnlyTheLast(500, str(error)) from error
             process.updating = True
             return
         assert process.paused, "a request now would end the engine"
-        process.loading = True
-        link = cast(WeightLink, Broadcasts(self))
-        for each, tensor in receive_bucket(link, process.held, infos, place):
-            process.weights[each.name].copy_(tensor)
+        process.engine.receive_weights(update)
 
     def _finish(self, process: Process, version: str | None) -> None:
         process.refuse_outside(500)
-        if process.loading:
-            process.loading = False
-            process.held.end()
+        if process.engine is not None:
+            process.engine.finish_weight_update()
         process.end(version)
 
 
@@ -364,16 +405,6 @@ class NcclOnCpu(VllmNcclServer):
 
         threading.Thread(target=open_one, daemon=True).start()
         return opened
-
-
-@dataclass
-class Place:
-    """As ``BucketInfo`` of the plugin."""
-
-    set_id: str = ""
-    base: str = ""
-    is_last: bool = False
-    changed: int | None = None
 
 
 class Broadcasts:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +14,7 @@ from lightstep.rollout import servers
 from lightstep.rollout.transport import Bucket, BucketDelta, HeldWeights, WeightInfo, changed_words, shard_in_bucket
 from lightstep.state.host_copy_pool import HostCopyPool
 from tests.covering import every_value
-from tests.rollout_servers import FakeVllm
+from tests.rollout_servers import FakeVllm, Process, ServedModel, plugin
 from tests.unit.test_rollout_servers import Breaking, Training
 
 
@@ -60,6 +57,7 @@ def test_only_what_changed_is_sent(servers: int, wait: bool) -> None:
     assert run.report.nbytes < 0.1 * run.report.whole_nbytes
     run.publish()  # nothing has changed
     assert run.serves("6") and run.report.nbytes == 0
+    assert all(fake.process.engine.model.reloads == ["begin", "end"] * 6 for fake in run.fakes)
     run.close()
 
 
@@ -124,7 +122,7 @@ def restarted_as_the_same_version(run: Run) -> None:
 
 
 def lost_its_copy(run: Run) -> None:
-    run.fakes[0].process.held.forget()
+    run.fakes[0].process.engine._held.forget()
 
 
 def another_server(run: Run) -> None:
@@ -267,104 +265,9 @@ def test_positions_of_a_shard_in_its_bucket(dtype: torch.dtype, dim: int, monkey
     assert torch.equal(positions[order], expected) and torch.equal(words[order], expected_words)
 
 
-# -- the plugin, with as much of vLLM as it touches --------------------------------------------------------------------
-
-
-class _Base:
-    kind = "cpu"
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.device = model, torch.device(self.kind)
-        self.parallel_config = types.SimpleNamespace(pipeline_parallel_size=1, rank=0, world_size=1)
-        self.model_config = types.SimpleNamespace(quantization=None)
-
-
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.zeros(8, dtype=torch.bfloat16)) for _ in range(2))
-
-    @torch.no_grad()
-    def load_weights(self, weights: Any) -> None:
-        for name, tensor in weights:
-            self.get_parameter(name).copy_(tensor)
-
-
-class _Link:
-    """What the trainer broadcasts next."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.data = torch.empty(0, dtype=torch.uint8)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        tensor.copy_(self.data)
-
-    def close(self) -> None:
-        pass
-
-
-def import_plugin(monkeypatch: pytest.MonkeyPatch, reloads: list[str]) -> Any:
-    names = {"WeightTransferEngine": _Base, "WeightTransferInitInfo": object, "WeightTransferUpdateInfo": object}
-    reload = {
-        "initialize_layerwise_reload": lambda model: reloads.append("begin"),
-        "finalize_layerwise_reload": lambda model, config: reloads.append("end"),
-    }
-    for name, content in {
-        "distributed.weight_transfer.base": names,
-        "distributed.weight_transfer.factory": {"WeightTransferEngineFactory": object},
-        "model_executor.model_loader.reload": reload,
-    }.items():
-        monkeypatch.setitem(sys.modules, f"vllm.{name}", types.SimpleNamespace(**content))
-    monkeypatch.delitem(sys.modules, "lightstep.rollout.vllm_plugin", raising=False)
-    plugin = importlib.import_module("lightstep.rollout.vllm_plugin")
-    monkeypatch.delitem(sys.modules, "lightstep.rollout.vllm_plugin")
-    return plugin
-
-
-def test_the_plugin_refuses_fused_experts_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plugin_refuses_fused_experts_on_a_cpu() -> None:
     """vLLM packs them when it loads them first, and not again."""
-    plugin, model = import_plugin(monkeypatch, []), _Model()
-    plugin.ProcessGroupEngine(model)
-    model.experts = nn.Module()
-    model.experts.w13_weight = nn.Parameter(torch.zeros(4, 8, 2))
+    model = ServedModel(Process({"experts.w13_weight": torch.zeros(4, 8, 2)}))
     with pytest.raises(NotImplementedError, match=r"fused experts on a CPU \(experts.w13_weight\)"):
-        plugin.ProcessGroupEngine(model)
-    monkeypatch.setattr(_Base, "kind", "cuda")
-    plugin.ProcessGroupEngine(model)
-
-
-def test_the_plugin_keeps_sets_and_applies_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
-    reloads: list[str] = []
-    plugin = import_plugin(monkeypatch, reloads)
-    engine, link = plugin.ProcessGroupEngine(_Model()), _Link()
-    engine._link = link
-
-    def receive(data: Tensor, name: str, **place: Any) -> None:
-        link.data = data
-        engine.receive_weights(plugin.BucketInfo([name], ["bfloat16"], [[8]], **place))
-
-    def check(base: str) -> None:
-        engine.receive_weights(plugin.BucketInfo([], [], [], check_only=True, base=base))
-
-    values = {name: torch.randn(8).bfloat16() for name in "ab"}
-    for name, tensor in values.items():
-        receive(tensor.view(torch.uint8), name, set_id="one", is_last=name == "b")
-    engine.finish_weight_update()
-    check("one")
-    with pytest.raises(RuntimeError, match="deltas to set two, and one is here"):
-        check("two")
-    infos = [WeightInfo(("a",), (8,), torch.bfloat16)]
-    values["a"][3] = 5.0
-    delta = BucketDelta.of_words(infos, torch.tensor([3]), values["a"].view(torch.int16)[[3]])
-    receive(delta.buffer, "a", set_id="two", base="one", changed=1)
-    receive(delta.buffer[:0], "b", set_id="two", base="one", changed=0, is_last=True)
-    engine.finish_weight_update()
-    check("two")
-    assert all(torch.equal(engine.model.get_parameter(name), tensor) for name, tensor in values.items())
-    assert reloads == ["begin", "end"] * 2
-    receive(values["a"].view(torch.uint8), "a")  # a set that is not kept
-    engine.finish_weight_update()
-    with pytest.raises(RuntimeError, match="no complete set is here"):
-        check("two")
+        plugin().ProcessGroupEngine(model, torch.device("cpu"))
+    plugin().ProcessGroupEngine(model, torch.device("cuda"))
