@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,17 +98,11 @@ def exported(folder: Path) -> float:
     return value
 
 
-@dataclass
-class Writer:
-    write: Callable[[Any, float], object]
-    value: Callable[[Any], float]
-    verb: str
-
-
-WRITERS = {
-    "save": Writer(lambda folder, value: save_checkpoint(folder, model_of(value)), loaded, "saved"),
-    "export": Writer(lambda folder, value: export_model(folder, Sharded(value)), exported, "exported"),
+WRITERS: dict[str, tuple[Callable[[Any, float], object], Callable[[Any], float]]] = {
+    "save": (lambda folder, value: save_checkpoint(folder, model_of(value)), loaded),
+    "export": (lambda folder, value: export_model(folder, Sharded(value)), exported),
 }
+"""How a folder is written, and what it holds."""
 
 
 # -- fault × moment of writing -----------------------------------------------------------------------------------------
@@ -131,26 +124,26 @@ FAULTS: dict[str, Any] = {"crash": None, "full disk": DISK_IS_FULL, "interrupt":
 def test_a_fault_at_any_change_of_a_file_leaves_the_old_one_or_the_new_one(
     tmp_path: Path, fault: str, writer: str, replacing: bool
 ) -> None:
-    how, results, old = WRITERS[writer], [], float(replacing)
+    (write, value_in), results, old = WRITERS[writer], [], float(replacing)
     for count in range(1, 200):
         folder = tmp_path / str(count) / "step"
         folder.parent.mkdir()
         if replacing:
-            how.write(folder, 1.0)
+            write(folder, 1.0)
             write_user_files(folder)
-        work, error = partial(how.write, folder, 2.0), FAULTS[fault]
+        work, error = partial(write, folder, 2.0), FAULTS[fault]
         end = dies_at(count, folder.parent, work) if error is None else fails_at(count, error, work)
         has_files = folder.exists() and any(folder.iterdir())
         is_there = replacing or has_files or latest_checkpoint(folder.parent) == folder
         assert latest_checkpoint(folder.parent) == (folder if is_there and writer == "save" else None)
-        results.append(how.value(folder) if is_there else 0.0)
+        results.append(value_in(folder) if is_there else 0.0)
         if end in ("went on", "ended"):
             assert results[-1] == 2.0
         elif end == "raised" and (fault == "full disk" or results[-1] == old):  # else it was interrupted afterwards
             assert results[-1] == old and contents(folder.parent) == ["step"] * replacing
             assert not replacing or has_user_files(folder)
-        how.write(folder, 3.0)
-        assert how.value(folder) == 3.0
+        write(folder, 3.0)
+        assert value_in(folder) == 3.0
         assert contents(folder.parent) == ["step"], "what the fault left is gone after the next one"
         assert not replacing or has_user_files(folder)
         if end == "ended":
@@ -198,7 +191,7 @@ def test_every_file_is_on_the_disk_before_the_folder_takes_its_place(
 
     monkeypatch.setattr(os, "fsync", counted)
     monkeypatch.setattr(LocalStorage, "commit", checked)
-    WRITERS[writer].write(tmp_path / "m", 1.0)
+    WRITERS[writer][0](tmp_path / "m", 1.0)
 
 
 KILLED = {"killed while saving", "killed besides"}

@@ -481,7 +481,7 @@ FAULTS = {"crash": None, "full disk": DISK_IS_FULL, "interrupt": KeyboardInterru
 def test_what_was_there_is_replaced_whole_or_not_at_all(
     tmp_path: Path, old_and_new: tuple[Path, Path], fault: str, to: str
 ) -> None:
-    """The process dies at a change of a file, or a flush, a rename or a new folder fails: each of them once."""
+    """The process dies at a change of a file, or a flush, a rename or a new folder fails: each once."""
     (old, new), error, end = old_and_new, FAULTS[fault], ""
     steps: list[tuple[int | None, str]] = []
     while end != "ended":

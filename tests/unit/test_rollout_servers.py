@@ -344,6 +344,19 @@ def test_a_failed_bucket_leaves_the_server_paused_until_a_set_is_complete(
     assert training.publish() == 2 and training.serves("2")
 
 
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [("vllm", "/init_weight_transfer_engine"), ("sglang", "/init_weights_update_group")],
+)
+def test_a_server_that_does_not_join_costs_nothing(kind: str, path: str, training: Training) -> None:
+    (server,) = training.fakes
+    server.before = Breaking(path, 1, "refuses", server)
+    with pytest.raises(WeightTransferError, match=r"no process group with .*the engine is unwell.*Nothing was sent"):
+        training.publish()
+    assert not server.process.paused and not server.process.updating
+    assert training.serves(str(training.publish()))
+
+
 @pytest.mark.parametrize("kind", ["vllm", "vllm-nccl"])
 def test_answers_that_vllm_has_not_read_do_no_harm(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All workers fail, and vLLM takes the second one's error for the answer to a later call."""
