@@ -290,10 +290,16 @@ def train_until_killed(folder: Path) -> int:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
 def test_a_run_that_was_killed_while_it_saved_is_continued(tmp_path: Path) -> None:
-    """What the plain Trainer leaves then is refused by name: ``tests/unit/test_file_list.py``."""
     assert train_until_killed(tmp_path / "a") == -signal.SIGKILL
     assert names(tmp_path / "a")[-1] == "checkpoint-2"
     assert len([*(tmp_path / "a").glob(".checkpoint-4.saving-*")]) == 1
+    broken = tmp_path / "a" / "checkpoint-4"
+    shutil.copytree(tmp_path / "a" / "checkpoint-2", broken)  # as the plain Trainer leaves it: half of it
+    (broken / FILE_LIST).unlink()
+    shutil.rmtree(broken / "lightstep")
+    with pytest.raises(CheckpointError, match=r"no optimizer state .*checkpoint-2 is whole: resume_from_checkpoint='"):
+        make(tmp_path / "a", seed=1).train(resume_from_checkpoint=str(broken))
+    shutil.rmtree(broken)
     again = make(tmp_path / "a", seed=1, save_steps=2, max_steps=6)
     again.train(resume_from_checkpoint=True)
     through = make(tmp_path / "b", save_steps=2, max_steps=6)
