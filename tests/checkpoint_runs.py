@@ -63,7 +63,7 @@ class Run:
 
     def backward(self) -> None:
         width, chance = next(self.model.parameters()).shape[-1], torch.Generator().manual_seed(10 + self.steps)
-        rows = torch.randn(4, width, generator=chance).to(self.strategy.device, torch.bfloat16)
+        rows = torch.randn(4, width, generator=chance).to(self.strategy.device, self.strategy.parameter_dtype)
         loss = self.model(rows).float().square().sum()
         self.optimizer.backward(loss) if hasattr(self.optimizer, "backward") else loss.backward()
         self.steps += 1
@@ -72,6 +72,7 @@ class Run:
         for _ in range(steps):
             self.backward()
             self.optimizer.step()
+            self.optimizer.zero_grad()
         return self
 
     def save(self, path: Any, **options: Any) -> Any:
@@ -88,7 +89,7 @@ class PlainRun(Run):
     """With an optimizer of torch."""
 
     def make_optimizer(self, lr: float) -> Any:
-        return torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
+        return torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True)
 
 
 def tiny_run(parameters: str = "bfloat16", steps: int = 3) -> tuple[Any, Any, Any]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import lr_scheduler
 
-import lightstep
 from lightstep.checkpoint import (
     CheckpointError,
     latest_checkpoint,
@@ -36,6 +35,7 @@ from tests.checkpoint_runs import (
     OLD,
     Adapted,
     PartlyFrozen,
+    PlainRun,
     Run,
     Tied,
     held,
@@ -56,6 +56,9 @@ STORAGES: dict[str, Callable[[Path], Any]] = {
     "file://": lambda root: f"file://{root}/runs",
     "memory://": lambda root: f"memory://{root}/runs",
 }
+
+
+FP32: dict[str, Any] = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
 
 
 def draw() -> tuple[Any, ...]:
@@ -156,75 +159,50 @@ def test_weights_change_their_dtype_through_masters(tmp_path: Path, saved: str, 
 
 
 def test_a_plain_torch_run_continues_in_lightstep_and_back(tmp_path: Path) -> None:
-    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        found = dict(model.state_dict())
-        for name, parameter in model.named_parameters():
-            found |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-        return found
-
-    _, model, optimizer = tiny_run("float32", steps=0)
-    plain = torch.optim.AdamW([{"params": g["params"], "lr": g["lr"]} for g in optimizer.param_groups], fused=True)
-    for step in range(3):
-        loss_of(model, step).backward()
-        plain.step()
-        plain.zero_grad()
-    save_checkpoint(tmp_path / "plain", model, plain)
-    _, model2, optimizer2 = tiny_run("float32", steps=1)
-    load_checkpoint(tmp_path / "plain", model2, optimizer2)
-    same_tree("state", state(model2, optimizer2), state(model, plain))
-
-    save_checkpoint(tmp_path / "ours", model2, optimizer2)
-    _, model3, optimizer3 = tiny_run("float32", steps=0)
-    plain3 = torch.optim.AdamW([{"params": g["params"], "lr": 0.5} for g in optimizer3.param_groups], fused=True)
-    load_checkpoint(tmp_path / "ours", model3, plain3)
-    assert [g["lr"] for g in plain3.param_groups] == [3e-3, 1e-3]
-    for run, weights in ((plain, model), (plain3, model3)):
-        loss_of(weights, 3).backward()
-        run.step()
-    same_tree("state", state(model3, plain3), state(model, plain))
+    plain, ours, again = PlainRun(steps=3, **FP32), Run(steps=1, lr=0.5, **FP32), PlainRun(steps=0, lr=0.5, **FP32)
+    plain.save(tmp_path / "plain")
+    ours.load(tmp_path / "plain")
+    same(ours.content(), plain.content())
+    ours.save(tmp_path / "ours")
+    again.load(tmp_path / "ours")
+    assert again.optimizer.param_groups[0]["lr"] == ours.optimizer.param_groups[0]["lr"] == 1e-2
+    ours.steps = again.steps = plain.steps
+    expected = plain.train(2).content()
+    same(ours.train(2).content(), expected)
+    same(again.train(2).content(), expected)
 
 
 def test_our_state_as_a_torch_state_dict(tmp_path: Path) -> None:
-    strategy, model, optimizer = tiny_run("bfloat16")
-    packed = to_torch_state_dict(optimizer)
+    run, fp32, plain = Run(steps=3), Run(steps=0, **FP32), PlainRun(steps=0, **FP32)
+    packed = to_torch_state_dict(run.optimizer)
     assert set(packed) == {"state", "param_groups"}
     assert all(set(entries) == {"step", "exp_avg", "exp_avg_sq"} for entries in packed["state"].values())
-    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
-    _, model2, optimizer2 = tiny_run("float32", steps=0)
-    load_checkpoint(tmp_path / "a", model2, optimizer2)
-    plain = torch.optim.AdamW([{"params": group["params"]} for group in optimizer2.param_groups])
-    plain.load_state_dict(packed)
-    for parameter in model2.parameters():
-        for key, value in plain.state.get(parameter, {}).items():
-            assert torch.equal(value, optimizer2.state[parameter][key])
+    run.save(tmp_path / "a")
+    fp32.load(tmp_path / "a")
+    plain.optimizer.load_state_dict(packed)
+    plain.model.load_state_dict(fp32.model.state_dict())  # the masters
+    same(plain.content(), fp32.content())
 
 
-@pytest.mark.parametrize("parameters", ["plain torch", "float32", "bfloat16"])
-def test_strided_parameters_go_on_bit_for_bit(tmp_path: Path, parameters: str) -> None:
+@pytest.mark.parametrize("kind", ["plain torch", "float32", "bfloat16"])
+def test_strided_parameters_go_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     """Fused optimizers walk parameter and state side by side in memory."""
 
-    def build() -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
+    def made(steps: int) -> Run:
         model = nn.Linear(6, 4, bias=False)
-        dtype = torch.bfloat16 if parameters == "bfloat16" else torch.float32
-        model.weight = nn.Parameter(torch.randn(6, 4).to(dtype).t())
-        if parameters == "plain torch":
-            return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        return model, lightstep.MixedPrecisionOptimizer(model.parameters(), torch.optim.AdamW, {"lr": 0.1})
+        model.weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).t())
+        return (
+            PlainRun(steps=steps, module=model, **FP32)
+            if kind == "plain torch"
+            else Run(steps=steps, module=model, precision={"parameters": kind})
+        )
 
-    def train(model: nn.Module, optimizer: Any) -> None:
-        for number in range(3):
-            model(torch.full((1, 6), 1.0 + number, dtype=model.weight.dtype)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    (model, optimizer), (model2, optimizer2) = build(), build()
-    train(model, optimizer)
-    save_checkpoint(tmp_path / "a", model, optimizer)
-    load_checkpoint(tmp_path / "a", model2, optimizer2)
-    train(model, optimizer)
-    train(model2, optimizer2)
-    assert torch.equal(model.weight, model2.weight)
+    run, other = made(3), made(0)
+    assert not run.model.weight.is_contiguous() and not other.model.weight.is_contiguous()
+    run.save(tmp_path / "a")
+    other.load(tmp_path / "a")
+    other.steps = run.steps
+    same(other.train(3).content(), run.train(3).content())
 
 
 # -- what is in the groups and beside them -----------------------------------------------------------------------------
