@@ -24,7 +24,6 @@ from lightstep.checkpoint import save
 from lightstep.distributed import local_tensor
 from lightstep.state.store import Store
 from tests.checkpoint_runs import (
-    DISK_IS_FULL,
     OLD,
     Adapted,
     Run,
@@ -34,6 +33,7 @@ from tests.checkpoint_runs import (
     content,
     contents,
     flip,
+    full_disk,
     same,
 )
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
@@ -321,14 +321,8 @@ def an_error_of_one_writer_is_raised_by_the_next_save_of_all(rank: int, world_si
     """No rank's step raises, so none waits for another."""
     run = sharded(2)
     run.save(f"{folder}/step-1")
-
-    def fails(*_: Any) -> None:
-        raise DISK_IS_FULL
-
     for failing, raises in ((0, lambda: run.save(f"{folder}/step-3")), (1, run.strategy.close)):
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == failing:
-                patch.setattr(save, "write_tensors", fails)
+        with full_disk() if rank == failing else nullcontext():
             pending = run.save(f"{folder}/step-2", asynchronous=True, keep_last=1)
             run.train()
             assert isinstance(pending.exception(PATIENCE), CheckpointError)

@@ -191,11 +191,9 @@ def test_strided_parameters_go_on_bit_for_bit(tmp_path: Path, kind: str) -> None
     def made(steps: int) -> Run:
         model = nn.Linear(6, 4, bias=False)
         model.weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).t())
-        return (
-            PlainRun(steps=steps, module=model, **FP32)
-            if kind == "plain torch"
-            else Run(steps=steps, module=model, precision={"parameters": kind})
-        )
+        if kind == "plain torch":
+            return PlainRun(steps=steps, module=model, **FP32)
+        return Run(steps=steps, module=model, precision={"parameters": kind})
 
     run, other = made(3), made(0)
     assert not run.model.weight.is_contiguous() and not other.model.weight.is_contiguous()

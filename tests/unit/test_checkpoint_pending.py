@@ -168,30 +168,26 @@ def test_without_memory_for_copies_training_waits(
     same(other.content(), run.content())
 
 
-def allocates_in_the_thread(copies: HostCopyPool, tensor: torch.Tensor) -> torch.Tensor:
-    if threading.current_thread() is threading.main_thread():
-        return ALLOCATE(copies, tensor)
-    raise HostMemoryError("no memory")
-
-
-def fails_to_write(*_: Any) -> Any:
-    raise DISK_IS_FULL
-
-
-ALLOCATE = HostCopyPool.allocate
-WRITERS = {
-    "disk": (save, "write_tensors", fails_to_write, "No space left on device"),
-    "memory": (HostCopyPool, "allocate", allocates_in_the_thread, "HostMemoryError: no memory"),
+FAULTS = {
+    "disk": (save, "write_tensors", DISK_IS_FULL, "No space left on device"),
+    "memory": (HostCopyPool, "allocate", HostMemoryError("no memory"), "HostMemoryError: no memory"),
 }
 
 
-@every_value(told_by=["step", "save", "result", "close"], fault=WRITERS)
+@every_value(told_by=["step", "save", "result", "close"], fault=FAULTS)
 def test_an_error_of_the_writer_reaches_the_loop_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_by: str, fault: str
 ) -> None:
-    run, (kind, name, fails, sentence) = Run(), WRITERS[fault]
+    run, (kind, name, error, sentence) = Run(), FAULTS[fault]
+    method = getattr(kind, name)
+
+    def fails_in_the_thread(*arguments: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return method(*arguments)
+        raise error
+
     with monkeypatch.context() as patch:
-        patch.setattr(kind, name, fails)
+        patch.setattr(kind, name, fails_in_the_thread)
         pending = run.save(tmp_path / "a", asynchronous=True)
         assert isinstance(pending.exception(PATIENCE), CheckpointError)
     tell = {
