@@ -184,12 +184,7 @@ class Faults:
     """
 
     def __init__(
-        self,
-        server: Any,
-        make_model: Any,
-        limit: float = LIMIT,
-        short_limit: float = SHORT_LIMIT,
-        deltas: bool = False,
+        self, server: Any, make_model: Any, limit: float = LIMIT, short_limit: float = SHORT_LIMIT, deltas: bool = False
     ) -> None:
         self._server, self._make_model, self._deltas = server, make_model, deltas
         self._limit, self._short_limit = limit, short_limit

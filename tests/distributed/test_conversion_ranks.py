@@ -80,12 +80,7 @@ def test_a_deepspeed_run_continues_under_lightstep(zero: Saved, pool: Pool, name
 
 @pytest.mark.parametrize(
     ("stage", "dtype", "world_size", "offload"),
-    [
-        (1, "bfloat16", 2, "none"),
-        (2, "float16", 2, "cpu"),
-        (3, "bfloat16", 2, "cpu"),
-        (3, "float16", 1, "none"),
-    ],
+    [(1, "bfloat16", 2, "none"), (2, "float16", 2, "cpu"), (3, "bfloat16", 2, "cpu"), (3, "float16", 1, "none")],
 )
 def test_a_lightstep_run_continues_under_deepspeed(
     pool: Pool, stage: int, dtype: str, world_size: int, offload: str, tmp_path: Path

@@ -62,11 +62,7 @@ class FromDevice(Slow):
 
 
 def check_sets(
-    rank: int,
-    world_size: int,
-    sharding: dict[str, Any],
-    mapped: str | int = EVERYTHING,
-    **arguments: Any,
+    rank: int, world_size: int, sharding: dict[str, Any], mapped: str | int = EVERYTHING, **arguments: Any
 ) -> None:
     with mapping(mapped, rank) as count:
         check_all_sets(rank, sharding, **arguments)

@@ -119,16 +119,8 @@ MISFITS: dict[str, tuple[Callable[[], nn.Module | Trained], Callable[[], nn.Modu
         lambda: adapted(more=nn.Linear(1, 1)),
         "not in the checkpoint: more.weight",
     ),
-    "an optimizer of fewer parameters": (
-        adam,
-        lambda: adam("0"),
-        r"another optimizer \(not in the optimizer: 1\.bias",
-    ),
-    "an optimizer of more parameters": (
-        lambda: adam("0"),
-        adam,
-        r"another optimizer \(not in the checkpoint: 1\.bias",
-    ),
+    "an optimizer of fewer parameters": (adam, lambda: adam("0"), r"another optimizer \(not in the optimizer: 1\.bias"),
+    "an optimizer of more parameters": (lambda: adam("0"), adam, r"another optimizer \(not in the checkpoint: 1\.bias"),
     "what was frozen is trained": (
         lambda: frozen_in_part(2, in_groups=False),
         lambda: frozen_in_part(0, in_groups=True, thawed=True),

@@ -25,16 +25,7 @@ from lightstep.checkpoint import (
     save_checkpoint,
     verify_checkpoints,
 )
-from tests.checkpoint_runs import (
-    Run,
-    contents,
-    dies_at,
-    full_disk,
-    model_of,
-    place,
-    values_of,
-    write_user_files,
-)
+from tests.checkpoint_runs import Run, contents, dies_at, full_disk, model_of, place, values_of, write_user_files
 from tests.covering import every_value
 from tests.patience import PATIENCE
 

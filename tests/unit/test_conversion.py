@@ -465,18 +465,14 @@ def test_what_is_beside_the_model_is_kept_or_named(tmp_path: Path, monkeypatch: 
 @pytest.fixture(scope="module")
 def old_and_new(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("runs")
-    return (
-        Run("bfloat16").train(range(1)).save(folder / "old"),
-        Run("bfloat16").train(BEFORE).save(folder / "new"),
-    )
+    return (Run("bfloat16").train(range(1)).save(folder / "old"), Run("bfloat16").train(BEFORE).save(folder / "new"))
 
 
 FAULTS = {"crash": None, "full disk": DISK_IS_FULL, "interrupt": KeyboardInterrupt()}
 
 
 @pytest.mark.parametrize(
-    ("fault", "to"),
-    [("crash", "lightstep"), ("crash", "torch"), ("full disk", "torch"), ("interrupt", "lightstep")],
+    ("fault", "to"), [("crash", "lightstep"), ("crash", "torch"), ("full disk", "torch"), ("interrupt", "lightstep")]
 )
 def test_what_was_there_is_replaced_whole_or_not_at_all(
     tmp_path: Path, old_and_new: tuple[Path, Path], fault: str, to: str

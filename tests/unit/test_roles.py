@@ -9,14 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightstep import (
-    ConfigError,
-    RolloutEngine,
-    Strategy,
-    TransformersEngine,
-    WeightInfo,
-    WeightTransferError,
-)
+from lightstep import ConfigError, RolloutEngine, Strategy, TransformersEngine, WeightInfo, WeightTransferError
 from lightstep.rollout.transport import buckets_of, refuse_mismatch
 from lightstep.trainer.session import join
 from tests.reference.tiny_llama import make_llama

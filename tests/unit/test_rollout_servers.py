@@ -345,8 +345,7 @@ def test_a_failed_bucket_leaves_the_server_paused_until_a_set_is_complete(
 
 
 @pytest.mark.parametrize(
-    ("kind", "path"),
-    [("vllm", "/init_weight_transfer_engine"), ("sglang", "/init_weights_update_group")],
+    ("kind", "path"), [("vllm", "/init_weight_transfer_engine"), ("sglang", "/init_weights_update_group")]
 )
 def test_a_server_that_does_not_join_costs_nothing(kind: str, path: str, training: Training) -> None:
     (server,) = training.fakes

@@ -174,11 +174,7 @@ def test_training_meanwhile_changes_nothing_that_is_saved(
 
 @pytest.mark.parametrize(
     ("backend", "update", "parameters"),
-    [
-        ("resident", "at_step", "float16"),
-        ("resident", "in_backward", "bfloat16"),
-        ("bulk", "at_step", "bfloat16"),
-    ],
+    [("resident", "at_step", "float16"), ("resident", "in_backward", "bfloat16"), ("bulk", "at_step", "bfloat16")],
 )
 def test_state_on_the_device_and_in_bulk_is_that_of_the_moment_too(
     tmp_path: Path, reader: Reader, moved: list[bool], backend: str, update: str, parameters: str
