@@ -267,17 +267,11 @@ def test_other_versions_are_refused(kind: str, software: str, training: Training
     assert not training.fakes[0].process.paused
 
 
-def test_a_server_that_is_not_in_development_mode_is_told_how() -> None:
-    training = Training("vllm")
-
-    def before(path: str) -> None:
-        if path == "/get_world_size":
-            raise Refusal(404, "Not Found")
-
-    training.fakes[0].before = before
+@pytest.mark.parametrize("kind", ["vllm"])
+def test_a_server_that_is_not_in_development_mode_is_told_how(kind: str, training: Training) -> None:
+    training.fakes[0].before = Breaking("/get_world_size", 1, "knows no such path", training.fakes[0])
     with pytest.raises(WeightTransferError, match="VLLM_SERVER_DEV_MODE=1"):
         training.publish()
-    training.close()
 
 
 def test_names_of_engines() -> None:
@@ -307,6 +301,8 @@ class Breaking:
             return
         if self.how == "refuses":
             raise Refusal(500, "the engine is unwell")
+        if self.how == "knows no such path":
+            raise Refusal(404, "Not Found")
         if self.how == "hangs":
             time.sleep(10)
         threading.Thread(target=self.server.kill).start()
