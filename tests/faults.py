@@ -46,30 +46,6 @@ STEPS = 6
 Counts = Counter[str]
 
 
-class SavingRun(Run):
-    """A tiny run that saves after each step, and resumes from its newest checkpoint."""
-
-    def __init__(self, asynchronous: bool, placement: str) -> None:
-        torch.manual_seed(0)  # whatever this process has drawn before
-        model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))
-        super().__init__("stream", 0, model, weights={"placement": placement})
-        self.asynchronous = asynchronous
-
-    def resume(self, folder: Path) -> None:
-        newest = latest_checkpoint(folder)
-        if newest is not None:
-            self.steps = self.load(newest)["step"]
-
-    def finish(self, folder: Path) -> dict[str, Tensor]:
-        """To the last step. Weights and state at the end."""
-        while self.steps < STEPS:
-            self.train()
-            extra = {"step": self.steps}
-            self.save(folder / f"step-{self.steps}", extra=extra, keep_last=1, asynchronous=self.asynchronous)
-        finish_pending()
-        return self.content()
-
-
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
 
 
@@ -128,10 +104,18 @@ def kills(
 
 
 def _train(placement: str, folder: Path, asynchronous: bool) -> dict[str, Tensor]:
-    """From the newest checkpoint, if there is one, to the last step; what the run ends with."""
-    run = SavingRun(asynchronous, placement)
-    run.resume(folder)
-    return run.finish(folder)
+    """From the newest checkpoint, if there is one, to the last step, saving after each; what the run ends with."""
+    torch.manual_seed(0)  # whatever this process has drawn before
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))
+    run, newest = Run("stream", 0, model, weights={"placement": placement}), latest_checkpoint(folder)
+    if newest is not None:
+        run.steps = run.load(newest)["step"]
+    while run.steps < STEPS:
+        run.train()
+        extra = {"step": run.steps}
+        run.save(folder / f"step-{run.steps}", extra=extra, keep_last=1, asynchronous=asynchronous)
+    finish_pending()
+    return run.content()
 
 
 def _train_by_trainer(folder: Path, asynchronous: bool) -> dict[str, Tensor]:

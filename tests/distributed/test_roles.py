@@ -23,12 +23,11 @@ from lightstep.checkpoint.huggingface import full_weights
 from lightstep.strategy import fsdp2
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.on_ranks import on_ranks
+from tests.distributed.publishing_runs import DDP, DEFERRED, FSDP2, RESIDENT
 from tests.distributed.ranks import Pool
 from tests.unit.test_stream import random_delays, random_sleeps
 
-FSDP2: dict[str, Any] = {"kind": "fsdp2"}
 HSDP: dict[str, Any] = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 1}}
-DDP: dict[str, Any] = {"kind": "ddp", "find_unused_parameters": True}
 SINGLE: dict[str, Any] = {"kind": "single"}
 
 SMALL = 0.001
@@ -100,10 +99,6 @@ def check_weights(
         version = strategy.publish_weights(model)
         versions.append((version, copied(full_weights(model))))
     return strategy.role, versions
-
-
-RESIDENT: dict[str, Any] = {"backend": "resident"}
-DEFERRED: dict[str, Any] = {"backend": "stream", "update": "next_forward", "ring_mib": 0.01}
 
 
 KEYS = ("sharding", "trained", "sent", "ranks", "state")

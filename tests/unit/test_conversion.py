@@ -274,10 +274,10 @@ def test_members_of_enums_from_any_python_are_read(tmp_path: Path, monkeypatch: 
     import deepspeed.runtime.zero.config as config
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-    torch.save({"stage": Member(config.ZeroStageEnum, "gradients"), "on": [Member(Color, "RED")]}, tmp_path / "a.pt")
-    read = load_file(tmp_path / "a.pt")
+    content = {"stage": Member(config.ZeroStageEnum, "gradients"), "on": [Member(Color, "RED")]}
+    read = load_file(torch_file(tmp_path / "a", content))
     assert int(read["stage"]) == 2 and read["on"][0].arguments == ("RED",)
-    refuse_untrusted(_saved(tmp_path / "b.pt", Member(config.ZeroStageEnum, "gradients")))
+    refuse_untrusted(torch_file(tmp_path / "b", Member(config.ZeroStageEnum, "gradients")))
     with trusted_loads():
         assert torch.load(tmp_path / "b.pt", weights_only=False) is config.ZeroStageEnum.gradients
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
@@ -285,7 +285,7 @@ def test_members_of_enums_from_any_python_are_read(tmp_path: Path, monkeypatch: 
 
 
 def test_nothing_but_members_of_enums_is_looked_up(tmp_path: Path) -> None:
-    file = _saved(tmp_path / "a.pt", Member(dict, "fromkeys"))
+    file = torch_file(tmp_path / "a", Member(dict, "fromkeys"))
     assert repr(load_file(file)) == "<builtins.dict>"  # a stand-in, whose class was not asked for anything
     with pytest.raises(CheckpointError, match="what must not be run"), trusted_loads():
         torch.load(file, weights_only=False)
@@ -297,11 +297,6 @@ def test_nothing_but_members_of_enums_is_looked_up(tmp_path: Path) -> None:
 
 class Color(Enum):
     RED = 1
-
-
-def _saved(file: Path, value: object) -> Path:
-    torch.save(value, file)
-    return file
 
 
 def test_a_checkpoint_of_trainer_is_read_without_being_told_the_names(tmp_path: Path) -> None:
