@@ -19,7 +19,8 @@ from lightstep.checkpoint.formats import convert_checkpoint, read_checkpoint
 from lightstep.checkpoint.formats.state import TrainingState, scale_from_deepspeed
 from tests.distributed import deepspeed_runs, lightrft_runs
 from tests.distributed.ranks import Pool
-from tests.reference.converted_run import AFTER, BEFORE, Run, differences, make_groups, make_net
+from tests.reference.converted_run import AFTER, BEFORE, Run, differences, make_net
+from tests.unit.test_conversion import Plain, names_of
 
 RUNS = {
     f"{stage}-{dtype}": (stage, dtype)
@@ -177,7 +178,7 @@ def test_other_layouts_of_deepspeed(pool: Pool, tmp_path: Path) -> None:
         for parameter, weight in found["weights"].items():
             source = trained[parameter]["master"] if parameter in trained else kept[parameter]
             assert torch.equal(weight, source.to(weight.dtype)), (name, parameter)
-        assert [group.names for group in state.groups or ()] == names_in_groups()
+        assert [group.names for group in state.groups or ()] == names_of(Plain())
 
 
 def test_checkpoints_of_the_deepspeed_strategy_go_both_ways(pool: Pool, tmp_path: Path) -> None:
@@ -202,12 +203,6 @@ def test_checkpoints_of_the_deepspeed_strategy_go_both_ways(pool: Pool, tmp_path
         arguments = {"stage": stage, "steps": AFTER, "load": str(tmp_path / "converted")}
         weights = pool.run(deepspeed_runs.under_strategy, world_size, **arguments)[0][-1]
         assert not differences({name: weights[name] for name in trained}, trained)
-
-
-def names_in_groups() -> list[list[str]]:
-    net = make_net()
-    names = {parameter: name for name, parameter in net.named_parameters()}
-    return [[names[parameter] for parameter in group["params"]] for group in make_groups(net)]
 
 
 @pytest.mark.parametrize(
