@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -263,8 +262,7 @@ class TransferEngine:
         self.model_config = SimpleNamespace(quantization=None)
 
 
-@cache
-def plugin() -> Any:
+def import_plugin() -> Any:
     """The module of lightstep's plugin, with as much of vLLM as it touches."""
     transfer = "vllm.distributed.weight_transfer"
     modules: dict[str, Any] = {
@@ -280,6 +278,9 @@ def plugin() -> Any:
     with mock.patch.dict(sys.modules, modules):
         sys.modules.pop("lightstep.rollout.vllm_plugin", None)
         return importlib.import_module("lightstep.rollout.vllm_plugin")
+
+
+PLUGIN = import_plugin()  # by the thread that imports this: servers' threads are several
 
 
 class FakeVllm(FakeServer):
@@ -336,9 +337,9 @@ class FakeVllm(FakeServer):
     def _update(self, process: Process, info: dict[str, Any]) -> None:
         process.refuse_outside(500)
         if process.engine is None:
-            process.engine = plugin().ProcessGroupEngine(ServedModel(process), self.device, self.workers)
+            process.engine = PLUGIN.ProcessGroupEngine(ServedModel(process), self.device, self.workers)
             process.engine._link = Broadcasts(self)
-        update = plugin().BucketInfo(**info)
+        update = PLUGIN.BucketInfo(**info)
         if update.check_only:
             process.updating = self.workers > 1  # what an error of the last worker leaves behind
             try:

@@ -14,7 +14,7 @@ from lightstep.rollout import servers
 from lightstep.rollout.transport import Bucket, BucketDelta, HeldWeights, WeightInfo, changed_words, shard_in_bucket
 from lightstep.state.host_copy_pool import HostCopyPool
 from tests.covering import every_value
-from tests.rollout_servers import FakeVllm, Process, ServedModel, plugin
+from tests.rollout_servers import PLUGIN, FakeVllm, Process, ServedModel
 from tests.unit.test_rollout_servers import Breaking, Training
 
 
@@ -269,5 +269,5 @@ def test_the_plugin_refuses_fused_experts_on_a_cpu() -> None:
     """vLLM packs them when it loads them first, and not again."""
     model = ServedModel(Process({"experts.w13_weight": torch.zeros(4, 8, 2)}))
     with pytest.raises(NotImplementedError, match=r"fused experts on a CPU \(experts.w13_weight\)"):
-        plugin().ProcessGroupEngine(model, torch.device("cpu"))
-    plugin().ProcessGroupEngine(model, torch.device("cuda"))
+        PLUGIN.ProcessGroupEngine(model, torch.device("cpu"))
+    PLUGIN.ProcessGroupEngine(model, torch.device("cuda"))
