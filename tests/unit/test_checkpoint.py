@@ -38,6 +38,7 @@ from tests.checkpoint_runs import (
     PlainRun,
     Run,
     Tied,
+    content,
     held,
     model_of,
     place,
@@ -305,12 +306,18 @@ def test_groups_are_matched_by_name_and_told_when_they_were_one(
 ) -> None:
     def optimizer(model: nn.Module, *rates: float, first: int = 0) -> torch.optim.Optimizer:
         layers = (model[first], model[1 - first])
-        return torch.optim.SGD([{"params": m.parameters(), "lr": lr} for m, lr in zip(layers, rates, strict=True)])
+        groups = [{"params": m.parameters(), "lr": lr} for m, lr in zip(layers, rates, strict=True)]
+        return torch.optim.SGD(groups, momentum=0.9)
 
     model, target = model_of(1.0, count=2), model_of(2.0, count=2)
-    save_checkpoint(tmp_path / "two", model, optimizer(model, 0.1, 0.2))
+    two = optimizer(model, 0.1, 0.2)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number)
+    two.step()
+    save_checkpoint(tmp_path / "two", model, two)
     load_checkpoint(tmp_path / "two", target, swapped := optimizer(target, 1.0, 1.0, first=1))
     assert [group["lr"] for group in swapped.param_groups] == [0.2, 0.1]
+    same(content(target, swapped), content(model, two))
     save_checkpoint(tmp_path / "one", model, torch.optim.SGD(model.parameters(), lr=0.1))
     for rates in ((0.3, 0.3), (0.1, 0.3)):
         assert not caplog.records

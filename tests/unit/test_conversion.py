@@ -13,6 +13,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -484,6 +485,16 @@ def test_what_was_there_is_replaced_whole_or_not_at_all(
     assert steps[-1][0] == 3 and len(steps) > 3
     broken = [step for step, end in steps if end in ("died", "raised")]
     assert broken[0] == 1 and broken == sorted(broken), "the old one, and the new one after the last rename"
+
+
+@pytest.mark.parametrize(("to", "method"), [("lightstep", "read"), ("torch", "copy_to")])
+def test_an_interrupt_amid_the_tensors_leaves_what_was_there(
+    tmp_path: Path, old_and_new: tuple[Path, Path], to: str, method: str
+) -> None:
+    convert_checkpoint(old_and_new[0], tmp_path / "out", to)
+    with mock.patch.object(LazyTensor, method, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(old_and_new[1], tmp_path / "out", to)
+    assert contents(tmp_path) == ["out"] and read_checkpoint(tmp_path / "out").step == 1
 
 
 @pytest.mark.parametrize("to", ["lightstep", "torch"])
