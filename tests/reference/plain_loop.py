@@ -147,7 +147,9 @@ class ReferenceLoop:
                 the norm in fp64, and is taken.
         """
         scale = self.loss_scale.scale
-        grads = {param: self.sums[param] / scale for param in self.parameters if param in self.sums}
+        # By a tensor: torch divides by a number on a GPU as it multiplies by its reciprocal, which is another rounding.
+        divisors = {device: torch.tensor(scale, device=device) for device in {s.device for s in self.sums.values()}}
+        grads = {p: self.sums[p] / divisors[self.sums[p].device] for p in self.parameters if p in self.sums}
         self.sums = {}
         for param in self.parameters:
             param.grad = None
