@@ -48,6 +48,10 @@ class BaseOptimizer(torch.optim.Optimizer):
         ``strategy.accumulate`` calls this."""
         self.unreduced = False
 
+    def expect_unreduced(self) -> None:
+        """A micro-batch without a reduction has ended, perhaps by the user's own ``loss.backward()``.
+        ``strategy.accumulate`` calls this."""
+
     @contextmanager
     def between_steps(self, what: str = "reading weights and state") -> Iterator[None]:
         """No other thread changes weights or state in the body: what it reads is of one moment, after a whole step.

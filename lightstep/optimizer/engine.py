@@ -327,6 +327,10 @@ class Engine:
         if self.unreduced:
             self.unreduced = bool(self._keeps_unreduced())
 
+    def expect_unreduced(self) -> None:
+        if self._overflow_everywhere is True and not self.unreduced:
+            self.unreduced = bool(self._keeps_unreduced())
+
     def _keeps_unreduced(self) -> bool | None:
         return self.gradients.keeps_unreduced(p for group in self.param_groups for p in group["params"])
 

@@ -132,7 +132,13 @@ class FinalUpdates(EarlyUpdates):
         queue.wait(first_job - 1)
 
     def _flush(self) -> None:
-        """Update the batches in which some layer has no gradient."""
+        """Update the batches in which some layer has no gradient.
+
+        If other processes get the weights, that is left to ``step()``, which updates the rest of such a batch, too:
+        they get each unit once.
+        """
+        if self._hooks_run and self._backend.peers_wait:
+            return
         for batch in list(self._updates):
             self._update_batch(batch)
 

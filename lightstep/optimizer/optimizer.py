@@ -387,6 +387,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def expect_reduction(self) -> None:
         self.engine.expect_reduction()
 
+    def expect_unreduced(self) -> None:
+        self.engine.expect_unreduced()
+
     @property
     def has_gradients(self) -> bool:
         """Whether gradients have arrived on this rank that no step has used."""

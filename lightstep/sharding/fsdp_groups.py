@@ -54,6 +54,12 @@ class ParameterGroup(NamedTuple):
         """Whether FSDP2 keeps the shards on the host itself (``CPUOffloadPolicy``)."""
         return any(part.offload_to_cpu for part in self.parts)
 
+    def know_dtypes(self) -> None:
+        """Reduce in the policy's dtype, too, if nothing of the group was trainable in the first forward: FSDP2 would
+        take the dtype of the gradients for ever."""
+        if getattr(self.torchs, "_reduce_dtype", False) is None and any(shard.requires_grad for shard in self.shards):
+            self.torchs._init_mp_dtypes()
+
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
         if self.is_only:
             self.module.set_all_reduce_hook(hook)

@@ -7,7 +7,7 @@ The classes here read the result before that. The optimizer's
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -19,7 +19,13 @@ from torch.autograd import Variable
 from lightstep.distributed import like, local_tensor
 from lightstep.precision.gradient_sums import set_grad
 from lightstep.precision.gradients import GradientAccumulator
-from lightstep.sharding.fsdp_groups import drop_unreduced, keeps_unreduced, parameter_groups, sharded_modules
+from lightstep.sharding.fsdp_groups import (
+    ParameterGroup,
+    drop_unreduced,
+    keeps_unreduced,
+    parameter_groups,
+    sharded_modules,
+)
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -62,6 +68,7 @@ class ShardedGradients:
         self._listeners = Listeners()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._flat: Tensor | None = None  # until the next group is reduced, or backward ends
+        self._expected: set[int] = set()  # ids of the group's shards that have not got their part of it yet
 
     def add_model(self, model: nn.Module) -> ShardedGradients:
         """Add the model, whose modules may be sharded later. Returns this object."""
@@ -71,6 +78,8 @@ class ShardedGradients:
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
         """From the next backward on, add the gradients of 16-bit parameters in fp32, by ``accumulator``."""
         listed = self._listeners.add(parameters, accumulator)
+        for group in self._groups():
+            group.know_dtypes()
         new = [p for p in listed if self._replace_rounded not in (p._post_accumulate_grad_hooks or {}).values()]
         if new:
             self._hook_groups()
@@ -94,9 +103,12 @@ class ShardedGradients:
 
     def _hook_groups(self) -> None:
         """Repeated for new parameters: the model may have been sharded since."""
-        for model in self._models:
-            for group in (group for module in sharded_modules(model) for group in parameter_groups(module)):
-                group.set_all_reduce_hook(partial(self._before_group, group.shards_later()))
+        for group in self._groups():
+            group.set_all_reduce_hook(partial(self._before_group, group.shards_later()))
+
+    def _groups(self) -> Iterator[ParameterGroup]:
+        modules = (module for model in self._models for module in sharded_modules(model))
+        return (group for module in modules for group in parameter_groups(module))
 
     @torch.no_grad()
     def _before_group(self, shards: Callable[[], Sequence[Tensor]], flat: Tensor) -> None:
@@ -105,7 +117,9 @@ class ShardedGradients:
         if self._flat is not None:
             Variable._execution_engine.queue_callback(self._release)
             _used_on_this_stream(flat)  # allocated on FSDP's reduce-scatter stream
-        for parameter in shards():
+        listed = shards()
+        self._expected = {id(parameter) for parameter in listed}
+        for parameter in listed:
             if parameter.grad is None:
                 continue
             accumulator = self._listeners.of(parameter)
@@ -118,8 +132,12 @@ class ShardedGradients:
 
     @torch.no_grad()
     def _replace_rounded(self, parameter: Tensor) -> None:
+        """Once for each reduction: what autograd adds to a shard's gradient later (a penalty) stays as it is."""
         flat = self._flat
-        if flat is None or parameter.grad is None or self._listeners.of(parameter) is None:
+        if flat is None or id(parameter) not in self._expected:
+            return
+        self._expected.discard(id(parameter))
+        if parameter.grad is None or self._listeners.of(parameter) is None:
             return
         rounded = local_tensor(parameter.grad)
         if rounded.device != flat.device:  # FSDP offloads gradients to the host

@@ -556,6 +556,8 @@ class Strategy(ABC):
                     optimizer.accumulating = False
                     if last:
                         optimizer.expect_reduction()
+                    else:
+                        optimizer.expect_unreduced()
 
     def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """The context in which the sharding reduces gradients, or with ``last=False`` does not."""

@@ -1,0 +1,129 @@
+"""What reaches a step of the gradients that FSDP2 and DDP reduce, where users do what their tutorials do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightstep
+from lightstep.distributed import local_tensor
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.ranks import device_of
+
+
+class Layers(nn.Module):
+    """Four equal layers, each an FSDP2 unit."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=bias) for _ in range(4))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for layer in self.layers:
+            values = torch.tanh(layer(values))
+        return values
+
+
+class Run:
+    def __init__(
+        self, rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], bias: bool = True
+    ) -> None:
+        torch.manual_seed(0)
+        self.rank, self.device, self.steps = rank, device_of(rank, world_size), 0
+        values = {"sharding": sharding, "clipping": {"max_norm": None}, "optimizer_state": state}
+        self.strategy = lightstep.Strategy.load(values)
+        self.model = self.strategy.prepare_model(Layers(bias))
+        self.layers: Any = self.strategy.unwrap_model(self.model).layers
+        self.optimizer: Any = self.strategy.create_optimizer(self.model, torch.optim.SGD, lr=0.5)
+
+    def loss(self, micro: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.steps + 10 * micro + self.rank)
+        values = torch.randn(6, 8, generator=generator).to(self.device, torch.bfloat16)
+        return self.model(values).float().square().mean()
+
+    def penalty(self) -> Tensor:
+        shards: Any = self.model.parameters()
+        return torch.stack([shard.to_local().float().square().sum() for shard in shards]).sum()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.steps += 1
+
+    def weights(self) -> list[Tensor]:
+        self.optimizer.synchronize()
+        return [local_tensor(parameter.detach()).clone() for parameter in self.model.parameters()]
+
+
+FSDP2 = {"kind": "fsdp2", "wrap": ["Linear"]}
+RESIDENT, IN_BACKWARD = {"backend": "resident"}, {"backend": "stream", "update": "in_backward"}
+
+
+def assert_same(runs: list[Run]) -> None:
+    found, wanted = (run.weights() for run in runs)
+    assert [number for number, pair in enumerate(zip(found, wanted, strict=True)) if not torch.equal(*pair)] == []
+
+
+@on_ranks(2)
+def test_replicas_get_weights_of_layers_in_which_some_gradients_are_missing(rank: int, world_size: int) -> None:
+    """Units in which another layer lacks one are updated in step(), where its weight is sent for the first time."""
+    sharding = {**FSDP2, "mesh": {"replicate": 2, "shard": 1}}
+    runs = [Run(rank, world_size, sharding, state) for state in (RESIDENT, IN_BACKWARD)]
+    for run in runs:
+        for step in range(5):
+            run.layers[0].weight.requires_grad_(step not in (1, 2))
+            run.layers[2].weight.requires_grad_(step not in (0, 3))
+            run.layers[3].bias.requires_grad_(step != 2)
+            run.optimizer.backward(run.loss())
+            run.step()
+    assert_same(runs)
+
+
+@on_ranks(2)
+def test_a_penalty_on_shards_is_added_whenever_it_was_computed(rank: int, world_size: int) -> None:
+    runs = [Run(rank, world_size, FSDP2, RESIDENT, bias=False) for _ in range(2)]
+    for number, run in enumerate(runs):
+        for _ in range(2):
+            penalty = run.penalty()
+            if number:
+                run.optimizer.backward(run.loss())
+                run.optimizer.backward(penalty)
+            else:
+                run.optimizer.backward(run.loss() + penalty)
+            run.step()
+    assert_same(runs)
+
+
+@on_ranks(2)
+def test_a_unit_that_was_frozen_in_the_first_forward_is_reduced_in_fp32(rank: int, world_size: int) -> None:
+    runs = [Run(rank, world_size, FSDP2, RESIDENT) for _ in range(2)]
+    runs[1].loss()  # FSDP2 looks at it while it is trained
+    for run in runs:
+        run.layers[1].requires_grad_(False)
+        for step in range(4):
+            if step == 2:
+                run.layers[1].requires_grad_(True)
+            for micro in range(1 + step % 2):
+                with run.strategy.accumulate(run.model, last=micro == step % 2):
+                    run.optimizer.backward(run.loss(micro))
+            assert all(p.grad is None or p.grad.dtype == torch.float32 for p in run.model.parameters())
+            run.step()
+    assert_same(runs)
+
+
+@on_ranks(2, "kind", ["fsdp2", "ddp"])
+def test_a_micro_batch_that_is_left_on_its_rank_is_refused(rank: int, world_size: int, kind: str) -> None:
+    """Backwards by hand: the last one is not reduced."""
+    run = Run(rank, world_size, FSDP2 if kind == "fsdp2" else {"kind": kind}, RESIDENT)
+    for last in (True, False):
+        with run.strategy.accumulate(run.model, last=last):
+            run.loss(int(last)).backward()
+    with pytest.raises(RuntimeError, match="have not been reduced over the ranks"):
+        run.step()
+    run.optimizer.zero_grad()
+    for last in (False, True):
+        with run.strategy.accumulate(run.model, last=last):
+            run.loss(int(last)).backward()
+    run.step()
