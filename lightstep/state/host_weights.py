@@ -287,9 +287,8 @@ class WeightGroup:
         self.rest()
 
     def _expect_writes(self) -> None:
-        """A reader may write to the weights, also in ways that nobody counts."""
-        if not self.weights.is_fresh:
-            self.forget()
+        """A reader may write to the weights, also in ways that nobody counts: PEFT merges through ``p.data``."""
+        self.forget()
         for kept in self.kept:
             kept.note_written(range(len(self.parameters)))
 

@@ -826,6 +826,18 @@ def test_a_write_while_other_weights_of_the_block_are_updated(time: str) -> None
     assert_same(*snapshots)
 
 
+@pytest.mark.parametrize("time", TIMES)
+def test_what_is_written_to_data_after_a_step_counts(time: str) -> None:
+    """PEFT merges adapters so. The weights that an update has left on the device are not used for the next forward."""
+    training = make("stream", time, "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0})
+    training.train(3)
+    training.model.blocks[1].up.weight.data.mul_(0.5)
+    with torch.no_grad():
+        found = training.loss(7).item()
+        training.optimizer.refresh_master_weights()
+        assert training.loss(7).item() == found
+
+
 @every_value(time=TIMES[:-1], make_model=[Transposed, ChannelsLast])
 def test_odd_memory_layouts(time: str, make_model: type[TinyModel]) -> None:
     """The norm adds up elements in the order of their memory."""
