@@ -8,7 +8,8 @@ of numbers.
 FSDP2 replaces entries by writing to the dictionary, which does not wait; its own reads of shards are gated
 (:mod:`lightstep.sharding.gathering_gates`). Compiled code does not go through the dictionary, and relies on the gates
 in front of forwards (:mod:`lightstep.sharding.forward_gates`). A module that is given one of the parameters later (a
-parametrization, a loss that keeps the head's weight) gets such a dictionary, too.
+parametrization, a loss that keeps the head's weight) gets such a dictionary, too. So does one that is given a parameter
+which rests on the host.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ class DeferredUpdates:
 
     steps: ClassVar[int] = 0
     _all: ClassVar[weakref.WeakSet[DeferredUpdates]] = weakref.WeakSet()
-    _registration_hook: ClassVar[Any] = None  # the handle of torch's hook, once there is a model
 
     def __init__(self) -> None:
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
@@ -51,8 +51,7 @@ class DeferredUpdates:
         # Each engine until its optimizer is gone and its last update done: the garbage collector may delete an
         # optimizer in one thread while another thread reads.
         self._engines: list[tuple[weakref.finalize[Any, Any], Engine]] = []
-        if DeferredUpdates._registration_hook is None:
-            DeferredUpdates._registration_hook = register_module_parameter_registration_hook(_on_registration)
+        _watch_registrations()
         self._all.add(self)
         self._trained_ids: tuple[tuple[int, int], frozenset[int]] = (
             (-1, -1),
@@ -138,10 +137,26 @@ def _shut_down_orphaned(reference: weakref.ref[DeferredUpdates]) -> None:
         updates.shut_down_orphaned()
 
 
+_hosts: weakref.WeakSet[HostWeights] = weakref.WeakSet()
+_registration_hooks: list[Any] = []  # the handle of torch's hook, once there is a model
+
+
+def _watch_registrations() -> None:
+    if not _registration_hooks:
+        _registration_hooks.append(register_module_parameter_registration_hook(_on_registration))
+
+
 def _on_registration(module: nn.Module, _: str, parameter: Tensor | None) -> None:
-    """A module, perhaps outside the model, is given a parameter: make its reads wait if the parameter is trained."""
-    for updates in [] if parameter is None else DeferredUpdates.of(parameter):
+    """A module, perhaps outside the model, is given a parameter: make its reads wait if the parameter is trained, or
+    rests on the host."""
+    if parameter is None:
+        return
+    for updates in DeferredUpdates.of(parameter):
         _await_reads_of(module, updates)
+    homes = [home for weights in list(_hosts) if (home := weights.home_of(parameter)) is not None]
+    if homes:
+        own = _awaited_parameters_of(module)
+        own.groups = list(dict.fromkeys([*own.groups, *groups_of(homes)]))
 
 
 class AwaitedParameters(dict[str, "nn.Parameter | None"]):
@@ -230,19 +245,24 @@ def await_reads(modules: Iterable[nn.Module], updates: DeferredUpdates) -> list[
 
 def await_host(modules: Iterable[nn.Module], weights: HostWeights) -> None:
     """Make reads of these modules' own parameters, outside of forwards, wait until they are complete on the host."""
+    _hosts.add(weights)
+    _watch_registrations()
     for module in modules:
-        own = vars(module)["_parameters"]
-        if own and not isinstance(own, AwaitedParameters):
-            own = vars(module)["_parameters"] = AwaitedParameters(own)
-        if own:
+        if vars(module)["_parameters"]:
+            own = _awaited_parameters_of(module)
             parameters = [parameter for parameter in dict.values(own) if parameter is not None]
             own.groups = groups_of(map(weights.home_of, parameters))
 
 
-def _await_reads_of(module: nn.Module, updates: DeferredUpdates) -> None:
+def _awaited_parameters_of(module: nn.Module) -> AwaitedParameters:
     own = vars(module)["_parameters"]
     if not isinstance(own, AwaitedParameters):
         own = vars(module)["_parameters"] = AwaitedParameters(own)
+    return own
+
+
+def _await_reads_of(module: nn.Module, updates: DeferredUpdates) -> None:
+    own = _awaited_parameters_of(module)
     if updates not in own.updates:
         own.updates.append(updates)
     own.steps = -1

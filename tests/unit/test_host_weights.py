@@ -826,6 +826,26 @@ def test_a_write_while_other_weights_of_the_block_are_updated(time: str) -> None
     assert_same(*snapshots)
 
 
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+@every_value(time=TIMES, home=HOMES)
+def test_modules_that_get_a_weight_later_read_that_of_the_last_step(time: str, home: str) -> None:
+    training = make(home, time, "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0})
+    training.train(1)
+    head, kept = training.model.head, nn.Module()
+    kept.weight = head.weight
+    nn.utils.parametrize.register_parametrization(head, "weight", Doubled())
+    training.train(1)
+    training.delays(1, 2e-2)
+    training.train(1)
+    found = [kept.weight.detach().clone(), head.weight.detach().clone()]
+    training.optimizer.synchronize()
+    assert torch.equal(found[0], kept.weight) and torch.equal(found[1], 2 * kept.weight)
+
+
 @pytest.mark.parametrize("time", TIMES)
 def test_what_is_written_to_data_after_a_step_counts(time: str) -> None:
     """PEFT merges adapters so. The weights that an update has left on the device are not used for the next forward."""
