@@ -628,8 +628,12 @@ class Engine:
         self.refuse_if_closed()
         with no_grad_no_inference():
             self.queue.wait_for_update()
+            left = self.managed.state_of_removed(self.param_groups)
             if self.managed.set_up(self.param_groups, also):
                 self.on_parameters_changed()
+            for parameter, entries in left.items():  # as torch keeps it: the parameter may come back
+                if self.edits.get(parameter) is None:
+                    self.edits.replace(parameter, entries)
 
     def on_parameters_changed(self) -> None:
         """Some of the managed parameters are new or have been replaced."""
@@ -663,7 +667,9 @@ class Engine:
         except BaseException:
             self.edits.put_back(edits)
             raise
-        self.edits.put_back({p: edit for p, edit in edits.items() if p not in listed and edit.whole and edit.entries})
+        waiting = {p: edit for p, edit in edits.items() if p not in listed and edit.whole}
+        self.edits.release(p for p, edit in waiting.items() if not edit.entries)  # deleted before it left its group
+        self.edits.put_back({p: edit for p, edit in waiting.items() if edit.entries})
 
     def _listed_edits(self) -> dict[Tensor, Edit]:
         """Those of parameters that are in a group: state of others waits until they are in one."""

@@ -145,6 +145,16 @@ class ManagedParameters:
             self._init_master(item)
         return True
 
+    def state_of_removed(self, groups: Sequence[dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+        """The state of managed parameters that are in none of the groups any more."""
+        if self.covers(groups):
+            return {}
+        listed = {parameter for group in groups for parameter in group["params"]}
+        removed = [item for item in self if item.param not in listed and item.updated]
+        if removed:
+            self._backend.synchronize()
+        return {item.param: self.state_of(item) for item in removed}
+
     def _refuse_other_class(self, parameter: Tensor, group: dict[str, Any]) -> None:
         item, theirs = self._items.get(parameter), self._classes.arithmetic_for(group)
         if item is not None and self._classes.arithmetic_for(item.group) is not theirs:

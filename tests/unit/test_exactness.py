@@ -17,7 +17,7 @@ from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale
 from lightstep.state.lanes import Lanes
 from tests.covering import every_pair, every_value
 from tests.reference.lion import Lion
-from tests.reference.pair import DTYPES, FP16_SCALE, IN_BACKWARD, TWO_GROUPS, Pair, scale_for, strategy_values
+from tests.reference.pair import DTYPES, FP16_SCALE, IN_BACKWARD, TWO_GROUPS, Pair, same, scale_for, strategy_values
 from tests.reference.plain_loop import ReferenceScale
 from tests.reference.tiny_model import TinyModel, loss_of
 from tests.unit.test_stream import random_delays
@@ -380,6 +380,36 @@ def test_a_gradient_that_backward_could_not_know_of_is_refused(kind: str, late: 
     pair.finish()
     pair.steps += 1
     pair.train(2)
+
+
+@pytest.mark.parametrize("backend", [*SOME_BACKENDS, "stream-in-backward-and-forward", "stream-in-backward"])
+def test_a_parameter_that_leaves_its_group_and_comes_back_keeps_its_state(backend: str) -> None:
+    scope = "unit" if backend in IN_BACKWARD else "global"
+    strategy = lightstep.Strategy.load(strategy_values("float32", backend, scope=scope))
+    expected: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(strategy.device)
+    model: Any = strategy.prepare_model(copy.deepcopy(expected))
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    reference = torch.optim.AdamW(expected.parameters(), lr=1e-2, fused=True)
+
+    def train() -> None:
+        values = torch.ones(2, 8, device=strategy.device)
+        optimizer.backward(model(values).square().mean())
+        expected(values).square().mean().backward()
+        for one, trained in ((optimizer, model), (reference, expected)):
+            one.step()
+            trained.zero_grad()
+
+    train()
+    train()
+    for is_out in (True, False, True, False):
+        for one, trained in ((optimizer, model), (reference, expected)):
+            others = [p for p in trained.parameters() if p is not trained[2].weight]
+            one.param_groups[0]["params"] = others if is_out else list(trained.parameters())
+        train()
+    optimizer.synchronize()
+    for tested, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        same("weight", tested, wanted)
+        same("moment", optimizer.state[tested]["exp_avg"], reference.state[wanted]["exp_avg"])
 
 
 class Strict(torch.optim.SGD):
