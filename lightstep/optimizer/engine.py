@@ -628,6 +628,8 @@ class Engine:
         self.refuse_if_closed()
         with no_grad_no_inference():
             self.queue.wait_for_update()
+            if not also and self.managed.covers(self.param_groups):
+                return
             left = self.managed.state_of_removed(self.param_groups)
             if self.managed.set_up(self.param_groups, also):
                 self.on_parameters_changed()

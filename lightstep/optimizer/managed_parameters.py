@@ -110,8 +110,6 @@ class ManagedParameters:
         A parameter that is frozen later keeps its state, and continues from it when it is unfrozen. One that is frozen
         after its gradient has arrived is updated once more, as in torch.
         """
-        if not also and self.covers(groups):
-            return False
         covered = _groups_and_trained(groups)
         new = self._manage_all(groups, {*self._items, *also})
         self._covered = covered
@@ -147,8 +145,6 @@ class ManagedParameters:
 
     def state_of_removed(self, groups: Sequence[dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
         """The state of managed parameters that are in none of the groups any more."""
-        if self.covers(groups):
-            return {}
         listed = {parameter for group in groups for parameter in group["params"]}
         removed = [item for item in self if item.param not in listed and item.updated]
         if removed:

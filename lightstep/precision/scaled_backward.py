@@ -37,7 +37,7 @@ class ScaledBackward:
         """Check the gradients of exactly these parameters; returns those that it has not checked before."""
         self._scale = scale
         wanted = [] if scale.is_identity else [p for p in parameters if p.is_floating_point()]
-        swapped = self._hooks.restore()
+        swapped = self._hooks.restore() if self._watched else []
         if len(wanted) == len(self._watched) and all(map(operator.is_, wanted, self._watched)):
             return swapped
         missed = {*wanted}.difference(self._watched).union(swapped)

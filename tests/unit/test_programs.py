@@ -14,7 +14,7 @@ import torch
 from tests.covering import every_pair
 from tests.unit.test_fuzz import LOOPS, MOMENTS, run
 
-KINDS = ["stream in part, next_forward", "on the host, overlap", "stream, in_backward"]
+KINDS = ["resident", "stream in part, next_forward", "stream, overlap", "on the host, overlap", "stream, in_backward"]
 TRAIN, STEP = ("train", 1), ("step", False)
 BACKWARD = ("backward", 1, True, None)
 SAVES = ["state", "checkpoint", "meanwhile"]
