@@ -73,12 +73,13 @@ class SynchronizedCallbackHandler(CallbackHandler):
             return super().call_event(event, args, state, control, **kwargs)
         if self._others(event):
             wait_for_weights(optimizer)
+        if event == "on_train_begin":
+            for callback in [callback for callback in self.callbacks if hasattr(callback, "sync_target_model")]:
+                if optimizer.optimizer.engine.host_gradients is not None:
+                    callback.sync_target_model = follow_weights_on_the_host
         if event in ("on_train_begin", "on_pre_optimizer_step"):
             readers = self._others("on_pre_optimizer_step", "on_optimizer_step")
             check_gradients_are_kept(optimizer.optimizer, readers)
-            for callback in self.callbacks if optimizer.optimizer.engine.host_gradients is not None else []:
-                if hasattr(callback, "sync_target_model"):
-                    callback.sync_target_model = follow_weights_on_the_host
             if readers and event == "on_pre_optimizer_step":
                 optimizer.clipped = ClippedGradients(optimizer.optimizer, self.model.parameters())
         if event == "on_optimizer_step" and optimizer.clipped is not None:

@@ -75,7 +75,7 @@ class Engine:
         update_listeners: called when weights may change before ``step()``.
     """
 
-    loss_scale = Setting(check_loss_scale, then="watch_gradients")
+    loss_scale = Setting(check_loss_scale, after=lambda engine: engine.watch_gradients())
     max_norm = Setting(lambda given: None if given is None else check_max_norm(given))
     norm_type = FixedSetting(check_norm_type)
     clip_layers = FixedSetting(bool)

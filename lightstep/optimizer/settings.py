@@ -16,11 +16,11 @@ class Setting:
 
     Args:
         check: returns the value to store, or raises.
-        then: the name of a method of the engine that is called afterwards.
+        after: called with the engine when it has the value.
     """
 
-    def __init__(self, check: Callable[[Any], Any], then: str = "") -> None:
-        self._check, self._then = check, then
+    def __init__(self, check: Callable[[Any], Any], after: Callable[[Any], object] | None = None) -> None:
+        self._check, self._after = check, after
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -30,8 +30,8 @@ class Setting:
 
     def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self._name] = self._check(value)
-        if self._then:
-            getattr(instance, self._then)()
+        if self._after is not None:
+            self._after(instance)
 
 
 class FixedSetting(Setting):

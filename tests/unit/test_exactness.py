@@ -20,7 +20,7 @@ from tests.reference.lion import Lion
 from tests.reference.pair import DTYPES, FP16_SCALE, IN_BACKWARD, TWO_GROUPS, Pair, same, scale_for, strategy_values
 from tests.reference.plain_loop import ReferenceScale
 from tests.reference.tiny_model import TinyModel, loss_of
-from tests.unit.test_stream import random_delays
+from tests.unit.test_stream import random_delays, random_sleeps
 
 MAX_NORM = 0.35
 SOME_BACKENDS = ["resident", "stream", "stream-overlap"]
@@ -80,7 +80,10 @@ class Slow(Pair):
 
     def delay(self, seed: int) -> None:
         for lanes in self.lanes():
-            random_delays(lanes, seed, 1e-3)
+            if self.strategy.device.type == "cuda":
+                random_sleeps(lanes, seed, 1_000_000)
+            else:
+                random_delays(lanes, seed, 1e-3)
 
 
 def pair_for(

@@ -391,7 +391,8 @@ def test_a_server_that_is_gone_is_noticed_in_time_and_may_be_replaced(kind: str,
     path, first = BUCKETS[kind]
     gone.before = Breaking(path, first + 1, how, gone)
     begin = time.monotonic()
-    with pytest.raises(WeightTransferError, match=f"{gone.url}.* did not answer: timed out" if how == "hangs" else ""):
+    said = f"{gone.url}.* did not answer: timed out" if how == "hangs" else gone.url
+    with pytest.raises(WeightTransferError, match=said):
         training.publish()
     assert time.monotonic() - begin < (3 * timeout_s if how == "hangs" else timeout_s)  # who dies is not waited for
     assert training.fakes[0].process.paused and training.fakes[0].process.version == "1"
