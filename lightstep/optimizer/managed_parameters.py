@@ -234,10 +234,11 @@ class ManagedParameters:
         return any(item is not None and item.group is not group for item, group in listed)
 
     def find_written(self, items: Iterable[Managed]) -> list[Managed]:
-        """The parameters that somebody else has written to since :meth:`record`, as far as :class:`ModelWatch` can
-        tell."""
+        """The parameters that somebody else has written to, cast or transposed since :meth:`record`, as far as
+        :class:`ModelWatch` can tell."""
         items = list(items)
-        found = dict(self._watch.touched(_with_versions(_with_locals(items))))
+        locals_now = _with_locals(items)
+        found = dict.fromkeys(_of_other_forms(locals_now)) | dict(self._watch.touched(_with_versions(locals_now)))
         others = [item for item in _compared([(item, item.local) for item in items]) if item not in found]
         return [*found, *self._backend.changed(others)]
 

@@ -20,7 +20,7 @@ from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair, every_value
 from tests.distributed.models import TinyTransformer
 from tests.one_pass_on_cpu import few_probes, one_pass_fixture
-from tests.reference.pair import Pair, scale_for
+from tests.reference.pair import TWO_GROUPS, Pair, scale_for
 from tests.unit.test_moments import KINDS, PLACES, ShortPair
 from tests.unit.test_next_forward import Training, assert_same, small_cuts
 
@@ -73,6 +73,20 @@ def test_it_equals_the_textbook_loop(
     pair.check()
     assert one_pass_on_cpu[{"bfloat16": "split", "float16": "whole", "float32": "own"}[parameters]] > 0
     assert kind is None or one_pass_on_cpu[kind[0]] > 0
+
+
+@pytest.mark.usefixtures("one_pass_on_cpu", "small_units", "never_pauses")
+@every_value(parameters=["bfloat16", "float16", "float32"])
+def test_a_weight_that_is_transposed_before_backward_is_not_updated_in_it(parameters: str) -> None:
+    """Its memory is at the same address, and its present elements are those of the master."""
+    settings = {"backend": "stream-in-backward-and-forward", "max_norm": 0.35, **scale_for(parameters)}
+    pair = Pair(*TWO_GROUPS["AdamW"], parameters=parameters, **settings)
+    for _ in range(2):
+        pair.train(2)
+        for model in (pair.model, pair.reference_model):
+            model.sometimes.weight.data = model.sometimes.weight.data.t()
+        pair.reference.adopt(pair.reference_model.sometimes.weight)
+        pair.train(2)
 
 
 @pytest.mark.parametrize("update", ["next_forward", "overlap", "in_backward"])
