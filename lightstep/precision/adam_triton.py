@@ -6,7 +6,7 @@ else is contracted. Before and after, it joins and splits masters in registers, 
 decodes and encodes moments that are kept in fewer bytes, as :mod:`lightstep.precision.moments` and
 :mod:`lightstep.precision.moments_int8`. Weights without masters are rounded as moments in bf16 are.
 
-Several runs share a launch, one row of programs each, so that the GPU is not idle between them. A program finds its
+Several runs share a launch, so that the GPU is not idle between them, nor waits for the host. A program finds its
 addresses and what depends on the step once, and then processes some tiles. The body has two versions, for whole tiles
 and for the last one, because accesses under a mask are not vectorised.
 """
@@ -35,11 +35,8 @@ from lightstep.precision.moments_int8_triton import (
 )
 from lightstep.precision.moments_triton import mix, noise_of
 from lightstep.precision.noise import salt_of, signed
-from lightstep.precision.split_triton import TOGETHER, mixed, pick, places_of
+from lightstep.precision.split_triton import TOGETHER, mixed, pick, places_of, run_of
 from lightstep.precision.triton_launch import Launcher, is_aligned
-
-SIMILAR = 0.25
-"""Runs of at least this share of the longest one's elements are in its launch."""
 
 _SALTS = tuple(signed(salt_of(name)) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "weight"))
 
@@ -351,95 +348,92 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    number = tl.program_id(1)
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    own_places = places + 7 * number
+    number, own_places, begin = run_of(places, 8, COUNT, BLOCK)
     n = tl.load(own_places)
-    if begin < n:
-        gradient = pick(gradients, number, COUNT)
-        exp_avg = pick(exp_avgs, number, COUNT)
-        exp_avg_sq = pick(exp_avg_sqs, number, COUNT)
-        max_exp_avg_sq = None if max_exp_avg_sqs is None else pick(max_exp_avg_sqs, number, COUNT)
-        weight = None if weights is None else pick(weights, number, COUNT)
-        low = None if lows is None else pick(lows, number, COUNT)
-        master = None if masters is None else pick(masters, number, COUNT)
-        scales = None if all_scales is None else pick(all_scales, number, COUNT)
-        sq_scales = None if all_sq_scales is None else pick(all_sq_scales, number, COUNT)
-        max_scales = None if all_max_scales is None else pick(all_max_scales, number, COUNT)
-        sq_signs = None if all_sq_signs is None else pick(all_sq_signs, number, COUNT)
-        max_signs = None if all_max_signs is None else pick(all_max_signs, number, COUNT)
-        numbers = None if all_numbers is None else pick(all_numbers, number, COUNT)
-        step = pick(steps, number, COUNT)
-        mark = None if fingerprints is None else fingerprints + tl.load(own_places + 1)
-        position = tl.load(own_places + 2)
-        own = (gradient, exp_avg, exp_avg_sq)
-        updates = tl.load(step).to(tl.int32) + 1
-        if learning_rate is not None:
-            lr = tl.load(learning_rate)
-        known = tl.minimum(updates, length - 1)
-        rate = tl.div_rn(lr, tl.load(corrections + known))
-        root = tl.load(corrections + length + known)
-        rounded, rest = inverse(root)
-        shared = (updates, lr, rate, (root, rounded, rest), beta1, beta2, weight_decay, eps)
-        scaled = None if divisor is None else tl.load(divisor)
-        multiplied = None if factor is None else tl.load(factor)
-        window = (
-            tl.load(own_places + 3),
-            tl.load(own_places + 4),
-            tl.load(own_places + 5),
-            tl.load(own_places + 6),
-        )
-        total = tl.zeros((TILE // 8,), tl.int32) if KEPT > 1 else 0
-        end = tl.minimum(begin + BLOCK, n)
-        if tl.load(overflow) == 0:
-            for first in range(begin, end, TILE):
-                start = (position + first).to(tl.int32)
-                left = tl.minimum(n - first, TILE).to(tl.int32)
-                for WHOLE in tl.static_range(1 if KEPT > 1 else 0, 2):
-                    if (left == TILE) == WHOLE if KEPT < 2 else True:
-                        total = _block(
-                            own,
-                            max_exp_avg_sq,
-                            weight,
-                            low,
-                            master,
-                            scales,
-                            sq_scales,
-                            max_scales,
-                            sq_signs,
-                            max_signs,
-                            numbers,
-                            mark,
-                            total,
-                            shared,
-                            window,
-                            scaled,
-                            multiplied,
-                            first,
-                            start,
-                            left,
-                            DECAY,
-                            DECOUPLED,
-                            MAXIMIZE,
-                            KEPT,
-                            NOISY,
-                            JUMPS,
-                            SALT,
-                            SQ_SALT,
-                            MAX_SALT,
-                            WEIGHT_SALT,
-                            TILE,
-                            WHOLE and KEPT < 2,
-                        )
-        elif mark is not None:
-            eight = tl.arange(0, TILE // 8)
-            place = places_in_eights(TILE) if KEPT > 1 else tl.arange(0, TILE)
-            for first in range(begin, end, TILE):
-                inside = _inside(place, eight, n - first, KEPT)
-                code = tl.load(weight + first + place, mask=inside).to(tl.int16, bitcast=True)  # type: ignore[operator]
-                total += _fingerprint(code.to(tl.int32), (position + first).to(tl.int32) + place, inside)
-        if mark is not None:
-            tl.atomic_add(mark, tl.sum(total) if KEPT > 1 else total, sem="relaxed")
+    gradient = pick(gradients, number, COUNT)
+    exp_avg = pick(exp_avgs, number, COUNT)
+    exp_avg_sq = pick(exp_avg_sqs, number, COUNT)
+    max_exp_avg_sq = None if max_exp_avg_sqs is None else pick(max_exp_avg_sqs, number, COUNT)
+    weight = None if weights is None else pick(weights, number, COUNT)
+    low = None if lows is None else pick(lows, number, COUNT)
+    master = None if masters is None else pick(masters, number, COUNT)
+    scales = None if all_scales is None else pick(all_scales, number, COUNT)
+    sq_scales = None if all_sq_scales is None else pick(all_sq_scales, number, COUNT)
+    max_scales = None if all_max_scales is None else pick(all_max_scales, number, COUNT)
+    sq_signs = None if all_sq_signs is None else pick(all_sq_signs, number, COUNT)
+    max_signs = None if all_max_signs is None else pick(all_max_signs, number, COUNT)
+    numbers = None if all_numbers is None else pick(all_numbers, number, COUNT)
+    step = pick(steps, number, COUNT)
+    mark = None if fingerprints is None else fingerprints + tl.load(own_places + 1)
+    position = tl.load(own_places + 2)
+    own = (gradient, exp_avg, exp_avg_sq)
+    updates = tl.load(step).to(tl.int32) + 1
+    if learning_rate is not None:
+        lr = tl.load(learning_rate)
+    known = tl.minimum(updates, length - 1)
+    rate = tl.div_rn(lr, tl.load(corrections + known))
+    root = tl.load(corrections + length + known)
+    rounded, rest = inverse(root)
+    shared = (updates, lr, rate, (root, rounded, rest), beta1, beta2, weight_decay, eps)
+    scaled = None if divisor is None else tl.load(divisor)
+    multiplied = None if factor is None else tl.load(factor)
+    window = (
+        tl.load(own_places + 3),
+        tl.load(own_places + 4),
+        tl.load(own_places + 5),
+        tl.load(own_places + 6),
+    )
+    total = tl.zeros((TILE // 8,), tl.int32) if KEPT > 1 else 0
+    end = tl.minimum(begin + BLOCK, n)
+    if tl.load(overflow) == 0:
+        for first in range(begin, end, TILE):
+            start = (position + first).to(tl.int32)
+            left = tl.minimum(n - first, TILE).to(tl.int32)
+            for WHOLE in tl.static_range(1 if KEPT > 1 else 0, 2):
+                if (left == TILE) == WHOLE if KEPT < 2 else True:
+                    total = _block(
+                        own,
+                        max_exp_avg_sq,
+                        weight,
+                        low,
+                        master,
+                        scales,
+                        sq_scales,
+                        max_scales,
+                        sq_signs,
+                        max_signs,
+                        numbers,
+                        mark,
+                        total,
+                        shared,
+                        window,
+                        scaled,
+                        multiplied,
+                        first,
+                        start,
+                        left,
+                        DECAY,
+                        DECOUPLED,
+                        MAXIMIZE,
+                        KEPT,
+                        NOISY,
+                        JUMPS,
+                        SALT,
+                        SQ_SALT,
+                        MAX_SALT,
+                        WEIGHT_SALT,
+                        TILE,
+                        WHOLE and KEPT < 2,
+                    )
+    elif mark is not None:
+        eight = tl.arange(0, TILE // 8)
+        place = places_in_eights(TILE) if KEPT > 1 else tl.arange(0, TILE)
+        for first in range(begin, end, TILE):
+            inside = _inside(place, eight, n - first, KEPT)
+            code = tl.load(weight + first + place, mask=inside).to(tl.int16, bitcast=True)  # type: ignore[operator]
+            total += _fingerprint(code.to(tl.int32), (position + first).to(tl.int32) + place, inside)
+    if mark is not None:
+        tl.atomic_add(mark, tl.sum(total) if KEPT > 1 else total, sem="relaxed")
 
 
 def launcher(tile: int, tiles: int, warps: int, **options: int) -> tuple[Launcher, int]:
@@ -464,23 +458,14 @@ def update(batch: AdamBatch, gradients: Sequence[Tensor], steps: Sequence[Tensor
 
 
 def _rows(memories: Sequence[AdamMemory], aligned: Sequence[bool]) -> Iterator[list[int]]:
-    """The runs of each launch: of similar lengths, as each gets as many programs as the longest. Programs for nothing
-    take less of the device's time than another launch takes of the host's.
+    """The runs of each launch.
 
     A run that is not aligned gets a launch of its own: batches would be compiled for each combination of alignments.
     """
-    rows: list[int] = []
-    for number in sorted(range(len(memories)), key=lambda number: -memories[number].n):
-        n = memories[number].n
-        if not (memories[number].aligned and aligned[number]):
-            yield [number]
-            continue
-        if len(rows) == TOGETHER or (rows and n < SIMILAR * memories[rows[0]].n):
-            yield rows
-            rows = []
-        rows.append(number)
-    if rows:
-        yield rows
+    may_share = [memory.aligned and one for memory, one in zip(memories, aligned, strict=True)]
+    together = [number for number, may in enumerate(may_share) if may]
+    yield from ([number] for number, may in enumerate(may_share) if not may)
+    yield from (together[start : start + TOGETHER] for start in range(0, len(together), TOGETHER))
 
 
 class _Launch:
@@ -489,7 +474,7 @@ class _Launch:
     def __init__(self, batch: AdamBatch, rows: Sequence[int]) -> None:
         memories = [batch.memories[number] for number in rows]
         self._rows = [*rows, *[rows[-1]] * (TOGETHER - len(rows))]
-        self._count, self._n, self._tensors = len(rows), memories[0].n, memories[0].tensors
+        self._tensors = memories[0].tensors
         self._launcher, self._tile = coding if memories[0].block > 1 else plain
         self._fingerprints = batch.fingerprints
         self._columns = self._columns_of([batch.memories[number].addresses for number in self._rows])
@@ -497,7 +482,7 @@ class _Launch:
         device = memories[0].written.device
         windows = [one.window or Window() for one in memories]
         places = ((one.n, one.number, one.first, *window) for one, window in zip(memories, windows, strict=True))
-        self._places = places_of(tuple(places), device)
+        self._places, self._programs = places_of(tuple(places), self._launcher.block, device)
         self._own_constants = (memories[0].block, memories[0].noisy, memories[0].noise == "jumps", *_SALTS)
         self._keys: dict[tuple[int, bool], Any] = {}
 
@@ -529,4 +514,4 @@ class _Launch:
             columns = self._compiling
             own, counters = tuple(gradients[i] for i in self._rows), tuple(steps[i] for i in self._rows)
         arguments = (own, *columns, counters, self._fingerprints, self._places, *call.shared, *call.numbers)
-        self._launcher.launch(key, compiled, self._n, self._count, arguments)
+        self._launcher.launch(key, compiled, self._programs, arguments)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,21 +61,20 @@ def fingerprint_rows(rows: Sequence[WeightRow], out: Tensor) -> None:
             whole.append((weight, first, index))
         else:
             fingerprints(weight, first, ranges, out[index : index + len(ranges)])
-    whole.sort(key=lambda row: -row[0].numel())
     for start in range(0, len(whole), TOGETHER):
         _sum_rows(whole[start : start + TOGETHER], out)
 
 
 def _sum_rows(rows: Sequence[tuple[Tensor, int, int]], out: Tensor) -> None:
-    """Add the sums of up to ``TOGETHER`` rows of one range, the longest first.
+    """Add the sums of up to ``TOGETHER`` rows of one range.
 
     Args:
         rows: weight, position of its first element, and index of its fingerprint.
     """
-    longest = rows[0][0].numel()
-    if not longest:
+    numbers = tuple((weight.numel(), index, first) for weight, first, index in rows)
+    places, programs = places_of(numbers, _row_sums.block, out.device)
+    if not programs:
         return
-    places = places_of(tuple((weight.numel(), index, first) for weight, first, index in rows), out.device)
     key = _row_sums.key((rows[0][0], places, out), (TOGETHER,))
     padded = [weight for weight, _, _ in rows] + [rows[-1][0]] * (TOGETHER - len(rows))
     compiled = _row_sums.compiled(key)
@@ -82,14 +82,25 @@ def _sum_rows(rows: Sequence[tuple[Tensor, int, int]], out: Tensor) -> None:
         weights: tuple[Any, ...] = tuple([weight.data_ptr() for weight in padded])
     else:  # the dtype is needed
         weights = tuple(weight.view(torch.int16) for weight in padded)
-    _row_sums.launch(key, compiled, longest, len(rows), (weights, places, out))
+    _row_sums.launch(key, compiled, programs, (weights, places, out))
 
 
 @functools.lru_cache(maxsize=4096)
-def places_of(places: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """``[k * n]``: n numbers of each of k runs: number of elements, index of the fingerprint, position of the first
-    element, and what a kernel needs beside these."""
-    return torch.tensor(places, dtype=torch.int64, device="cpu").view(-1).to(device, non_blocking=True)
+def places_of(runs: tuple[tuple[int, ...], ...], block: int, device: torch.device) -> tuple[Tensor, int]:
+    """``[TOGETHER * (1 + k)]``: of each run the first of its programs, and its k numbers; and the number of programs.
+
+    Each program processes ``block`` elements of one run. A run that is missing begins after the last program.
+
+    Args:
+        runs: number of elements, index of the fingerprint, position of the first element, and what a kernel needs
+            beside these.
+    """
+    programs = [-(-elements // block) for elements, *_ in runs]
+    first = itertools.accumulate(programs[:-1], initial=0)
+    rows = [(begin, *numbers) for begin, numbers in zip(first, runs, strict=True)]
+    rows += [(sum(programs), *[0] * len(runs[0]))] * (TOGETHER - len(runs))
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1)
+    return table.to(device, non_blocking=True), sum(programs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -225,20 +236,28 @@ if available:
         return found
 
     @triton.jit
+    def run_of(places, COLUMNS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The program's run, its numbers in the table of :func:`places_of`, and its first element in that run."""
+        program = tl.program_id(0)
+        number = 0
+        for i in tl.static_range(1, COUNT):
+            number += (program >= tl.load(places + COLUMNS * i)).to(tl.int32)
+        own = places + COLUMNS * number
+        return number, own + 1, (program - tl.load(own)) * BLOCK
+
+    @triton.jit
     def _row_sums_kernel(weights, places, out, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        number = tl.program_id(1)
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        n = tl.load(places + 3 * number)
-        if first < n:
-            weight = pick(weights, number, COUNT) + first
-            mark = out + tl.load(places + 3 * number + 1)
-            start = (tl.load(places + 3 * number + 2) + first).to(tl.int32)
-            place = tl.arange(0, BLOCK)
-            if n - first >= BLOCK:
-                add_to_mark(mark, tl.load(weight + place).to(tl.int32), start + place, place < BLOCK)
-            else:
-                inside = place < n - first
-                add_to_mark(mark, tl.load(weight + place, mask=inside, other=0).to(tl.int32), start + place, inside)
+        number, own, first = run_of(places, 4, COUNT, BLOCK)
+        weight = pick(weights, number, COUNT) + first
+        left = tl.load(own) - first
+        mark = out + tl.load(own + 1)
+        start = (tl.load(own + 2) + first).to(tl.int32)
+        place = tl.arange(0, BLOCK)
+        if left >= BLOCK:
+            add_to_mark(mark, tl.load(weight + place).to(tl.int32), start + place, place < BLOCK)
+        else:
+            inside = place < left
+            add_to_mark(mark, tl.load(weight + place, mask=inside, other=0).to(tl.int32), start + place, inside)
 
     _split, _join = (Launcher(kernel, _BLOCK, _WARPS) for kernel in (_split_kernel, _join_kernel))
     _fingerprint = Launcher(_fingerprint_kernel, _SUMMED, _SUMMING)

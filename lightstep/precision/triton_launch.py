@@ -52,7 +52,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, block: int, warps: int, **options: Any) -> None:
-        self._kernel, self._block = kernel, block
+        self._kernel, self.block = kernel, block
         self._options = {"num_warps": warps, **options}
         self._compiled: dict[Key, Any] = {}
 
@@ -62,7 +62,7 @@ class Launcher:
         if n:
             wide = n >= _INT32 or any(isinstance(one, int) and abs(one) >= _INT32 for one in numbers)
             key = self.key(tensors, constants, wide)
-            self.launch(key, self.compiled(key), n, 1, (*tensors, *numbers, n))
+            self.launch(key, self.compiled(key), self._programs(n), (*tensors, *numbers, n))
 
     def again(self, n: int, tensors: tuple[Tensor | None, ...], *constants: Any) -> Callable[..., bool]:
         """A function that repeats a launch on the memory of these tensors, with other numbers. It keeps no tensor.
@@ -77,10 +77,13 @@ class Launcher:
             compiled = None if wide else self.compiled(key)
             if compiled is None:
                 return False
-            self.launch(key, compiled, n, 1, (*addresses, *numbers, n))
+            self.launch(key, compiled, self._programs(n), (*addresses, *numbers, n))
             return True
 
         return launch
+
+    def _programs(self, n: int) -> int:
+        return -(-n // self.block)
 
     def key(self, tensors: Iterable[Tensor | None], constants: tuple[Any, ...], wide: bool = False) -> Key:
         """What the kernel is compiled for: device, dtypes and alignments of these tensors, and constants.
@@ -106,8 +109,8 @@ class Launcher:
         found = self._compiled.get(key)
         return found if found is not None and not key[1] and torch.cuda.current_device() == key[0].index else None
 
-    def launch(self, key: Key, compiled: Any, n: int, rows: int, arguments: tuple[Any, ...]) -> None:
-        """Launch programs for ``n`` elements in each of ``rows`` rows.
+    def launch(self, key: Key, compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
+        """Launch so many programs.
 
         Args:
             key: from :meth:`key`.
@@ -115,7 +118,7 @@ class Launcher:
             arguments: all but the constants.
         """
         device, _, constants, *_ = key
-        grid, given = (-(-n // self._block), rows, 1), (*arguments, *constants, self._block)
+        grid, given = (programs, 1, 1), (*arguments, *constants, self.block)
         if compiled is not None:
             compiled[grid](*given)
             return
