@@ -153,7 +153,7 @@ class ShardGroup(WeightGroup):
             try:
                 yield
             finally:
-                self._place(self.weights.on_host)
+                self._place(self._at_rest)
                 self.owner.write_back(self.weights)
         self.owner.free()
         self.weights.settle()

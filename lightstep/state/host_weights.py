@@ -77,7 +77,8 @@ class WeightGroup:
         self._versions: list[int] | None = None  # of the weights on the device
         if room is not None:
             self.weights.host.zero_()
-        for number, (local, rest) in enumerate(zip(locals_, self.weights.on_host, strict=True)):
+        self._at_rest = [_with_own_storage(rest) for rest in self.weights.on_host]
+        for number, (local, rest) in enumerate(zip(locals_, self._at_rest, strict=True)):
             rest.copy_(local)
             self._put(number, rest)
         owner.add(self)
@@ -163,7 +164,12 @@ class WeightGroup:
     def rest(self) -> None:
         """The parameters are on the host, unless a module has entered them, or another thread trains."""
         if not self.visits and not self._is_at_rest and not self.owner.is_foreign():
-            self._place(self.weights.on_host)
+            replaced = self._replaced_on_device()
+            for number, values in replaced.items():
+                self._check_replaced(number, values)
+            self._place(self._at_rest)
+            for number, values in replaced.items():
+                self.write(number, values)
 
     def leave_all(self) -> None:
         """End all that :meth:`enter` has begun."""
@@ -176,7 +182,7 @@ class WeightGroup:
         self.visits = 0
         self.forget()
         if not self._is_at_rest:
-            self._place(self.weights.on_host)
+            self._place(self._at_rest)
         for field in self.fields:
             self.owner.abandon_field(field)
         for kept in self.kept:
@@ -184,7 +190,7 @@ class WeightGroup:
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
         with self.owner.lock:  # an update in a lane compares the parameters with where they rest
-            self._is_at_rest = tensors is self.weights.on_host
+            self._is_at_rest = tensors is not self.weights.on_device
             for number, tensor in enumerate(tensors):
                 self._put(number, tensor)
 
@@ -236,7 +242,7 @@ class WeightGroup:
         """Copy weights that somebody has put in other memory (``p.data = ...``) or transposed to where they rest.
 
         Raises:
-            ValueError: they have another shape or dtype.
+            ValueError: they have another shape or dtype, or somebody holds the tensor that ``p.data`` was before.
         """
         if not self._is_at_rest:
             return
@@ -245,14 +251,32 @@ class WeightGroup:
             is_here = local.data_ptr() == rest.data_ptr()
             if is_here and local.stride() == rest.stride():
                 continue
-            if (local.shape, local.dtype) != (rest.shape, rest.dtype):
-                raise ValueError(
-                    f"a parameter of {self.name} is {local.dtype} of shape {tuple(local.shape)} now, and rests "
-                    f"on the host as {rest.dtype} of shape {tuple(rest.shape)} (weights.placement: host); cast or "
-                    "resize the model before prepare_model"
-                )
+            self._check_replaced(number, local)
             self.write(number, local.detach().clone() if is_here else local.detach())
-            self._put(number, rest)
+            self._put(number, self._at_rest[number])
+
+    def _replaced_on_device(self) -> dict[int, Tensor]:
+        """What somebody has put in other memory, by number, since a module has read it."""
+        pairs = enumerate(zip(self.parameters, self.weights.on_device, strict=True))
+        return {number: p.data for number, (p, own) in pairs if p.data_ptr() != own.data_ptr()}
+
+    def _check_replaced(self, number: int, values: Tensor) -> None:
+        """Refuse values that do not fit, and those that would be written to memory which somebody else holds."""
+        rest = self.weights.on_host[number]
+        if (values.shape, values.dtype) != (rest.shape, rest.dtype):
+            raise ValueError(
+                f"a parameter of {self.name} is {values.dtype} of shape {tuple(values.shape)} now, and rests "
+                f"on the host as {rest.dtype} of shape {tuple(rest.shape)} (weights.placement: host); cast or "
+                "resize the model before prepare_model"
+            )
+        is_elsewhere = values.data_ptr() != rest.data_ptr()
+        if is_elsewhere and _holders(self._at_rest[number]) > _holders(_with_own_storage(rest)):
+            raise ValueError(
+                f"the p.data of a parameter of {self.name} of shape {tuple(rest.shape)} was replaced, and the tensor "
+                "that it was before is still held (by a variable, or a state_dict()). Its memory is where the weight "
+                "rests (weights.placement: host), and would get the new values. Assign the former tensor to p.data "
+                "again, and write the new values with p.data.copy_(); what is to be restored later, keep as a clone()"
+            )
 
     def write(self, number: int, values: Tensor) -> None:
         """Write to a weight where it rests: it is brought again, and counts as written to by somebody else."""
@@ -645,6 +669,17 @@ def require_room(moved: int, gradients: int) -> None:
         HostMemoryError: it has not.
     """
     require(moved + gradients, "weights and gradients", _ADVICE)
+
+
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """The same memory, in a storage that nothing else has yet."""
+    return torch.from_dlpack(tensor)
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many tensors there are with this one's storage, and itself."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return count
 
 
 def groups_of(homes: Iterable[Any]) -> list[WeightGroup]:

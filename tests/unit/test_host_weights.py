@@ -1023,6 +1023,50 @@ def test_a_model_that_is_cast_afterwards_is_told() -> None:
         run.loss()
 
 
+@pytest.mark.parametrize("holds", ["data", "state_dict"])
+def test_weights_that_are_swapped_out_are_not_overwritten(holds: str) -> None:
+    """The memory of what is swapped out is where the weight rests."""
+    run = make("stream", "next_forward", "clipped", "bfloat16", {"placement": "host"})
+    run.train(1)
+    weight = run.model.head.weight
+    kept = weight.data if holds == "data" else run.model.state_dict()["head.weight"]
+    before = kept.clone()
+    for _ in range(2):
+        weight.data = torch.zeros_like(weight)
+        with pytest.raises(ValueError, match=r"is still held .* Assign the former tensor to p\.data again"):
+            run.loss()
+        assert torch.equal(kept, before)
+        weight.data = kept
+        run.loss()
+    assert torch.equal(run.model.head.weight, before)
+    del kept
+    weight.data = torch.zeros_like(weight)
+    run.loss()
+    assert not run.model.head.weight.any()
+
+
+def test_what_is_assigned_to_data_between_forward_and_backward_counts() -> None:
+    losses = []
+    for weights in (None, {"placement": "host", "device_mib": 64.0}):
+        run = make("resident", "at_step", "clipped", "bfloat16", weights)
+        head = run.model.head.weight
+        run.train(1)
+        run.loss()
+        head.data = torch.full_like(head, 0.5)
+        losses.append(run.train(2))
+    assert losses[0] == losses[1]
+
+
+def test_an_empty_weight_is_replaced() -> None:
+    model = TinyTransformer()
+    model.blocks[0].none = nn.Parameter(torch.zeros(0, 4))
+    model = Strategy.load("offload", overrides={"precision.parameters": "float32"}).prepare_model(model)
+    kept = model.blocks[0].none.data
+    model.blocks[0].none.data = torch.zeros(0, 4)
+    model(torch.zeros(1, 2, dtype=torch.long))
+    assert kept.shape == (0, 4)
+
+
 @pytest.mark.parametrize("time", ["at_step", "next_forward", "overlap"])
 def test_another_thread_that_reads_weights_changes_nothing(time: str) -> None:
     """As a save in the background does, whose `save_pretrained` asks for the model's dtype."""
