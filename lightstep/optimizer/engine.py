@@ -468,8 +468,9 @@ class Engine:
     def _end_step(self, weights: HostWeights) -> None:
         if self._scaling is not None:
             self._scaling.reset_norms()
-        if not self.queue.pending:  # the caller may write to weights now
+        if not self.queue.pending:  # the caller may write to weights now, also to those that it holds
             weights.forget_idle(fresh=True)
+            weights.wait_for_copies()
         weights.fit_staying()
 
     def _start(self, updates: list[Update]) -> None:

@@ -643,6 +643,11 @@ class HostWeights:
         for group in self.groups:
             group.settle()
 
+    def wait_for_copies(self) -> None:
+        """Block the host until no copy from or to where weights rest is under way."""
+        for group in self.groups:
+            group.weights.settle()
+
     def synchronize(self) -> None:
         """Block the host until all weights and gradients have arrived where they go."""
         self.rest()

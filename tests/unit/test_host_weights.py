@@ -1057,6 +1057,29 @@ def test_what_is_assigned_to_data_between_forward_and_backward_counts() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("time", ["at_step", "in_backward"])
+def test_a_held_parameter_is_read_and_written_to_right_after_the_step(time: str) -> None:
+    """Its update would otherwise be on its way to it still."""
+    found = []
+    for weights in (None, {"placement": "host", "device_mib": 64.0}):
+        run = make("resident", time, "not clipped", "bfloat16", weights)
+        held = list(run.model.parameters())
+        run.train(1)
+        if weights:
+            run.delays(3, 2e-2)
+        losses = []
+        for _ in range(3):
+            losses += run.train(1)
+            losses.append([parameter.detach().float().sum().item() for parameter in held])
+            with torch.no_grad():
+                for parameter in held:
+                    parameter.mul_(0.5)
+        found.append((losses, clean(run.snapshot())))
+        run.optimizer.close()
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
+
+
 def test_an_empty_weight_is_replaced() -> None:
     model = TinyTransformer()
     model.blocks[0].none = nn.Parameter(torch.zeros(0, 4))
