@@ -377,14 +377,15 @@ class ManagedParameters:
         return 0 if copies is None else copies.nbytes
 
     def check_state(self, item: Managed, entries: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> None:
-        """Raises ``ValueError`` for an entry of another shape than the parameter's local shard, and for one that is
-        missing.
+        """Raises ``ValueError`` for an entry of another shape than the parameter's local shard, for one that is
+        missing, and for a moment that would not be kept in fewer bits, as the others are.
 
         Args:
             settings: what will be loaded into the parameter's group; which entries there are depends on it.
         """
         self._check_shapes(item, entries)
         self._check_complete(item, entries, settings or {})
+        self._moments.refuse_late(item, entries, self._classes, settings or {})
 
     def _check_shapes(self, item: Managed, entries: Mapping[str, Any], remedy: str = "") -> None:
         for key, entry in entries.items():

@@ -136,6 +136,31 @@ class Moments:
             )
         self._log_once(f"moments of {' and '.join(uncounted)} are rounded to nearest: their state counts no steps")
 
+    def refuse_late(
+        self, item: Managed, entries: Iterable[str], classes: GroupClasses, settings: Mapping[str, Any]
+    ) -> None:
+        """Refuse moments that the parameter's group did not have at the set-up: they would be kept as they are.
+
+        Args:
+            settings: what will be loaded into the group.
+
+        Raises:
+            ValueError: there are such.
+        """
+        unknown = [key for key in entries if key not in item.schema and key != "master"]
+        if self.dtype == "float32" or not unknown:
+            return
+        arithmetic = classes.arithmetic_for(item.group)
+        schema = arithmetic.schema(item.local.device, [{**item.group, **settings}])
+        late = [key for key in unknown if key in moments_of(arithmetic.optimizer_class, schema)]
+        if late:
+            raise ValueError(
+                f"the state of {item.name} has {' and '.join(late)}, which {arithmetic.name} keeps under the loaded "
+                f"settings, and did not under those of the first step: optimizer_state.moments: {self.dtype} cannot "
+                "keep it in fewer bits any more. Make the optimizer with these settings (amsgrad, centered, momentum), "
+                "or load before its first step"
+            )
+
     def log_conversion(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Log, once, that loaded moments are kept otherwise from here on, and what is lost."""
         for key, value in entries.items():

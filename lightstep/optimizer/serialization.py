@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -123,8 +124,24 @@ def _check_states(
     if engine.only_keeps_masters(states):
         return
     loaded = {id(live): own for live, own in zip(engine.param_groups, settings, strict=True)}
-    for item in _items(engine, states):
+    with nullcontext() if engine.is_set_up else _previewing(engine, settings):
+        items = _items(engine, states)
+    for item in items:
         engine.managed.check_state(item, states.get(item.param, {}), loaded[id(item.group)])
+
+
+@contextmanager
+def _previewing(engine: Engine, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """In the body the groups have these settings: which entries a parameter has, depends on them (amsgrad)."""
+    before = [dict(live) for live in engine.param_groups]
+    try:
+        for live, saved in zip(engine.param_groups, settings, strict=True):
+            live.update({key: value for key, value in saved.items() if key != KEPT})
+        yield
+    finally:
+        for live, own in zip(engine.param_groups, before, strict=True):
+            live.clear()
+            live.update(own)
 
 
 def _load_states(engine: Engine, states: Mapping[Tensor, Mapping[str, Any]]) -> None:

@@ -562,6 +562,46 @@ class OwnNames(torch.optim.SGD):
                     p.add_(state["velocity"], alpha=-group["lr"])
 
 
+@pytest.mark.parametrize(
+    ("optimizer_class", "given"),
+    [(torch.optim.AdamW, {"amsgrad": True}), (torch.optim.RMSprop, {"centered": True, "momentum": 0.9})],
+)
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_moments_that_loaded_settings_bring(optimizer_class: Any, given: dict[str, Any], moments: str) -> None:
+    """They are kept in fewer bits as if the optimizer had been made with these settings, or refused."""
+    strategy = lightstep.Strategy.load(
+        {"precision": {"parameters": "bfloat16"}, "optimizer_state": {"moments": moments, "backend": "bulk"}}
+    )
+
+    def make(**settings: Any) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = strategy.prepare_model(nn.Linear(32, 32))
+        return model, strategy.create_optimizer(model, optimizer_class, lr=1e-2, **settings)
+
+    def train(model: nn.Module, optimizer: Any, seeds: range) -> None:
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed)
+            optimizer.backward(model(torch.randn(4, 32, generator=generator).bfloat16()).float().square().sum())
+            optimizer.step()
+
+    expected, resumed, late = make(**given), make(), make()
+    train(*expected, range(2))
+    resumed[0].load_state_dict(expected[0].state_dict())
+    resumed[1].load_state_dict(expected[1].state_dict())
+    train(*late, range(1))
+    before = copy.deepcopy(late[1].state_dict())
+    with pytest.raises(ValueError, match=f"moments: {moments} cannot keep it in fewer bits any more"):
+        late[1].load_state_dict(expected[1].state_dict())
+    assert str(late[1].state_dict()) == str(before)
+    train(*expected, range(2, 8))
+    train(*resumed, range(2, 8))
+    for one, other in zip(expected[0].parameters(), resumed[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+        kept, loaded = expected[1].state[one], resumed[1].state[other]
+        assert kept.keys() == loaded.keys()
+        assert all(torch.equal(kept[key], loaded[key]) and kept[key].dtype == loaded[key].dtype for key in kept)
+
+
 def test_a_class_says_what_its_moments_are() -> None:
     weight = nn.Parameter(torch.ones(5))
     optimizer = lightstep.MixedPrecisionOptimizer([weight], OwnNames, {"lr": 0.1}, moments=Moments("bfloat16"))
