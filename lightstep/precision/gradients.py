@@ -32,6 +32,12 @@ class ReducedGradients(Protocol):
     def must_reduce(self, parameter: Tensor) -> bool:
         """Whether this parameter's gradient must be reduced here before a step may use it."""
 
+    def refuse_left_out(self, parameter: Tensor) -> None:
+        """Raise ``RuntimeError`` if the gradient that this parameter has was not reduced, and never will be."""
+
+    def forget(self) -> None:
+        """All gradients were used, or dropped."""
+
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """The parameters whose ``p.grad`` the running backward will reduce even if it has no gradient for them."""
 
@@ -177,8 +183,7 @@ class GradientAccumulator:
     def consume(self) -> None:
         """Remove what was collected last."""
         self._drop(self._collected)
-        self._collected = []
-        self._sums.clear()
+        self.clear()
 
     def peek(self, parameter: Tensor) -> Tensor | None:
         """:meth:`collect` for one parameter whose gradient is complete while backward continues."""
@@ -212,6 +217,8 @@ class GradientAccumulator:
 
     def _refuse_unreduced(self, parameter: Tensor) -> None:
         assert self._reduction is not None
+        if parameter.grad is not None:
+            self._reduction.refuse_left_out(parameter)
         if not (self._sums.is_own_gradient(parameter) and self._reduction.must_reduce(parameter)):
             return
         message = f"a gradient of shape {tuple(parameter.shape)} is this rank's own, and ranks would drift apart: "
@@ -240,6 +247,8 @@ class GradientAccumulator:
         """Drop all sums (``zero_grad``)."""
         self._collected = []
         self._sums.clear()
+        if self._reduction is not None:
+            self._reduction.forget()
 
     def close(self) -> None:
         """Drop all sums and remove the hooks."""

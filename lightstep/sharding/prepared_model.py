@@ -17,7 +17,7 @@ from lightstep.optimizer.param_groups import clean_name
 from lightstep.sharding.direct_calls import DirectCalls
 from lightstep.sharding.forward_gates import Gates
 from lightstep.sharding.model_names import unwrap_model
-from lightstep.sharding.reduced_gradients import ReplicatedGradients
+from lightstep.sharding.reduced_gradients import GradientsInPlace, ReplicatedGradients
 from lightstep.sharding.shard_visits import ShardVisits
 from lightstep.sharding.weight_visits import WeightVisits
 
@@ -53,7 +53,7 @@ class PreparedModel:
         self.role: str | None = None
         self.loaded_next = False
         self.gates = Gates()
-        self.gradients: ReplicatedGradients | None = None
+        self.gradients: ReplicatedGradients | GradientsInPlace | None = None
         self.direct_calls: DirectCalls | None = None
         self.weight_visits: WeightVisits | ShardVisits | None = None
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()

@@ -9,12 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from lightstep.distributed import like, local_tensor
 from lightstep.precision.gradient_sums import set_grad
@@ -26,6 +27,7 @@ from lightstep.sharding.fsdp_groups import (
     parameter_groups,
     sharded_modules,
 )
+from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, weakly
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -88,6 +90,12 @@ class ShardedGradients:
 
     def must_reduce(self, parameter: Tensor) -> bool:
         return False  # before the reduction FSDP2 keeps gradients to itself
+
+    def refuse_left_out(self, parameter: Tensor) -> None:
+        pass  # the strategy has refused parameters that are not sharded
+
+    def forget(self) -> None:
+        pass
 
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         return ()
@@ -156,7 +164,34 @@ class ShardedGradients:
 sharded_gradients = ShardedGradients()
 
 
-class ReplicatedGradients:
+class _OfReplicas:
+    """What DDP reduces: the parameters that were trainable when it was made."""
+
+    def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
+        self._model, self._group = weakref.ref(model), model.process_group
+        ignored = model.parameters_to_ignore
+        named = list(model.module.named_parameters())
+        self._parameters = frozenset(parameter for name, parameter in named if name not in ignored)
+        self._ignored = frozenset(parameter for name, parameter in named if name in ignored)
+        self._reduced = frozenset(parameter for parameter in self._parameters if parameter.requires_grad)
+
+    def refuse_left_out(self, parameter: Tensor) -> None:
+        """See :meth:`ReducedGradients.refuse_left_out`."""
+        if parameter in self._reduced or parameter in self._ignored or self._group.size() == 1:
+            return
+        model = self._model()
+        names = {} if model is None else {p: name for name, p in model.module.named_parameters()}
+        if parameter not in names or getattr(parameter, "differs_across_ranks", False):
+            return
+        was = "frozen" if parameter in self._parameters else "not in the model"
+        raise RuntimeError(
+            f"{names[parameter]} has a gradient that DDP does not reduce, and ranks would drift apart: it was {was} "
+            "in prepare_model(). Add and unfreeze parameters before that; or mark one whose values are each rank's own "
+            "with parameter.differs_across_ranks = True. optimizer.zero_grad() drops the gradients"
+        )
+
+
+class ReplicatedGradients(_OfReplicas):
     """DDP: a communication hook that averages in fp32 what each rank has added up in fp32.
 
     ``p.grad`` becomes the rounded average, which the accumulator replaces. All instances share listeners, since an
@@ -170,11 +205,8 @@ class ReplicatedGradients:
     _listeners: ClassVar[Listeners] = Listeners()
 
     def __init__(self, model: nn.parallel.DistributedDataParallel, some_unused: bool) -> None:
+        super().__init__(model)
         self._some_unused = some_unused
-        self._model, self._group = weakref.ref(model), model.process_group
-        ignored = model.parameters_to_ignore
-        reduced = [parameter for name, parameter in model.module.named_parameters() if name not in ignored]
-        self._parameters = frozenset(reduced)
         self._reducing: weakref.WeakSet[GradientAccumulator] = weakref.WeakSet()  # in this backward
         # DDP compares annotations with types, and in this file they are strings: give it a function without any.
         model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
@@ -185,6 +217,9 @@ class ReplicatedGradients:
 
     def must_reduce(self, parameter: Tensor) -> bool:
         return parameter in self._parameters
+
+    def forget(self) -> None:
+        pass
 
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         model = self._model()
@@ -225,11 +260,45 @@ class ReplicatedGradients:
         return work.get_future().then(lambda future: rounded.copy_(future.value()[0][:size]))
 
 
-class GradientsInPlace:
-    """DDP without such a hook: it averages ``p.grad`` itself, in the parameters' dtype."""
+class GradientsInPlace(_OfReplicas):
+    """DDP without such a hook: it averages ``p.grad`` itself, in the parameters' dtype.
+
+    It does so in one backward after each forward. What another one through that forward adds stays on its rank.
+    """
 
     def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
-        self._model = weakref.ref(model)
+        super().__init__(model)
+        self._will_reduce = self._has_left_out = False
+        self._task = NO_BACKWARD  # the last backward that went through the model
+        model.register_forward_hook(ModuleHook(weakly(self, GradientsInPlace._after_forward)))
+
+    def _after_forward(self, model: nn.Module, _: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        is_reduced = bool(model.require_backward_grad_sync)
+        self._will_reduce |= is_reduced
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(weakly(self, partial(GradientsInPlace._in_backward, is_reduced=is_reduced)))
+
+    def _in_backward(self, _: Tensor, is_reduced: bool) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._has_left_out |= is_reduced and not self._will_reduce
+            self._will_reduce = False
+
+    def refuse_left_out(self, parameter: Tensor) -> None:
+        super().refuse_left_out(parameter)
+        if self._has_left_out and parameter in self._reduced and self._group.size() > 1:
+            raise RuntimeError(
+                "two backwards have gone through forwards of the model after the last of these, and DDP reduces one: "
+                "the gradients of the other are each rank's own, and ranks would drift apart. Run one backward of the "
+                "sum of the losses, or one after each forward. optimizer.zero_grad() drops the gradients"
+            )
+
+    def forget(self) -> None:
+        self._has_left_out = False
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
         pass

@@ -58,6 +58,8 @@ class DDPStrategy(ProcessGroupStrategy):
         if self.config.precision.reduce == "float32" and self.parameter_dtype != torch.float32:
             some_unused = sharding.find_unused_parameters or sharding.static_graph
             record.gradients = ReplicatedGradients(replica, some_unused)
+        else:
+            record.gradients = GradientsInPlace(replica)
         record.wrapper = replica
         return replica
 
@@ -86,7 +88,7 @@ class DDPStrategy(ProcessGroupStrategy):
         outer = self._replica_on_all_ranks(inner) if model is inner else model
         replica = _find_replica(outer)
         # With DDP's fp32 hook, step() refuses gradients that were not reduced. Without it nothing would notice.
-        unnoticed = model is inner or record.gradients is None
+        unnoticed = model is inner or not isinstance(record.gradients, ReplicatedGradients)
         reached = record.direct_calls is not None and record.direct_calls.belongs_to(replica)
         if replica is not None and unnoticed and not reached:
             record.direct_calls = DirectCalls(replica)

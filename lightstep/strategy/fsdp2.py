@@ -17,7 +17,7 @@ from torch.distributed.tensor import _random as tensor_random
 
 from lightstep.checkpoint.tensors import shard_of
 from lightstep.config import ConfigError, FSDP2Sharding
-from lightstep.distributed import Replicas, is_sharded, local_tensor, make_mesh, role_group
+from lightstep.distributed import Replicas, is_sharded, local_tensor, make_mesh, role_group, world_size
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
 from lightstep.sharding.dtypes import DtypePlan, planned_dtypes, tensor_of
@@ -328,7 +328,7 @@ def _local_shards(values: Mapping[str, Tensor], unit: nn.Module) -> Iterator[tup
 
 
 def _refuse_unsharded(optimizer: BaseOptimizer, shards: Mapping[Tensor, Place]) -> None:
-    """Raise ``ValueError`` if parameters of the optimizer are neither sharded nor the model's."""
+    """Raise ``ValueError`` if parameters of the optimizer are neither sharded nor the model's, or are not reduced."""
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     unsharded = [tuple(p.shape) for p in given if not is_sharded(p) and p not in shards]
     if unsharded:
@@ -336,6 +336,14 @@ def _refuse_unsharded(optimizer: BaseOptimizer, shards: Mapping[Tensor, Place]) 
             f"{len(unsharded)} of the optimizer's parameters (shapes {unsharded[:3]}) are not the sharded model's: "
             "they are from before it was sharded, or unsharded weights of its root, which a forward leaves there; put "
             "model.parameters() of the prepared model into param_groups, after model.reshard()"
+        )
+    own = [p for p in given if p.requires_grad and not is_sharded(p) and not getattr(p, "differs_across_ranks", False)]
+    if own and world_size() > 1:
+        raise ValueError(
+            f"{shards[own[0]].name} and {len(own) - 1} others of the optimizer's parameters were put into the model "
+            "after prepare_model(): FSDP2 has not sharded them and does not reduce their gradients, so that ranks would "
+            "drift apart. Put them in before prepare_model(); or mark those whose values are each rank's own with "
+            "parameter.differs_across_ranks = True"
         )
 
 

@@ -127,3 +127,103 @@ def test_a_micro_batch_that_is_left_on_its_rank_is_refused(rank: int, world_size
         with run.strategy.accumulate(run.model, last=last):
             run.loss(int(last)).backward()
     run.step()
+
+
+REPLICAS = {"kind": "ddp", "find_unused_parameters": True}
+
+
+def prepared(parameters: str, sharding: dict[str, Any], frozen: bool = False) -> Any:
+    values = {"sharding": sharding, "precision": {"parameters": parameters}, "clipping": {"max_norm": None}}
+    strategy, model = lightstep.Strategy.load(values), Layers(bias=False)
+    model.layers[1].requires_grad_(not frozen)
+    return strategy, strategy.prepare_model(model)
+
+
+@on_ranks(2, "parameters", ["float32", "bfloat16"])
+def test_parameters_that_ddp_does_not_reduce_are_refused(rank: int, world_size: int, parameters: str) -> None:
+    """Those that were frozen in prepare_model(), or were put into the model after it."""
+    device = device_of(rank, world_size)
+    strategy, model = prepared(parameters, REPLICAS, frozen=True)
+    optimizer = strategy.create_optimizer(
+        model, torch.optim.SGD, param_groups=[{"params": [*model.parameters()]}], lr=0.1
+    )
+    values = torch.full((2, 8), float(rank + 1), device=device, dtype=getattr(torch, parameters))
+    optimizer.backward(model(values).float().sum())
+    optimizer.step()
+    model.module.layers[1].requires_grad_(True)
+    optimizer.backward(model(values).float().sum())
+    with pytest.raises(RuntimeError, match=r"layers\.1\.weight has a gradient that DDP does not reduce.*was frozen in"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model.module.layers[1].requires_grad_(False)
+    late = nn.Linear(8, 8, bias=False, device=device, dtype=values.dtype)
+    model.module.layers.append(late)
+    optimizer.add_param_group({"params": [late.weight]})
+    optimizer.backward(model(values).float().sum())
+    with pytest.raises(RuntimeError, match=r"layers\.4\.weight has a gradient .* was not in the model"):
+        optimizer.step()
+    optimizer.zero_grad()
+    late.weight.differs_across_ranks = True  # type: ignore[assignment]
+    optimizer.backward(model(values).float().sum())
+    assert optimizer.step()
+
+
+@on_ranks(2)
+def test_a_second_backward_after_one_forward_is_refused(rank: int, world_size: int) -> None:
+    device = device_of(rank, world_size)
+    strategy, model = prepared("float32", REPLICAS)
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=0.1)
+    values = torch.full((2, 8), float(rank + 1), device=device)
+
+    def backward(loss: Tensor, last: bool = True, **more: Any) -> None:
+        with strategy.accumulate(model, last=last):
+            optimizer.backward(loss, **more)
+
+    def forward(last: bool = True) -> Tensor:
+        with strategy.accumulate(model, last=last):
+            return model(values).square().mean()
+
+    def twice_through_one() -> None:
+        loss = forward()
+        backward(loss, retain_graph=True)
+        backward(loss)
+
+    def through_an_earlier_one() -> None:
+        losses = [forward(), forward()]
+        for loss in losses:
+            backward(loss)
+
+    for refused in (twice_through_one, through_an_earlier_one):
+        refused()
+        with pytest.raises(RuntimeError, match="two backwards have gone through forwards"):
+            optimizer.step()
+        optimizer.zero_grad()
+        forward()  # without a backward
+        loss = forward(last=False)
+        backward(loss, last=False, retain_graph=True)  # on this rank, to be reduced with the last one
+        backward(loss, last=False)
+        for _ in range(2):
+            backward(forward())
+        backward(sum(parameter.square().sum() for parameter in model.parameters()))  # equal on all ranks
+        assert optimizer.step()
+        for parameter in model.parameters():
+            others = [torch.empty_like(parameter) for _ in range(world_size)]
+            torch.distributed.all_gather(others, parameter.detach())
+            assert all(torch.equal(parameter, other) for other in others)
+
+
+@on_ranks(2)
+def test_parameters_that_fsdp2_has_not_sharded_are_refused(rank: int, world_size: int) -> None:
+    device = device_of(rank, world_size)
+    for marked in (False, True):
+        strategy, model = prepared("bfloat16", FSDP2)
+        late = nn.Linear(8, 8, bias=False, device=device, dtype=torch.bfloat16)
+        late.weight.differs_across_ranks = marked  # type: ignore[assignment]
+        model.layers.append(late)
+        optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=0.1)
+        optimizer.backward(model(torch.ones(2, 8, device=device, dtype=torch.bfloat16)).float().sum())
+        if marked:
+            assert optimizer.step()
+        else:
+            with pytest.raises(ValueError, match=r"layers\.4\.weight and 0 others .* put into the model after prepare"):
+                optimizer.step()
