@@ -8,6 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ class GradientNorm:
         norm_type: p of the norm, 1 to 8; ``math.inf`` is the largest element.
         everywhere: agree on overflow over all ranks of the default process group; ``None`` decides by the parameters.
         compared: see :class:`NormReduction`.
+        whole: ``RuntimeError`` where a gradient is missing that other ranks have for their shards.
 
     Attributes:
         device: the device of the norm.
@@ -47,9 +49,10 @@ class GradientNorm:
         norm_type: float = 2.0,
         everywhere: bool | None = None,
         compared: Sequence[Tensor] | None = None,
+        whole: bool = False,
     ) -> None:
         self.norm_type = check_norm_type(norm_type)
-        self._parameters = parameters
+        self._parameters, self._whole = parameters, whole
         self._reduction = NormReduction(parameters, everywhere, compared)
         self.device = self._reduction.device
         self.dtype = torch.float32 if self._reduction.as_torch else torch.float64
@@ -143,8 +146,22 @@ class GradientNorm:
             return self._reduction.max_over_shards(largest)
         pairs = zip(self._parameters, norms, strict=True)
         has_gradient = [norm is not None for parameter, norm in pairs if norm is not None or parameter.requires_grad]
-        whole = self._reduction.sum_over_shards(local, has_gradient, self.norm_type)
+        refuse = partial(self._refuse_partial, norms) if self._whole else _allow_partial
+        whole = self._reduction.sum_over_shards(local, has_gradient, self.norm_type, refuse)
         return torch.linalg.vector_norm(whole, self.norm_type)
+
+    def _refuse_partial(self, norms: Sequence[Tensor | None], elsewhere: Sequence[int]) -> None:
+        pairs = zip(self._parameters, norms, strict=True)
+        listed = [parameter for parameter, norm in pairs if norm is not None or parameter.requires_grad]
+        found = [tuple(listed[n].shape) for n in elsewhere if local_tensor(listed[n]).numel()]
+        if found:
+            raise RuntimeError(
+                f"{len(found)} sharded parameters (shapes {found[:3]}) have a gradient on other ranks and none on "
+                "this one: ranks have used different parameters of one FSDP module, and FSDP2 has added up gradients "
+                "that do not belong together. Call model.set_reduce_scatter_unused_params(True) (torch 2.13) before "
+                "the first backward, or let all ranks use the same parameters. optimizer.zero_grad() drops the "
+                "gradients"
+            )
 
     def _partial_sums(self, norms: Sequence[Tensor | None]) -> list[Tensor]:
         """This rank's ``sum |g|^p`` for each partial sum of the reduction, 0-dim fp64 on its device."""
@@ -162,6 +179,10 @@ class GradientNorm:
 
     def _root(self, total: Tensor) -> Tensor:
         return (total if math.isinf(self.norm_type) else total.pow(1.0 / self.norm_type)).float()
+
+
+def _allow_partial(_: Sequence[int]) -> None:
+    """Some gradients are on other ranks alone."""
 
 
 @functools.cache

@@ -9,7 +9,7 @@ second one if trainable parameters have no gradient on any rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -113,7 +113,13 @@ class NormReduction:
         ranks = tuple(dist.get_process_group_ranks(group))
         return True, group if supports(group, self.device) else get_or_make_group(ranks, self.device)
 
-    def sum_over_shards(self, norms: Tensor, present: Sequence[bool], norm_type: float) -> Tensor:
+    def sum_over_shards(
+        self,
+        norms: Tensor,
+        present: Sequence[bool],
+        norm_type: float,
+        on_partial: Callable[[Sequence[int]], None] = lambda _: None,
+    ) -> Tensor:
         """The norms of whole parameters from those of this rank's shards, reduced as by DTensor's ``_NormPartial``.
 
         The result is 1-dim, with one norm for each parameter that has a gradient on some rank. torch reduces exactly
@@ -123,6 +129,7 @@ class NormReduction:
             norms: 1-dim fp32, one for each gradient.
             present: for each parameter that may have a gradient on some rank, whether it has one here.
             norm_type: p, finite.
+            on_partial: called with the positions in ``present`` of parameters with a gradient on other ranks alone.
         """
         if self._shards is None:
             return norms
@@ -130,10 +137,12 @@ class NormReduction:
         if all(present):
             dist.all_reduce(powers, group=self._shards)
         else:
-            powers = self._sum_over_shards_with_missing(powers, present)
+            powers = self._sum_over_shards_with_missing(powers, present, on_partial)
         return powers ** (1.0 / norm_type)
 
-    def _sum_over_shards_with_missing(self, powers: Tensor, present: Sequence[bool]) -> Tensor:
+    def _sum_over_shards_with_missing(
+        self, powers: Tensor, present: Sequence[bool], on_partial: Callable[[Sequence[int]], None]
+    ) -> Tensor:
         """The same if this rank lacks some gradients; the host waits.
 
         A missing gradient counts as -0.0, so that the sum is -0.0 exactly if it is missing on every rank. A second
@@ -146,7 +155,11 @@ class NormReduction:
         reduced = padded.clone()
         dist.all_reduce(reduced, group=self._shards)
         missing = reduced.signbit() & (reduced == 0)
-        if not missing.any():
+        nowhere = missing.tolist()
+        elsewhere = [n for n, (found, none) in enumerate(zip(present, nowhere, strict=True)) if not (found or none)]
+        if elsewhere:
+            on_partial(elsewhere)
+        if not any(nowhere):
             return reduced
         reduced = padded[~missing]
         if reduced.numel():

@@ -54,7 +54,7 @@ class Scaling:
         self._managed = list(managed)
         self._norm_type, self._clip_layers = norm_type, clip_layers
         parameters = [item.param for item in self._managed]
-        self._global_norm = GradientNorm(_measured(self._managed), norm_type, everywhere, parameters)
+        self._global_norm = GradientNorm(_measured(self._managed), norm_type, everywhere, parameters, whole=True)
         self._half = all(item.local.dtype == torch.float16 for item in self._managed)
         self.layers = group_by_layer(self._managed)
         by_layer = self.layers if clip_layers or layer_by_layer else []

@@ -341,7 +341,7 @@ def _refuse_unsharded(optimizer: BaseOptimizer, shards: Mapping[Tensor, Place]) 
     if own and world_size() > 1:
         raise ValueError(
             f"{shards[own[0]].name} and {len(own) - 1} others of the optimizer's parameters were put into the model "
-            "after prepare_model(): FSDP2 has not sharded them and does not reduce their gradients, so that ranks would "
+            "after prepare_model(): FSDP2 has not sharded them and does not reduce their gradients, and ranks would "
             "drift apart. Put them in before prepare_model(); or mark those whose values are each rank's own with "
             "parameter.differs_across_ranks = True"
         )

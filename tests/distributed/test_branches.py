@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import lightstep
+from lightstep.distributed import local_tensor
 from tests.covering import every_value
 from tests.distributed.models import CLASSES, TinyTransformer, loss_of
 from tests.distributed.on_ranks import on_ranks
@@ -150,3 +151,28 @@ def test_an_unused_part_under_ddp_is_refused_before_the_step(
     with pytest.raises(RuntimeError, match=r"got no gradient in this backward.*sharding\.find_unused_parameters"):
         optimizer.step()
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+class EqualBranches(Branching):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.a = nn.Linear(7, 7, bias=False)
+
+
+@on_ranks(2)
+def test_ranks_that_use_other_branches_without_saying_so_are_refused(rank: int, world_size: int) -> None:
+    """The branches are equally large, and FSDP2 adds the gradients of one to those of the other."""
+    pair = DistributedPair(rank, world_size, {}, FSDP2, EqualBranches)
+    model: Any = pair.strategy.unwrap_model(pair.model)
+    before = [local_tensor(parameter.detach()).clone() for parameter in model.parameters()]
+    model.uses = ("a", "b", "a", "head") if rank == 0 else ("b", "b", "a", "head")
+    pair.optimizer.backward(loss_of(pair.model, 0, 0, rank, pair.device))
+    with pytest.raises(RuntimeError, match="ranks have used different parameters of one FSDP module"):
+        pair.optimizer.step()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(local_tensor(parameter.detach()), old)
+    pair.optimizer.zero_grad()
+    model.uses = ("a", "b", "a", "head")
+    pair.optimizer.backward(loss_of(pair.model, 0, 0, rank, pair.device))
+    assert pair.optimizer.step()
