@@ -61,10 +61,9 @@ class ParameterGroup(NamedTuple):
             self.torchs._init_mp_dtypes()
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
-        if self.is_only:
-            self.module.set_all_reduce_hook(hook)
-        else:
-            self.torchs._all_reduce_hook = hook
+        """Have ``hook`` called behind the one that the user has set by ``set_all_reduce_hook``, or sets later."""
+        self.hooks.reduced = hook
+        self.hooks.put_reduced_last()
 
 
 def parameter_groups(module: nn.Module) -> list[ParameterGroup]:
@@ -88,6 +87,18 @@ def _nothing() -> None:
     pass
 
 
+class _Reduced(NamedTuple):
+    """A group's hook, for which torch has one place: the user's, and then our own."""
+
+    users: Callable[[Tensor], None] | None
+    own: Callable[[Tensor], None]
+
+    def __call__(self, flat: Tensor) -> None:
+        if self.users is not None:
+            self.users(flat)
+        self.own(flat)
+
+
 class GroupHooks:
     """What runs around FSDP2's reads of one group's shards, and around the reduction of its gradients.
 
@@ -101,6 +112,7 @@ class GroupHooks:
         awaiting: called on the stream that computes, with an event that it is about to wait for: the end of an
             all-gather, or of an earlier reduction.
         joins_unused: micro-batches between two reductions may use different parameters of the module, or none.
+        reduced: called with the flat result of a reduction, before FSDP2 rounds it.
     """
 
     def __init__(self, group: Any) -> None:
@@ -111,6 +123,7 @@ class GroupHooks:
         self.after_reduction: Callable[[], None] = _nothing
         self.awaiting: Callable[[torch.Event], None] | None = None
         self.joins_unused = False
+        self.reduced: Callable[[Tensor], None] | None = None
         self._reference = weakref.ref(group)
         group.unshard, group.wait_for_unshard = self._unshard, self._wait_for_unshard
         group.post_backward = self._post_backward
@@ -162,8 +175,17 @@ class GroupHooks:
         if self.awaiting is not None and event is not None:
             self.awaiting(event)
 
+    def put_reduced_last(self) -> None:
+        """Have :attr:`reduced` called behind a hook that the user may have set since."""
+        group = self._group
+        present = group._all_reduce_hook
+        if self.reduced is None or (isinstance(present, _Reduced) and present.own is self.reduced):
+            return
+        group._all_reduce_hook = _Reduced(present.users if isinstance(present, _Reduced) else present, self.reduced)
+
     def _post_backward(self, *unused: Any) -> None:
         group = self._group
+        self.put_reduced_last()
         self._await(_awaited_reduction(group))
         with self.reducing():
             if self.joins_unused:

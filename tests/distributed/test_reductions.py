@@ -227,3 +227,30 @@ def test_parameters_that_fsdp2_has_not_sharded_are_refused(rank: int, world_size
         else:
             with pytest.raises(ValueError, match=r"layers\.4\.weight and 0 others .* put into the model after prepare"):
                 optimizer.step()
+
+
+@on_ranks(2)
+def test_hooks_of_the_user_see_the_result_of_a_reduction_and_leave_it_in_fp32(rank: int, world_size: int) -> None:
+    """Whenever they are set: before the optimizer is made, or between two steps."""
+    runs = [Run(rank, world_size, FSDP2, RESIDENT) for _ in range(3)]
+    strategy, seen = runs[0].strategy, []
+    torch.manual_seed(0)
+    runs[1].model = strategy.prepare_model(Layers(True))
+    runs[1].layers = runs[1].model.layers
+    runs[1].layers[0].set_all_reduce_hook(lambda flat: seen.append(flat.mul_(2)))
+    runs[1].optimizer = strategy.create_optimizer(runs[1].model, torch.optim.SGD, lr=0.5)
+    for step in range(4):
+        if step == 1:
+            runs[1].layers[1].set_all_reduce_hook(lambda flat: seen.append(flat))
+        if step == 2:
+            runs[1].layers[0].set_all_reduce_hook(None)
+        for number, run in enumerate(runs):
+            run.optimizer.backward(run.loss())
+            for parameter in run.layers[0].parameters():
+                assert parameter.grad.dtype == torch.float32
+                if number == 0 and step < 2:  # what the hook does
+                    parameter.grad.mul_(2)
+            run.step()
+        assert {flat.dtype for flat in seen} == {torch.float32}
+        assert_same(runs[:2])
+    assert len(seen) == 2 + 3
