@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Window
+from lightstep.precision.shared_tables import SharedTable
 from lightstep.precision.triton_launch import is_aligned
 
 __all__ = ["AdamBatch", "AdamCall", "AdamMemory", "AdamSettings", "AdamTensors", "Noise", "Scaling", "corrections"]
@@ -203,12 +204,18 @@ class AdamCall:
         self.form = _forms.setdefault((self.constants, *tensors), next(_numbers))
 
 
-@functools.lru_cache(maxsize=64)
 def corrections(beta1: float, beta2: float, device: torch.device) -> Tensor | None:
     """``[2, updates]``: ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` for each number of updates, until both are 1.
 
     Computed by torch's own ``pow`` on that device, for its exact bits. ``None`` for betas that need too many updates.
+    It is kept, and read on the current stream.
     """
+    table = _corrections(beta1, beta2, device)
+    return None if table is None else table.read()
+
+
+@functools.lru_cache(maxsize=64)
+def _corrections(beta1: float, beta2: float, device: torch.device) -> SharedTable | None:
     updates = 2
     for beta in (beta1, beta2):
         if not 0 <= beta < 1:
@@ -220,4 +227,4 @@ def corrections(beta1: float, beta2: float, device: torch.device) -> Tensor | No
     first, second = (
         1 - torch.pow(torch.full((), beta, dtype=torch.float32, device=device), numbers) for beta in (beta1, beta2)
     )  # `torch.tensor` would make the host wait, in every step if a scheduler cycles betas
-    return torch.stack([first, second.sqrt()])
+    return SharedTable(torch.stack([first, second.sqrt()]))

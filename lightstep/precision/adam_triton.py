@@ -513,5 +513,5 @@ class _Launch:
         if compiled is None:  # the dtypes are needed
             columns = self._compiling
             own, counters = tuple(gradients[i] for i in self._rows), tuple(steps[i] for i in self._rows)
-        arguments = (own, *columns, counters, self._fingerprints, self._places, *call.shared, *call.numbers)
+        arguments = (own, *columns, counters, self._fingerprints, self._places.read(), *call.shared, *call.numbers)
         self._launcher.launch(key, compiled, self._programs, arguments)

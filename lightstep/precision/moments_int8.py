@@ -34,6 +34,7 @@ from torch import Tensor
 
 from lightstep.distributed import Window
 from lightstep.precision.noise import CHUNK, Noise, Scratch, numbered, salt_of, signed
+from lightstep.precision.shared_tables import SharedTable
 from lightstep.precision.triton_launch import checked_kernels
 
 __all__ = ["LARGEST_BLOCK", "SMALLEST_BLOCK", "Int8"]
@@ -182,9 +183,13 @@ def _power(code: Tensor, steps: int) -> Tensor:
     return code.mul_(code) if steps == 255 else code
 
 
-@functools.cache
 def _places(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)
+    return _kept_places(device).read()
+
+
+@functools.cache
+def _kept_places(device: torch.device) -> SharedTable:
+    return SharedTable(torch.arange(8, dtype=torch.uint8, device=device))
 
 
 @functools.cache

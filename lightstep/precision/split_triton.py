@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightstep.precision.shared_tables import SharedTable
 from lightstep.precision.triton_launch import Launcher, is_aligned
 
 try:
@@ -50,7 +51,7 @@ def join(weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
 def fingerprints(weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
     """Add the sums of :meth:`Splitter.fingerprints` to ``out``."""
     edges, heads = _tables(tuple(ranges), weight.numel(), weight.device)
-    _fingerprint(weight.numel(), (weight.view(torch.int16), out, edges, heads), (len(ranges), first))
+    _fingerprint(weight.numel(), (weight.view(torch.int16), out, edges.read(), heads.read()), (len(ranges), first))
 
 
 def fingerprint_rows(rows: Sequence[WeightRow], out: Tensor) -> None:
@@ -72,9 +73,10 @@ def _sum_rows(rows: Sequence[tuple[Tensor, int, int]], out: Tensor) -> None:
         rows: weight, position of its first element, and index of its fingerprint.
     """
     numbers = tuple((weight.numel(), index, first) for weight, first, index in rows)
-    places, programs = places_of(numbers, _row_sums.block, out.device)
+    table, programs = places_of(numbers, _row_sums.block, out.device)
     if not programs:
         return
+    places = table.read()
     key = _row_sums.key((rows[0][0], places, out), (TOGETHER,))
     padded = [weight for weight, _, _ in rows] + [rows[-1][0]] * (TOGETHER - len(rows))
     compiled = _row_sums.compiled(key)
@@ -86,7 +88,7 @@ def _sum_rows(rows: Sequence[tuple[Tensor, int, int]], out: Tensor) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def places_of(runs: tuple[tuple[int, ...], ...], block: int, device: torch.device) -> tuple[Tensor, int]:
+def places_of(runs: tuple[tuple[int, ...], ...], block: int, device: torch.device) -> tuple[SharedTable, int]:
     """``[TOGETHER * (1 + k)]``: of each run the first of its programs, and its k numbers; and the number of programs.
 
     Each program processes ``block`` elements of one run. A run that is missing begins after the last program.
@@ -100,16 +102,16 @@ def places_of(runs: tuple[tuple[int, ...], ...], block: int, device: torch.devic
     rows = [(begin, *numbers) for begin, numbers in zip(first, runs, strict=True)]
     rows += [(sum(programs), *[0] * len(runs[0]))] * (TOGETHER - len(runs))
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1)
-    return table.to(device, non_blocking=True), sum(programs)
+    return SharedTable(table.to(device, non_blocking=True)), sum(programs)
 
 
 @functools.lru_cache(maxsize=4096)
-def _tables(ranges: tuple[tuple[int, int], ...], n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tables(ranges: tuple[tuple[int, int], ...], n: int, device: torch.device) -> tuple[SharedTable, SharedTable]:
     """Begin and end of each range (``[2k]``), and for each block the first range that ends after its start."""
     heads = [bisect.bisect_right(ranges, block, key=lambda one: one[1]) for block in range(0, n, _SUMMED)]
     edges = [edge for one in ranges for edge in one]
     tables = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (edges, heads))
-    return tuple(table.to(device, non_blocking=True) for table in tables)  # type: ignore[return-value]
+    return tuple(SharedTable(table.to(device, non_blocking=True)) for table in tables)  # type: ignore[return-value]
 
 
 def _bits_of(extra: Tensor) -> Tensor:

@@ -583,7 +583,7 @@ def test_a_file_whose_folder_cannot_be_flushed_is_as_it_was(
         with new_file(path, lambda _: True, "ours") as temporary:
             temporary.write_bytes(b"new")
 
-    with pytest.raises(OSError if links else CheckpointError, match="Input|run.pt has the new content"):
+    with pytest.raises(OSError if links else CheckpointError, match=r"Input|run\.pt has the new content"):
         write()
     expected = b"new" if not links else b"old" if existed else None
     assert (path.read_bytes() if path.exists() else None) == expected

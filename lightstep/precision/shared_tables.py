@@ -1,0 +1,30 @@
+"""Small tensors on a device that are made once, and read on any stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["SharedTable"]
+
+
+class SharedTable:
+    """A tensor that the current stream is making, for readers on other streams, too.
+
+    Nobody waits on the host: :meth:`read` lets the reader's stream wait until the tensor is complete.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._event = tensor, None
+        if tensor.device.type != "cpu":
+            self._event = torch.Event(tensor.device)
+            self._event.record(torch.accelerator.current_stream(tensor.device))
+
+    def read(self) -> Tensor:
+        """The tensor, for work on the current stream."""
+        if self._event is not None:
+            if self._event.query():
+                self._event = None  # complete: nobody has to wait any more
+            else:
+                torch.accelerator.current_stream(self._tensor.device).wait_event(self._event)
+        return self._tensor
