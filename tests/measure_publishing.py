@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightstep import SglangServer, Strategy, VllmServer
-from lightstep.rollout import link as links
+from lightstep.rollout import transport
 from lightstep.strategy.base import Strategy as BaseStrategy
 from tests.rollout_servers import FakeVllm
 from tests.servers.test_real_servers import RealServer
@@ -74,7 +74,7 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
 def serve(args: argparse.Namespace, pipe: Connection) -> None:
     """A server, until it is told to end. Asked for anything else, it sends the digest of its weights."""
     torch.set_num_threads(1)
-    links.CHANNELS = args.channels
+    transport.CHANNELS = args.channels
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     named = make_model(args).named_parameters()
     weights = {name: torch.zeros(p.shape, dtype=torch.bfloat16, device=device) for name, p in named}
@@ -251,10 +251,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=len(ROWS), help="only so many")
     parser.add_argument("--vllm", help="the interpreter of a real server")
     parser.add_argument("--sglang", help="the same, for whole sets")
-    parser.add_argument("--channels", type=int, default=links.CHANNELS, help="of NCCL, at most")
+    parser.add_argument("--channels", type=int, default=transport.CHANNELS, help="of NCCL, at most")
     args = parser.parse_args()
     torch.set_num_threads(2)
-    links.CHANNELS = args.channels
+    transport.CHANNELS = args.channels
     if torch.cuda.is_available():
         torch.cuda.set_device(RANK)
     server = other_trainer if RANK else real_server if args.vllm or args.sglang else stand_in

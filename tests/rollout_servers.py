@@ -27,9 +27,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightstep.rollout.link import WeightLink
 from lightstep.rollout.servers import VllmNcclServer
-from lightstep.rollout.transport import WeightInfo
+from lightstep.rollout.transport import WeightInfo, WeightLink
 
 CPU = torch.device("cpu")
 

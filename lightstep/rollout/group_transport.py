@@ -7,7 +7,7 @@ Every set of weights has a number and these messages on a :class:`MessageBoard`:
 3. ``verdict``, from the trainer: that it will send them, or why not.
 4. ``done``, from every receiver: that it has the complete set, or its error.
 
-The weights are broadcast over a :class:`~lightstep.rollout.link.WeightLink`, which is kept for the next set.
+The weights are broadcast over a :class:`~lightstep.rollout.transport.WeightLink`, which is kept for the next set.
 """
 
 from __future__ import annotations
@@ -23,8 +23,16 @@ import torch
 import torch.distributed as dist
 
 from lightstep.rollout.engine import RolloutEngine
-from lightstep.rollout.link import WeightLink, device_id, link_device
-from lightstep.rollout.transport import Bucket, TrainingEnded, WeightInfo, WeightTransferError, WeightTransport
+from lightstep.rollout.transport import (
+    Bucket,
+    TrainingEnded,
+    WeightInfo,
+    WeightLink,
+    WeightTransferError,
+    WeightTransport,
+    device_id,
+    link_device,
+)
 
 logger = logging.getLogger(__name__)
 

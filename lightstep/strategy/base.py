@@ -33,9 +33,8 @@ from lightstep.optimizer.rules import Rule, groups_by_rules, own_class, warn_of_
 from lightstep.precision.gradients import ReducedGradients
 from lightstep.presets import available_strategies, read_source
 from lightstep.rollout.engine import RolloutEngine
-from lightstep.rollout.publication import PublishedWeights
-from lightstep.rollout.reinforcement_learning import ReinforcementLearning
-from lightstep.rollout.roles import Role, Roles, check_role, fsdp_version, prepare_inference
+from lightstep.rollout.publishing import PublishedWeights
+from lightstep.rollout.roles import ReinforcementLearning, Role, Roles, check_role, fsdp_version, prepare_inference
 from lightstep.rollout.transport import WeightTransport
 from lightstep.sharding.dtypes import planned_dtypes
 from lightstep.sharding.forward_gates import in_order_of_use

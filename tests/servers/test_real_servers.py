@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightstep import SglangFolder, Strategy, WeightTransferError
-from lightstep.rollout.publication import PublishedWeights
-from lightstep.rollout.server_protocols import Pause
+from lightstep.rollout.publishing import PublishedWeights
+from lightstep.rollout.servers import Pause
 from tests.ports import free_port
 from tests.rollout_faults import CLIENTS, Faults
 

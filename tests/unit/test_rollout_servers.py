@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightstep import ConfigError, SglangFolder, SglangServer, Strategy, VllmServer, WeightTransferError
-from lightstep.rollout import reinforcement_learning
-from lightstep.rollout.server_protocols import Sglang, engine_names, refuse_other_names
-from lightstep.rollout.servers import _in_thread
+from lightstep.rollout import roles
+from lightstep.rollout.servers import Sglang, _in_thread, engine_names, refuse_other_names
 from lightstep.rollout.transport import WeightInfo
 from tests.covering import every_pair
 from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, FakeVllmNccl, NcclOnCpu, Process, Refusal
@@ -146,7 +145,7 @@ def test_what_a_server_is_told(kind: str, training: Training) -> None:
 
 @pytest.mark.parametrize(("kind", "deltas"), [("vllm", False), ("vllm", True), ("vllm-nccl", False), ("sglang", False)])
 def test_a_strategy_file_names_servers(kind: str, deltas: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reinforcement_learning, "VllmNcclServer", NcclOnCpu)
+    monkeypatch.setattr(roles, "VllmNcclServer", NcclOnCpu)
     training = Training(kind)
     named = {"kind": kind, "urls": [each.url for each in training.fakes], "deltas": deltas}
     strategy = Strategy.load("resident", overrides={"roles.rollout": {"servers": named, "timeout_s": 10}})
