@@ -218,10 +218,6 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw a chart: .png, .pdf or .svg.")] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Compare plans with the results of bench --iteration in DIR instead."),
-    ] = None,
     debug: _Debug = False,
 ) -> None:
     """Show how much memory and time each strategy needs for a model. No weights are loaded."""

@@ -13,9 +13,8 @@ from torch import nn
 
 from lightstep.config import StrategyConfig, merge_overrides, parse_config
 from lightstep.plan.model import from_values
-from lightstep.plan.network import Network
 from lightstep.plan.planning import Plan, Planner, Workload
-from lightstep.plan.timing import PROFILES
+from lightstep.plan.timing import PROFILES, Network
 from lightstep.presets import read_source
 
 FOUNDRY = (

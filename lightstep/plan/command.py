@@ -16,14 +16,13 @@ from lightstep.config import ConfigError, FSDP2Sharding, StrategyConfig, parse_c
 from lightstep.extras import needs
 from lightstep.optimizer_class import optimizer_class
 from lightstep.paths import local_path
-from lightstep.plan.against import as_markdown, compare
+from lightstep.plan.cost import with_settings
 from lightstep.plan.measure import cached_profile, measure_profile
 from lightstep.plan.memory import rules_for, state_by_rules
 from lightstep.plan.model import LOSS_CHUNK, SHAPES, load_shape
-from lightstep.plan.network import Network
 from lightstep.plan.planning import Plan, Planner, Workload, first_that_fits, is_plannable, not_planned, plans, reliefs
 from lightstep.plan.report import draw, report
-from lightstep.plan.timing import Profile, find_profile, profile_here, with_own_memory
+from lightstep.plan.timing import Network, Profile, find_profile, profile_here, with_own_memory
 from lightstep.presets import available_strategies, read_source
 
 _DEFAULT = "H100"
@@ -51,7 +50,6 @@ class PlanOptions:
     measure: bool
     as_json: bool
     plot: Path | None
-    against: Path | None
 
 
 def plan_text(options: PlanOptions) -> str:
@@ -63,8 +61,6 @@ def plan_text(options: PlanOptions) -> str:
     """
     with needs("train"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        if options.against is not None:
-            return as_markdown(compare(options.against.expanduser()))
         plot = options.plot and local_path(options.plot, "--plot is a local file")
         return _plan(replace(options, plot=plot))
 
@@ -157,7 +153,8 @@ def _remedies(
 
     def in_file(section: str, key: str, *values: str) -> list[str]:
         for value in values:
-            if name := first_name(plans(own, _with(configs, section, {key: value}))):
+            tried = {name: with_settings(config, section, **{key: value}) for name, config in configs.items()}
+            if name := first_name(plans(own, tried)):
                 return [f"{section}.{key}: {value} in the strategy file: {name}"]
         return []
 
@@ -181,15 +178,6 @@ def _remedies(
     least = {"tokens": sequence, "fused_loss": True, "no_checkpointing": False}
     said = f"--tokens {sequence} --fused-loss, with checkpointing"
     return smallest(*((f"--gpus {count} {said}", {**least, "gpus": count}) for count in [options.gpus, *gpus]))
-
-
-def _with(
-    configs: Mapping[str, StrategyConfig], section: str, settings: Mapping[str, Any]
-) -> Mapping[str, StrategyConfig]:
-    return {
-        name: config.model_copy(update={section: getattr(config, section).model_copy(update=settings)})
-        for name, config in configs.items()
-    }
 
 
 def _check_sizes(options: PlanOptions) -> None:
@@ -239,8 +227,7 @@ def _on_nodes(name: str, config: StrategyConfig, network: Network | None, gpus: 
         return name, config
     nodes = gpus // network.gpus_per_node
     mesh = sharding.mesh.model_copy(update={"replicate": nodes, "shard": "auto"})
-    changed = config.model_copy(update={"sharding": sharding.model_copy(update={"mesh": mesh})})
-    return f"{name}, replicate: {nodes}", changed
+    return f"{name}, replicate: {nodes}", with_settings(config, "sharding", mesh=mesh)
 
 
 def _profile(options: PlanOptions) -> Profile:

@@ -78,7 +78,7 @@ def cost(config: StrategyConfig, optimizer: StateBytes = ADAMW, on_cpu: bool = F
     else:
         on_host = config.optimizer_state.backend != "resident"
     weights, gradients, divided_by = _divisors(config)
-    in_fp32 = _with_fp32_parameters(config)
+    in_fp32 = with_settings(config, "precision", parameters="float32")  # as parameters that stay fp32 are trained
 
     def mean(of: Callable[[StrategyConfig], float]) -> float:
         return (1 - fp32_share) * of(config) + fp32_share * of(in_fp32)
@@ -93,10 +93,9 @@ def cost(config: StrategyConfig, optimizer: StateBytes = ADAMW, on_cpu: bool = F
     return Cost(weight, gradient, none if on_host else state, state if on_host else none)
 
 
-def _with_fp32_parameters(config: StrategyConfig) -> StrategyConfig:
-    """The strategy with ``precision.parameters: float32``, as which parameters that stay fp32 are trained."""
-    precision = config.precision.model_copy(update={"parameters": "float32"})
-    return config.model_copy(update={"precision": precision})
+def with_settings(config: StrategyConfig, section: str, **settings: Any) -> StrategyConfig:
+    """The strategy with other values in a section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=settings)})
 
 
 def _divisors(config: StrategyConfig) -> tuple[str, str, str]:

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from lightstep.config import ConfigError, FSDP2Sharding, StrategyConfig
-from lightstep.plan.cost import ADAMW, StateBytes, sorted_for_choice
+from lightstep.plan.cost import ADAMW, StateBytes, sorted_for_choice, with_settings
 from lightstep.plan.memory import Memory, memory, shard_count
 from lightstep.plan.model import Activations, fp32_share, model_sizes, run_on_meta, units_outside_blocks
-from lightstep.plan.network import Crossing, Network
-from lightstep.plan.timing import Profile, Time, find_profile, iteration_time, profile_here
+from lightstep.plan.timing import Crossing, Network, Profile, Time, find_profile, iteration_time, profile_here
 
 MARGIN = 0.05
 """Share of device memory reserved for CUDA and for fragmentation."""
@@ -162,8 +161,7 @@ class Planner:
         if self._profile is not None and self._profile.knows(compute) and self._optimizer.is_adam:
             time = clipped = self._time(config, seen, held)
             if config.clipping.max_norm is not None and config.optimizer_state.update == "overlap":
-                state = config.optimizer_state.model_copy(update={"update": "next_forward"})
-                waiting = config.model_copy(update={"optimizer_state": state})
+                waiting = with_settings(config, "optimizer_state", update="next_forward")
                 clipped = self._time(waiting, seen, self._memory(waiting, seen))
         reason = self._reason(config, held, ranks)
         other = self._activations(not checkpointed, compute).peak if both else None
@@ -339,14 +337,14 @@ def reliefs(name: str, config: StrategyConfig, plan: Plan, planner: Planner) -> 
     if plan.time is None or not plan.time.is_limited_by_link:
         return []
 
-    def changed(**settings: Any) -> Plan:
-        return planner.plan(name, _with(config, settings))
+    def with_state(**settings: Any) -> Plan:
+        return planner.plan(name, with_settings(config, "optimizer_state", **settings))
 
     tried = [
         *_accumulating(name, config, plan.workload.micro_batches, planner),
-        *_staying(config, plan, changed),
+        *_staying(config, plan, with_state),
         *_staying_gradients(name, config, plan, planner),
-        *_rounding(config, changed),
+        *_rounding(config, with_state),
     ]
     return [one for one in tried if one.plan.fits and _per_micro_batch(one.plan) < 0.99 * _per_micro_batch(plan)]
 
@@ -360,7 +358,7 @@ def _accumulating(name: str, config: StrategyConfig, now: int, planner: Planner)
             return
 
 
-def _staying(config: StrategyConfig, plan: Plan, changed: Callable[..., Plan]) -> Iterator[Relief]:
+def _staying(config: StrategyConfig, plan: Plan, with_state: Callable[..., Plan]) -> Iterator[Relief]:
     """As much state on the device as there is room for, in halves of a GiB."""
     state = config.optimizer_state
     if state.backend != "stream" or state.resident_gib == "auto" or plan.limit is None:
@@ -368,7 +366,7 @@ def _staying(config: StrategyConfig, plan: Plan, changed: Callable[..., Plan]) -
     now = float(state.resident_gib)
     halves = 2 * min(plan.limit - plan.memory.peak, plan.memory.link) // _GIB
     for more in range(halves, max(halves - 4, 0), -1):  # previous weights move to the host, and need room in the ring
-        tried = changed(resident_gib=now + more / 2)
+        tried = with_state(resident_gib=now + more / 2)
         if tried.fits:
             yield Relief(f"resident_gib: {now + more / 2:g}", tried)
             return
@@ -382,20 +380,15 @@ def _staying_gradients(name: str, config: StrategyConfig, plan: Plan, planner: P
     more = min(2 * (plan.limit - memory.peak) // _GIB, -(2 * (memory.staying - memory.wanted_staying) // _GIB))
     if more > 0:
         gib = float(now) + more / 2
-        weights = config.weights.model_copy(update={"gradients_gib": gib})
-        yield Relief(f"gradients_gib: {gib:g}", planner.plan(name, config.model_copy(update={"weights": weights})))
+        yield Relief(f"gradients_gib: {gib:g}", planner.plan(name, with_settings(config, "weights", gradients_gib=gib)))
 
 
-def _rounding(config: StrategyConfig, changed: Callable[..., Plan]) -> Iterator[Relief]:
+def _rounding(config: StrategyConfig, with_state: Callable[..., Plan]) -> Iterator[Relief]:
     kinds, state = ("float32", "bfloat16", "int8"), config.optimizer_state
     rounding = state.moments_rounding
     kept = "" if rounding == type(state).model_fields["moments_rounding"].default else f", {rounding}"
     for moments in kinds[kinds.index(state.moments) + 1 :]:
-        yield Relief(f"moments: {moments}{kept}", changed(moments=moments))
-
-
-def _with(config: StrategyConfig, settings: Mapping[str, Any]) -> StrategyConfig:
-    return config.model_copy(update={"optimizer_state": config.optimizer_state.model_copy(update=dict(settings))})
+        yield Relief(f"moments: {moments}{kept}", with_state(moments=moments))
 
 
 def _per_micro_batch(plan: Plan) -> float:

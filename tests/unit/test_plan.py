@@ -22,16 +22,24 @@ from typer.testing import CliRunner
 from lightstep import Rule, Strategy, available_strategies
 from lightstep.cli import app
 from lightstep.config import ConfigError, merge_overrides
-from lightstep.plan import against, command, planning
+from lightstep.plan import command, planning
 from lightstep.plan.cost import cost
 from lightstep.plan.memory import memory, shard_count, state_by_rules, state_of
 from lightstep.plan.model import SHAPES, load_shape, model_sizes, run_on_meta
-from lightstep.plan.network import Crossing, Network
 from lightstep.plan.planning import Planner, Workload, first_that_fits, plan_one, plans, reliefs
 from lightstep.plan.report import report
-from lightstep.plan.timing import LINKS, PROFILES, Time, find_profile, profile_here, profile_of_device
+from lightstep.plan.timing import (
+    LINKS,
+    PROFILES,
+    Crossing,
+    Network,
+    Time,
+    find_profile,
+    profile_here,
+    profile_of_device,
+)
 from lightstep.presets import read_source, read_yaml
-from tests import published_runs
+from tests import planned_runs, published_runs
 from tests.covering import every_value
 from tests.one_pass_on_cpu import one_pass_fixture
 
@@ -121,7 +129,7 @@ def one_run_for_all_tests() -> Iterator[None]:
 
 
 def test_plans_are_within_the_goals_of_what_was_measured() -> None:
-    rows = against.compare(DOCS / "benchmarks")
+    rows = planned_runs.compare(planned_runs.RESULTS)
     assert {"resident", "stream-overlap", "fsdp2-stream-overlap", "fsdp2-in-backward"} <= {r.strategy for r in rows}
     missed = {
         "h200-x4-8b-4k.json": "collectives are not hidden",
@@ -131,7 +139,7 @@ def test_plans_are_within_the_goals_of_what_was_measured() -> None:
     }
     assert {row.file for row in rows if not row.within} == missed.keys()
     page = (DOCS / "plan.md").read_text()
-    assert against.as_markdown(rows) in page, "make the table again: lightstep plan --against docs/benchmarks"
+    assert planned_runs.as_markdown(rows) in page, "make the table again: python -m tests.planned_runs"
 
 
 def test_the_profiles_rates_are_those_of_the_files_that_they_name() -> None:
@@ -637,8 +645,6 @@ NODES = ("Llama-3.1-8B", "--gpus-per-node", "8", "--gpus")
         ((*NODES, "12", "--network", "50"), "--gpus is 12, no multiple of --gpus-per-node 8"),
         (("Llama-3.1-8B", "--gpus", "8", "--network", "50"), "all --gpus 8 are on one; give --gpus-per-node"),
         ((*NODES, "16", "--network", "0"), "--network is 0; a positive number of GB/s is needed"),
-        (("--against", "nowhere"), "nowhere is not a folder"),
-        (("--against", "lightstep"), "lightstep has no results to compare with"),
     ],
 )
 def test_a_mistake_gets_one_sentence(arguments: tuple[str, ...], message: str) -> None:
