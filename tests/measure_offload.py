@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 import lightstep
-from lightstep.bench.llama import Llama, LlamaShape
+from lightstep.bench.models import Llama, LlamaShape
 from lightstep.distributed import local_tensor
 from lightstep.plan.measure import measure_link
 

@@ -272,10 +272,9 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
         from lightstep.bench.tensors import TensorsTask, tensor_counts
 
         return [TensorsTask(device, seed, case=count) for count in tensor_counts(options["tensors"])]
-    from lightstep.bench.contender import MAX_NORM, OPTIMIZERS
     from lightstep.bench.iteration import IterationTask, TimelineTask, small_models, token_counts
-    from lightstep.bench.llama import LlamaShape
-    from lightstep.bench.qwen_moe import MoeShape
+    from lightstep.bench.models import LlamaShape, MoeShape
+    from lightstep.bench.run import MAX_NORM, OPTIMIZERS
     from lightstep.bench.step import StepTask
 
     sequence = int(options.get("sequence", 1))

@@ -15,13 +15,22 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightstep.bench.contender import OPTIMIZERS, Contender, Skipped
-from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
 from lightstep.bench.machine import read_timeline, write_timeline
+from lightstep.bench.models import LOSS_CHUNK, Llama, LlamaShape, MoeShape, QwenMoe
 from lightstep.bench.peers import CpuAdamW, DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2Offload, TorchFsdp2, TorchResident
-from lightstep.bench.qwen_moe import MoeShape, QwenMoe
 from lightstep.bench.report import BY_HAND, Column, Panel, Values, View, size
-from lightstep.bench.run import Measurement, Row, Run, Spread, Task, add_rounds_by_hand, add_times_by_hand
+from lightstep.bench.run import (
+    OPTIMIZERS,
+    Contender,
+    Measurement,
+    Row,
+    Run,
+    Skipped,
+    Spread,
+    Task,
+    add_rounds_by_hand,
+    add_times_by_hand,
+)
 from lightstep.bench.strategies import WithoutOptimizer
 from lightstep.sharding.preparation import checkpoint_activations
 

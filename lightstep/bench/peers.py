@@ -18,19 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightstep.bench.contender import (
+from lightstep.bench.run import (
     ADAMW,
     MUON,
     OPTIMIZERS,
     Contender,
     Skipped,
+    Task,
     clip_coefficient,
     hidden_matrices,
     split_matrices,
     torch_optimizers,
     total_norm,
 )
-from lightstep.bench.run import Task
 from lightstep.distributed import like, local_tensor, world_size
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from lightstep.bench.contender import OPTIMIZERS, Contender, Skipped, optimizer_arguments
-from lightstep.bench.run import Entry, Task, split_names
+from lightstep.bench.run import OPTIMIZERS, Contender, Entry, Skipped, Task, optimizer_arguments, split_names
 from lightstep.config import ConfigError, merge_overrides, parse_config, read_yaml
 from lightstep.distributed import like, world_size
 from lightstep.optimizer import MixedPrecisionOptimizer

@@ -61,11 +61,10 @@ from lightstep.checkpoint.saved import (
 from lightstep.checkpoint.storage import local_folder, location, new_shared_folder, storage_for, sync, write_file
 from lightstep.checkpoint.tensors import read_whole
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer, EngineState
-from lightstep.deepspeed.weights import refuse_partitioned
-from lightstep.distributed import Ranks, whole_shape
+from lightstep.distributed import Ranks, is_divided, whole_shape
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.rollout.roles import Roles
-from lightstep.sharding.model_names import NamedTensor, named_tensors
+from lightstep.sharding.model_names import NamedTensor, named_tensors, unwrap_model
 from lightstep.strategy.checkpoints import Checkpoints
 
 logger = logging.getLogger(__name__)
@@ -81,6 +80,20 @@ _TRUSTED = {
     "deepspeed.utils.tensor_fragment.fragment_address",
 }
 """Classes in DeepSpeed's files that torch's weights-only unpickler does not allow by itself."""
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether DeepSpeed has partitioned the weights over the ranks."""
+    return any(map(is_divided, model.parameters()))
+
+
+def refuse_partitioned(model: nn.Module, name: str) -> None:
+    """Raise :class:`CheckpointError` if the weights are partitioned: only an engine can save and load them."""
+    if is_partitioned(unwrap_model(model)):
+        raise CheckpointError(
+            f"{name}: the model's weights are partitioned over the ranks, and DeepSpeed saves and loads them through "
+            "its engine; call strategy.create_optimizer(model, ...) first"
+        )
 
 
 class EngineCheckpoints(Checkpoints):

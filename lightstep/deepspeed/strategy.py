@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import inspect
 import os
+import sys
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -19,11 +21,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.config import ConfigError, DeepSpeedSharding, StrategyConfig
-from lightstep.deepspeed import weights as deepspeed_weights
-from lightstep.deepspeed.checkpoint import EngineCheckpoints
+from lightstep.deepspeed.checkpoint import EngineCheckpoints, is_partitioned
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer, EngineState
 from lightstep.deepspeed.settings import deepspeed_config, engine_settings, refuse_contradictions
-from lightstep.distributed import Replicas, is_sharded
+from lightstep.distributed import Replicas, is_divided, is_sharded
 from lightstep.extras import needs
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.sharding.dtypes import planned_by_tensor
@@ -69,9 +70,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         partitions = role == "trainer" and self._sharding.stage == 3
         if partitions and callable(model) and not isinstance(model, nn.Module):
             settings, dtype = self.deepspeed_config, self.parameter_dtype
-            return super().prepare_model(
-                lambda: deepspeed_weights.construct_partitioned(model, settings, dtype), role, weights
-            )
+            return super().prepare_model(lambda: construct_partitioned(model, settings, dtype), role, weights)
         return super().prepare_model(model, role, weights)
 
     def _check_deepspeed(self) -> None:
@@ -94,7 +93,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def _prepare(self, model: nn.Module) -> nn.Module:
         self._refuse_wrapped(model)
         self._refuse_kept(model)
-        if deepspeed_weights.is_partitioned(model):
+        if is_partitioned(model):
             self._refuse_other_dtype(model)
             return EngineModel(model, partitioned=True)
         placed = self._place_model(model)
@@ -292,3 +291,63 @@ def _fused_argument(
     has_fused = "fused" in inspect.signature(optimizer_class.__init__).parameters
     unsupported = torch.optim.SGD if device.type == "cpu" else torch.optim.Adagrad
     return {"fused": True} if has_fused and not chosen and not issubclass(optimizer_class, unsupported) else {}
+
+
+# -- models whose weights DeepSpeed partitions over the ranks while they are constructed (stage 3) ---------------------
+
+
+def construct_partitioned(factory: Callable[[], nn.Module], settings: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """Call ``factory``, and cast and partition each module's parameters as soon as the module has been constructed.
+
+    Buffers keep their dtype. Initial weights are the first rank's.
+
+    Args:
+        settings: DeepSpeed's configuration.
+        dtype: of the parameters.
+
+    Raises:
+        ConfigError: ``factory`` called the class of a transformers model, which cannot initialise partitioned weights.
+    """
+    announcement = _announce_to_transformers(settings)
+    from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, Init
+
+    class ParameterInit(Init):
+        """Casts only parameters. DeepSpeed would create all tensors in ``dtype``, even rotary frequencies."""
+
+        def _post_init_method(self, module: nn.Module) -> None:
+            _refuse_uninitialised(module)
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_floating_point() and not is_divided(parameter):
+                    parameter.data = parameter.data.to(dtype)
+            super()._post_init_method(module)
+
+    # Without dtype=...: if the accelerator has no fp16, DeepSpeed 0.19 ignores it and uses bf16.
+    with ParameterInit(config_dict_or_path=settings, tensor_overrides=[DeepSpeedTensorOverride.device]):
+        model = factory()
+    del announcement
+    return model
+
+
+def _announce_to_transformers(settings: dict[str, Any]) -> Any:
+    """While the returned object exists, transformers can initialise and load partitioned weights.
+
+    ``None`` if transformers is not installed.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    importlib.import_module("transformers.modeling_utils")  # now: it constructs modules, which must not be partitioned
+    from transformers.integrations import HfDeepSpeedConfig
+
+    return HfDeepSpeedConfig(settings)
+
+
+def _refuse_uninitialised(module: nn.Module) -> None:
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    known = getattr(modeling, "_is_ds_init_called", True)
+    if not known and isinstance(module, modeling.PreTrainedModel):
+        what = type(module).__name__
+        raise ConfigError(
+            f"prepare_model(function): the function called {what}(...), and at sharding.stage 3 its weights are "
+            "partitioned before transformers can initialise them; have it call "
+            "AutoModelForCausalLM.from_config(config) or from_pretrained(folder)"
+        )

@@ -44,8 +44,14 @@ from lightstep.integrations.checks import (
     check_one_dtype,
     unwrap_optimizer,
 )
-from lightstep.integrations.folders import PendingFolder, SavedFolders, SavesFolders, check_before_load
-from lightstep.integrations.loading import local_part, sharding_full_state
+from lightstep.integrations.folders import (
+    PendingFolder,
+    SavedFolders,
+    SavesFolders,
+    check_before_load,
+    local_part,
+    sharding_full_state,
+)
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.optimizer.result import StepResult

@@ -32,9 +32,22 @@ from lightstep.checkpoint.storage import remove_folder
 from lightstep.checkpoint.verify import CHECKPOINT
 from lightstep.config import ConfigError
 from lightstep.distributed import Ranks
-from lightstep.integrations import loading
 from lightstep.integrations.checks import unwrap_optimizer
-from lightstep.integrations.folders import PendingFolder, SavedFolders, SavesFolders, check_before_load, is_same
+from lightstep.integrations.folders import (
+    PendingFolder,
+    SavedFolders,
+    SavesFolders,
+    check_before_load,
+    converts_weights,
+    holds_adapters,
+    is_same,
+    learns_prompts,
+    load_adapters,
+    load_converted,
+    parts_with_other_dtypes,
+    sharding_full_state,
+    unsaved_encoders,
+)
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.sharding.model_names import unwrap_model
@@ -106,7 +119,7 @@ class TrainerCheckpoints(SavesFolders, _AnyTrainer):
         """
         config = self.strategy.config
         whole = config.sharding.kind == "single" and config.optimizer_state.backend == "resident"
-        return whole and not loading.learns_prompts(self.model)
+        return whole and not learns_prompts(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; called by every process. Nothing is gathered if a thread writes the weights."""
@@ -271,8 +284,8 @@ class TrainerCheckpoints(SavesFolders, _AnyTrainer):
         if holds_checkpoint(folder / CHECKPOINT):
             self.strategy.load_checkpoint(folder / CHECKPOINT, self.model, optimizer, self.lr_scheduler)
         elif not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file():
-            other_dtypes = partial(loading.parts_with_other_dtypes, device=self.strategy.device)
-            with loading.sharding_full_state(self.model, optimizer, folder, other_dtypes):
+            other_dtypes = partial(parts_with_other_dtypes, device=self.strategy.device)
+            with sharding_full_state(self.model, optimizer, folder, other_dtypes):
                 # The Trainer would load all of it onto the device of each process.
                 self.optimizer.load_state_dict(_load_on_cpu(folder / OPTIMIZER_NAME))
             self.lr_scheduler.load_state_dict(_load_on_cpu(folder / SCHEDULER_NAME))
@@ -308,12 +321,12 @@ class TrainerCheckpoints(SavesFolders, _AnyTrainer):
         Returns:
             ``False`` if the Trainer can load these weights itself.
         """
-        if not self.is_fsdp_enabled and loading.holds_adapters(folder, self.model):
-            loading.load_adapters(self.model, folder)
+        if not self.is_fsdp_enabled and holds_adapters(folder, self.model):
+            load_adapters(self.model, folder)
             return True
         self._refuse_unsaved_encoders(folder)
-        if not self.is_fsdp_enabled and loading.converts_weights(self.model, folder):
-            loading.load_converted(self.model, folder, self.strategy.device)
+        if not self.is_fsdp_enabled and converts_weights(self.model, folder):
+            load_converted(self.model, folder, self.strategy.device)
         elif self._sharded_by_strategy:
             load_pretrained(self.model, folder)
         else:
@@ -327,8 +340,8 @@ class TrainerCheckpoints(SavesFolders, _AnyTrainer):
         """
         if not (self.args.load_best_model_at_end and self.args.save_only_model):
             return
-        sharded = self.strategy.config.sharding.kind == "fsdp2" and loading.learns_prompts(self.model)
-        if sharded or loading.unsaved_encoders(self.model):
+        sharded = self.strategy.config.sharding.kind == "fsdp2" and learns_prompts(self.model)
+        if sharded or unsaved_encoders(self.model):
             raise ConfigError(
                 "save_only_model=True and load_best_model_at_end=True: PEFT saves the prompts, and neither what "
                 "computes them nor for shards; leave one of the two out"
@@ -339,7 +352,7 @@ class TrainerCheckpoints(SavesFolders, _AnyTrainer):
         Raises:
             CheckpointError: PEFT's files in ``folder`` do not have all that is trained.
         """
-        unsaved = loading.unsaved_encoders(self.model)
+        unsaved = unsaved_encoders(self.model)
         if unsaved:
             raise CheckpointError(
                 f"{folder} has the prompts, as PEFT saves them, and not {list_names(unsaved)}, which compute them and "

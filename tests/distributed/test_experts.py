@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import lightstep
-from lightstep.bench.qwen_moe import DividedExperts, MoeShape
+from lightstep.bench.models import DividedExperts, MoeShape
 from lightstep.distributed import local_tensor
 from lightstep.state.host_fields import Field
 from tests.covering import every_value

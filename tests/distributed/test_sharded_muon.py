@@ -16,7 +16,7 @@ from transformers import Adafactor
 
 import lightstep
 from lightstep import Rule
-from lightstep.bench.llama import LlamaShape
+from lightstep.bench.models import LlamaShape
 from lightstep.bench.peers import TorchFsdp2
 from lightstep.bench.step import StepTask, random_gradients
 from lightstep.bench.strategies import StrategyContender

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightstep import Strategy
-from lightstep.bench.llama import Llama, LlamaShape
+from lightstep.bench.models import Llama, LlamaShape
 from lightstep.state import host_activations
 from lightstep.state.host_activations import HostActivations
 from tests.unit import test_host_activations as on_cpu

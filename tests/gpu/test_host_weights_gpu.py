@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
 from lightstep import Strategy
-from lightstep.bench.llama import Llama, LlamaShape
+from lightstep.bench.models import Llama, LlamaShape
 from tests.covering import every_pair
 from tests.gpu.test_next_forward_gpu import Training
 from tests.unit.test_homes_and_times import HOMES, LIMITS
@@ -70,7 +70,7 @@ class OwnHead(Llama):
 @every_pair(time=TIMES, tied=[False, True], chunk=["in the model", "by its weight", "outside of it"])
 def test_a_head_that_runs_several_times(time: str, tied: bool, chunk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients are added up as one, though its weights come and go: in bf16, as autograd does it."""
-    monkeypatch.setattr("lightstep.bench.llama.LOSS_CHUNK", 16)
+    monkeypatch.setattr("lightstep.bench.models.LOSS_CHUNK", 16)
     shape = LlamaShape("tiny", 64, 128, 32, 3, 257, 16, tied)
     weights: list[dict[str, Tensor]] = []
     for name in ("resident", "offload"):

@@ -17,12 +17,11 @@ from rich.console import Console
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 from typer.testing import CliRunner, Result
 
-from lightstep.bench import iteration, llama, machine, report, run, tensors
-from lightstep.bench.contender import Contender, Skipped
+from lightstep.bench import iteration, machine, models, report, run, tensors
 from lightstep.bench.iteration import IterationTask, TimelineTask
-from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.machine import Ranks, StepProfile, pinned_bytes
-from lightstep.bench.qwen_moe import MoeShape
+from lightstep.bench.models import Llama, LlamaShape, MoeShape
+from lightstep.bench.run import Contender, Skipped
 from lightstep.bench.step import StepTask
 from lightstep.bench.strategies import _arguments, parse_overrides, parse_strategies
 from lightstep.cli import app
@@ -66,8 +65,8 @@ def measured(folder: Path, *arguments: object, code: int = 0, draws: bool = Fals
 
 
 def on_two_ranks(folder: Path, *arguments: object) -> tuple[Values, str]:
-    quick = "import gc; gc.collect = lambda *_: 0; from lightstep.bench import checkpoints, report; "
-    quick += "checkpoints._REPEATS = 2; report.draw = lambda *_: None; "
+    quick = "import gc; gc.collect = lambda *_: 0; from lightstep.bench import report, step; "
+    quick += "step._REPEATS = 2; report.draw = lambda *_: None; "
     code = f"{quick}from lightstep.__main__ import main; main()"
     given = ("bench", *map(str, arguments), "--output", str(folder / "out"))
     status, output = run_script(Script(Path("bench"), 1, "python", 2, [code], given), folder)
@@ -609,7 +608,7 @@ def small_task(tokens: int) -> IterationTask:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_loss_in_chunks_is_the_models_own(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
-    monkeypatch.setattr(llama, "LOSS_CHUNK", 10)
+    monkeypatch.setattr(models, "LOSS_CHUNK", 10)
     shape = LlamaShape("test", 32, 64, 16, 2, 64, 8, tied)
     model = Llama.make(shape, CPU, torch.float32, seed=3)
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters

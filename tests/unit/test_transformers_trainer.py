@@ -19,7 +19,7 @@ import lightstep
 from lightstep import CheckpointError, ConfigError, Strategy
 from lightstep.integrations.accelerate import LightstepOptimizer
 from lightstep.integrations.checks import check_arguments
-from lightstep.integrations.loading import load_adapters
+from lightstep.integrations.folders import load_adapters
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.optimizer.in_backward import FinalUpdates
 from tests.reference.lion import Lion
