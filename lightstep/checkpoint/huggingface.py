@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightstep.checkpoint.background import wait_for_pending
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
-from lightstep.checkpoint.model_state import loading, refuse_partly_loaded
+from lightstep.checkpoint.run_state import loading, refuse_partly_loaded
 from lightstep.checkpoint.storage import FolderKind, LocalStorage, local_folder, sync_files, was_replaced
 from lightstep.checkpoint.tensors import shard_of
 from lightstep.distributed import Ranks, fill_local, gather_tensor, mesh_ranks, rank, whole_shape

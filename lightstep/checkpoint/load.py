@@ -24,15 +24,18 @@ from lightstep.checkpoint.background import wait_for_pending
 from lightstep.checkpoint.disks import own_part
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, checkpoint_errors, is_damage, list_names
 from lightstep.checkpoint.layout import Manifest, find_checkpoint, read_manifest, unreplaced
-from lightstep.checkpoint.model_state import (
+from lightstep.checkpoint.run_state import (
+    OptimizerContent,
     average_key,
     averaged_weights,
+    entry_key,
     live_tensors,
     loading,
+    same_settings,
+    stored_entries,
     warn_if_other_base,
     without_base,
 )
-from lightstep.checkpoint.optimizer_state import OptimizerContent, entry_key, same_settings, stored_entries
 from lightstep.checkpoint.saved import SavedCheckpoint, set_random_states
 from lightstep.checkpoint.storage import ask_server, location
 from lightstep.checkpoint.tensors import (

@@ -47,9 +47,8 @@ from lightstep.checkpoint.layout import (
     unreplaced,
     write_manifest,
 )
-from lightstep.checkpoint.model_state import loading, refuse_partly_loaded
-from lightstep.checkpoint.optimizer_state import OptimizerContent, entry_key, stored_entries
-from lightstep.checkpoint.retention import Retention
+from lightstep.checkpoint.run_state import OptimizerContent, entry_key, loading, refuse_partly_loaded, stored_entries
+from lightstep.checkpoint.save import Retention
 from lightstep.checkpoint.saved import (
     SavedCheckpoint,
     check_loadable,

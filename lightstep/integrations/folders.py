@@ -30,7 +30,7 @@ from lightstep.checkpoint.background import PendingSave, writer_group
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
 from lightstep.checkpoint.huggingface import shards_with_other_dtypes
 from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
-from lightstep.checkpoint.model_state import loading
+from lightstep.checkpoint.run_state import loading
 from lightstep.checkpoint.storage import (
     FolderKind,
     new_shared_folder,

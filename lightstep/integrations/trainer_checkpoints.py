@@ -26,7 +26,7 @@ from lightstep import CheckpointError
 from lightstep.checkpoint.errors import DamagedError, is_damage, list_names
 from lightstep.checkpoint.huggingface import full_weights, load_pretrained
 from lightstep.checkpoint.layout import holds_checkpoint
-from lightstep.checkpoint.model_state import has_adapters
+from lightstep.checkpoint.run_state import has_adapters
 from lightstep.checkpoint.saved import SavedCheckpoint
 from lightstep.checkpoint.storage import remove_folder
 from lightstep.checkpoint.verify import CHECKPOINT

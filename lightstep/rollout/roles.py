@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from lightstep.checkpoint.model_state import refuse_partly_loaded
+from lightstep.checkpoint.run_state import refuse_partly_loaded
 from lightstep.config import ConfigError, Rollout, RolloutServers
 from lightstep.distributed import Ranks, form_role_group, initialized, is_divided, rank
 from lightstep.rollout.engine import RolloutEngine

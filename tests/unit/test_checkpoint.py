@@ -29,7 +29,7 @@ from lightstep.checkpoint import (
     to_torch_state_dict,
 )
 from lightstep.checkpoint.formats import read_checkpoint
-from lightstep.checkpoint.optimizer_state import OptimizerContent
+from lightstep.checkpoint.run_state import OptimizerContent
 from lightstep.checkpoint.storage import ask_server, is_nothing
 from tests.checkpoint_runs import (
     OLD,

@@ -21,7 +21,7 @@ from lightstep.checkpoint import (
     latest_checkpoint,
     layout,
     load_checkpoint,
-    retention,
+    save,
     save_checkpoint,
     verify_checkpoints,
 )
@@ -123,7 +123,7 @@ def test_the_manifest_is_written_last_and_older_checkpoints_go_after_it(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    write, remove = layout.write_file, retention.remove_checkpoint
+    write, remove = layout.write_file, save.remove_checkpoint
 
     def written(path: Path, data: bytes) -> Any:
         assert path.name == "lightstep.json" and not path.exists()
@@ -131,7 +131,7 @@ def test_the_manifest_is_written_last_and_older_checkpoints_go_after_it(
         return write(path, data)
 
     monkeypatch.setattr(layout, "write_file", written)
-    monkeypatch.setattr(retention, "remove_checkpoint", lambda path: done.append(f"remove {path.name}") or remove(path))
+    monkeypatch.setattr(save, "remove_checkpoint", lambda path: done.append(f"remove {path.name}") or remove(path))
     for number in range(1, 5):
         saved(place, number, asynchronous=True, keep_last=2)
     assert done == ["write", "write", "write", "remove step-1", "write", "remove step-2"]

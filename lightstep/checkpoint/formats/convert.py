@@ -33,8 +33,7 @@ from lightstep.checkpoint.formats.zero import (
     read_zero,
 )
 from lightstep.checkpoint.layout import CHECKPOINT, MANIFEST, find_checkpoint, latest_checkpoint, unreplaced
-from lightstep.checkpoint.model_state import average_key
-from lightstep.checkpoint.optimizer_state import entry_key, stored_entries
+from lightstep.checkpoint.run_state import average_key, entry_key, stored_entries
 from lightstep.checkpoint.save import finish_checkpoint
 from lightstep.checkpoint.saved import SavedCheckpoint, check_loadable
 from lightstep.checkpoint.storage import UrlPath, location, storage_for

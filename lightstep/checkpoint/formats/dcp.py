@@ -21,7 +21,7 @@ from lightstep.checkpoint.errors import CheckpointError, error_text, list_names
 from lightstep.checkpoint.formats.files import enum_member, load_bytes
 from lightstep.checkpoint.formats.plain_torch import MODEL_KEYS, OPTIMIZER_KEYS, SCALER_KEYS, SCHEDULER_KEYS, own_extra
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step, scale_from_torch, step_tensor
-from lightstep.checkpoint.optimizer_state import same_settings
+from lightstep.checkpoint.run_state import same_settings
 from lightstep.checkpoint.tensors import Chunk, StoredTensor
 from lightstep.optimizer.param_groups import clean_name
 
