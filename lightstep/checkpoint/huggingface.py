@@ -353,8 +353,7 @@ def _read_shard(tensor: Tensor, opened: Any, key: str) -> Tensor:
     """This rank's shard of a tensor, from the file and in the file's dtype."""
     shard = shard_of(tensor)
     assert shard is not None
-    part = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.lengths, strict=True))
-    return cast(Tensor, opened.get_slice(key)[part] if part else opened.get_tensor(key))
+    return cast(Tensor, opened.get_slice(key)[shard.region] if shard.region else opened.get_tensor(key))
 
 
 def _by_file(files: Mapping[str, str], wanted: Iterable[str]) -> dict[str, list[str]]:

@@ -63,6 +63,11 @@ class Shard:
     def numel(self) -> int:
         return math.prod(self.lengths)
 
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """Its place in the tensor."""
+        return tuple(slice(start, start + n) for start, n in zip(self.offsets, self.lengths, strict=True))
+
 
 def full_shard(shape: Iterable[int]) -> Shard:
     """The shard that is the whole tensor."""

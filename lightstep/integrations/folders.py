@@ -333,8 +333,7 @@ def local_part(parameter: Tensor, value: Any) -> Any:
     shard = shard_of(parameter)
     if shard is None:
         return value.new_empty(local_tensor(parameter).shape)
-    part = tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.lengths, strict=True))
-    return value[part].clone()
+    return value[shard.region].clone()
 
 
 @torch.no_grad()

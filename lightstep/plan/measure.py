@@ -34,18 +34,18 @@ _CPU_SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384}
 _CPU_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def cached_profile(device: torch.device | None = None) -> Profile | None:
+def cached_profile() -> Profile | None:
     """The cached profile of this device, if there is one."""
     try:
-        values = json.loads(_cache_file(device or _own_device()).read_text(encoding="utf-8"))
+        values = json.loads(_cache_file(_own_device()).read_text(encoding="utf-8"))
         return Profile(**{**values, "link": Link(**values["link"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def measure_profile(device: torch.device | None = None) -> Profile:
+def measure_profile() -> Profile:
     """Measure a training pass of two transformer blocks, AdamW, and the link. Results for a GPU are cached."""
-    device = device or _own_device()
+    device = _own_device()
     on_gpu = device.type == "cuda"
     said = f"measured here, {datetime.datetime.now():%Y-%m-%d %H:%M}"
     dtype = torch.bfloat16 if on_gpu else torch.float32  # CPUs without bf16 instructions compute it ten times slower

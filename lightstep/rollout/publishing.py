@@ -173,22 +173,17 @@ def _parts(
     ranks: Ranks,
 ) -> list[list[list[Part]]]:
     shards = [shard_of(named.tensor) for named in tensors]
-    own = {
-        (number, tuple(shard.offsets)): tuple(shard.lengths)
-        for number, shard in enumerate(shards)
-        if shard is not None and shard.numel
-    }
+    own = {number: shard for number, shard in enumerate(shards) if shard is not None and shard.numel}
     bucket_of = {info: number for number, bucket in enumerate(buckets) for info in bucket}
     parts: list[list[list[Part]]] = [[[] for _ in range(ranks.size)] for _ in buckets]
-    known: set[tuple[int, tuple[int, ...]]] = set()
+    known: set[tuple[int, torch.Size]] = set()
     for trainer, listed in enumerate(ranks.gather(own)):
-        for (number, offsets), lengths in listed.items():
-            if (number, offsets) in known:
-                continue
-            known.add((number, offsets))
-            info = infos[number]
-            region = tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
-            parts[bucket_of[info]][trainer].append(Part(info, region, WeightInfo(info.names, lengths, info.dtype)))
+        for number, shard in listed.items():
+            if (number, shard.offsets) not in known:
+                known.add((number, shard.offsets))
+                info = infos[number]
+                own_info = WeightInfo(info.names, tuple(shard.lengths), info.dtype)
+                parts[bucket_of[info]][trainer].append(Part(info, shard.region, own_info))
     return parts
 
 
