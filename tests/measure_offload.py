@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 import lightstep
-from lightstep.bench.models import Llama, LlamaShape
+from lightstep.bench.models import LlamaShape
 from lightstep.distributed import local_tensor
 from lightstep.plan.measure import measure_link
 
@@ -69,7 +69,7 @@ def timed(what: str, work: Callable[[], object], times: int = 3) -> float:
 def alone(shape: LlamaShape, tokens: int, recomputation: bool | str) -> None:
     """The computation and its activations: weights and gradients are on the device, and nothing is updated."""
     strategy = lightstep.Strategy.load("resident", overrides={"sharding.activation_checkpointing": recomputation})
-    model = strategy.prepare_model(Llama.make(shape, torch.device("cuda"), length=SEQUENCE))
+    model = strategy.prepare_model(shape.make(torch.device("cuda"), length=SEQUENCE))
     words = batch(shape, tokens)
 
     def iterate() -> None:
@@ -88,7 +88,7 @@ def set_up(shape: LlamaShape, gpu_memory: float, keys: dict[str, Any]) -> tuple[
     torch.cuda.set_per_process_memory_fraction(gpu_memory * 1e9 / torch.cuda.mem_get_info()[1])
     begin = time.perf_counter()
     strategy = lightstep.Strategy.load("offload", overrides=keys)
-    model = strategy.prepare_model(Llama.make(shape, torch.device("cuda"), length=SEQUENCE))
+    model = strategy.prepare_model(shape.make(torch.device("cuda"), length=SEQUENCE))
     torch.cuda.empty_cache()
     optimizer = strategy.create_optimizer(model, lr=1e-6)
     say(f"set-up: {time.perf_counter() - begin:.0f} s; {host_peak()}")

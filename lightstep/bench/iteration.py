@@ -199,8 +199,7 @@ class SmallModelTask(IterationTask):
     """Iterations of `tokens` of one small model, `case`, whose time is Python's as much as the device's."""
 
     tokens: int = field(default=0, kw_only=True)  # the case is the model
-    checkpointed: bool = field(default=False, kw_only=True)
-    adapted: tuple[str, ...] = field(default=(), kw_only=True)
+    small: SmallModel = field(kw_only=True)
 
     stem = "small"
     case_name = "model"
@@ -211,17 +210,17 @@ class SmallModelTask(IterationTask):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {**super().settings, "sharding.activation_checkpointing": self.checkpointed}
+        return {**super().settings, "sharding.activation_checkpointing": self.small.checkpointed}
 
     def default_strategies(self, ranks: int) -> tuple[str, ...]:
         return ("resident", "stream-overlap")
 
     def model(self, dtype: torch.dtype = torch.bfloat16) -> Llama | QwenMoe:
         model = super().model(dtype)
-        return _with_adapters(model, self.adapted) if self.adapted else model
+        return _with_adapters(model, self.small.adapted) if self.small.adapted else model
 
     def model_for_peers(self, dtype: torch.dtype = torch.bfloat16) -> Llama | QwenMoe:
-        return super().model_for_peers(dtype) if self.checkpointed else self.model(dtype)
+        return super().model_for_peers(dtype) if self.small.checkpointed else self.model(dtype)
 
     def head(self, run: Run) -> Values:
         models = {task.case: task.describe() for task in run.tasks if isinstance(task, SmallModelTask)}
@@ -233,7 +232,7 @@ class SmallModelTask(IterationTask):
 
     def describe(self) -> Values:
         """For the JSON file."""
-        how = {"activation_checkpointing": self.checkpointed, "adapted": list(self.adapted)}
+        how = {"activation_checkpointing": self.small.checkpointed, "adapted": list(self.small.adapted)}
         return {**self.shape.values(), "attention": "sdpa", "loss_chunk_tokens": LOSS_CHUNK, **how}
 
 
@@ -242,16 +241,7 @@ def small_models(device: torch.device, seed: int, sequence: int, tokens: int, **
     models = SMALL_MODELS if device.type == "cuda" else SMALLEST_MODELS
     how: dict[str, Any] = {**settings, "tokens": tokens}
     return [
-        SmallModelTask(
-            device,
-            seed,
-            model.shape,
-            sequence,
-            case=name,
-            checkpointed=model.checkpointed,
-            adapted=model.adapted,
-            **how,
-        )
+        SmallModelTask(device, seed, model.shape, sequence, case=name, small=model, **how)
         for name, model in models.items()
     ]
 

@@ -71,17 +71,11 @@ class Ranks:
 
     def maximum(self, values: list[float]) -> list[float]:
         """Elementwise maximum over the ranks."""
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def minimum(self, values: list[float]) -> list[float]:
-        return self._reduce(values, dist.ReduceOp.MIN)
-
-    def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.world_size == 1 or not values:
             return values
         # On the CPU group, because a collective on the GPU would disturb the memory and streams being measured.
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, operation)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
     def barrier(self) -> None:
@@ -92,7 +86,7 @@ class Ranks:
         seen = measure_link(self._device, wait_for_others=self.barrier)
         if seen is None:
             return None
-        to_device, to_host, duplex = self.minimum([seen.to_device, seen.to_host, seen.duplex])
+        to_device, to_host, duplex = (-rate for rate in self.maximum([-seen.to_device, -seen.to_host, -seen.duplex]))
         return MeasuredLink(to_device, to_host, duplex, seen.page_locked)
 
     def first_error(self, error: str | None) -> str | None:

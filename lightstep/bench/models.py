@@ -97,9 +97,14 @@ class LlamaShape:
         heads = {"heads": self.heads, "key_value_heads": self.key_value_heads}
         return {**asdict(self), **heads, "parameters": self.parameters}
 
-    def make(self, device: torch.device, dtype: torch.dtype, seed: int, length: int) -> Llama:
-        """See :meth:`Llama.make`."""
-        return Llama.make(self, device, dtype, seed, length)
+    def make(self, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0, length: int = 64) -> Llama:
+        """A new model on `device` for sequences up to `length`. Equal seeds give equal weights in every dtype."""
+        torch.manual_seed(seed)
+        config = self.config(max_position_embeddings=length)
+        with device:
+            model = Llama._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        made: Llama = model.to(dtype)
+        return made
 
     def config(self, **settings: Any) -> LlamaConfig:
         """The transformers configuration with these sizes and further ``settings``."""
@@ -147,23 +152,6 @@ class WithChunkedLoss:
 
 class Llama(WithChunkedLoss, LlamaForCausalLM):
     """`model(tokens, targets)` returns the mean cross entropy, 0-dim fp32."""
-
-    @classmethod
-    def make(
-        cls,
-        shape: LlamaShape,
-        device: torch.device,
-        dtype: torch.dtype = torch.bfloat16,
-        seed: int = 0,
-        length: int = 64,
-    ) -> Llama:
-        """A new model on `device` for sequences up to `length`. Equal seeds give equal weights in every dtype."""
-        torch.manual_seed(seed)
-        config = shape.config(max_position_embeddings=length)
-        with device:
-            model = cls._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        made: Llama = model.to(dtype)
-        return made
 
     def layer_indices(self) -> list[list[int]]:
         """Indices into `list(parameters())` for each block, then for all other parameters."""
@@ -248,36 +236,22 @@ class MoeShape:
             **settings,
         )
 
-    def make(self, device: torch.device, dtype: torch.dtype, seed: int, length: int) -> QwenMoe:
-        """See :meth:`QwenMoe.make`."""
-        return QwenMoe.make(self, device, dtype, seed, length)
-
-
-_RELEASED_MOE = MoeShape("Qwen3-30B-A3B", 2048, 768, 128, 8, 32, 4, 128, 48, 151_936)
-
-
-class QwenMoe(WithChunkedLoss, Qwen3MoeForCausalLM):
-    """``model(tokens, targets)`` returns the mean cross entropy, 0-dim fp32."""
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return True  # transformers looks for its decorator in this file
-
-    @classmethod
-    def make(cls, shape: MoeShape, device: torch.device, dtype: torch.dtype, seed: int, length: int) -> QwenMoe:
+    def make(
+        self, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0, length: int = 64
+    ) -> QwenMoe:
         """A new model on ``device`` for sequences up to ``length``, with this rank's experts alone.
 
         Raises:
             ValueError: the ranks cannot divide the experts evenly.
         """
         ranks = world_size()
-        if shape.experts % ranks:
-            raise ValueError(f"{ranks} ranks cannot divide {shape.experts} experts evenly: use 1, 2, 4 or 8 ranks")
+        if self.experts % ranks:
+            raise ValueError(f"{ranks} ranks cannot divide {self.experts} experts evenly: use 1, 2, 4 or 8 ranks")
         torch.manual_seed(seed)
-        config = shape.config(max_position_embeddings=length, num_experts=shape.experts // ranks)
-        everybody = shape.config(num_experts=shape.experts)
+        config = self.config(max_position_embeddings=length, num_experts=self.experts // ranks)
+        everybody = self.config(num_experts=self.experts)
         with device:
-            model = cls._from_config(
+            model = QwenMoe._from_config(
                 config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="grouped_mm"
             )
             if ranks > 1:
@@ -294,6 +268,17 @@ class QwenMoe(WithChunkedLoss, Qwen3MoeForCausalLM):
                 for parameter in own.parameters():
                     parameter.differs_across_ranks = True
         return made
+
+
+_RELEASED_MOE = MoeShape("Qwen3-30B-A3B", 2048, 768, 128, 8, 32, 4, 128, 48, 151_936)
+
+
+class QwenMoe(WithChunkedLoss, Qwen3MoeForCausalLM):
+    """``model(tokens, targets)`` returns the mean cross entropy, 0-dim fp32."""
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # transformers looks for its decorator in this file
 
 
 class DividedExperts(nn.Module):

@@ -15,7 +15,6 @@ next step. A contender that fails gets a note, and the run continues.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import re
 import statistics
@@ -44,6 +43,7 @@ from lightstep.bench.machine import (
 )
 from lightstep.bench.report import Values, View, conditions
 from lightstep.config import ConfigError
+from lightstep.config_errors import suggest
 from lightstep.distributed import local_tensor
 from lightstep.optimizer.rules import Rule
 from lightstep.plan.measure import MeasuredLink, lap_times
@@ -330,8 +330,7 @@ def parse_peers(text: str | None, task: Task) -> list[Entry]:
     names = list(known) if text == "all" else split_names(text)
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
+            hint = suggest(name, list(known))
             raise ValueError(f"--peers {name}: no such peer{hint}; allowed are all, none and {', '.join(known)}")
     return [Entry.from_class(known[name]) for name in names]
 

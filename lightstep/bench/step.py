@@ -76,7 +76,7 @@ class StepTask(Task):
         return ("resident", "stream", "stream-overlap") if ranks == 1 else ("fsdp2", "fsdp2-stream")
 
     def model(self, dtype: torch.dtype = torch.bfloat16) -> Llama:
-        return Llama.make(self.shape, self.device, dtype, self.seed)
+        return self.shape.make(self.device, dtype, self.seed)
 
     def measure(self, measurement: Measurement) -> None:
         contender = measurement.contender

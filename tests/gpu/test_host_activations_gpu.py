@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightstep import Strategy
-from lightstep.bench.models import Llama, LlamaShape
+from lightstep.bench.models import LlamaShape
 from lightstep.state import host_activations
 from lightstep.state.host_activations import HostActivations
 from tests.unit import test_host_activations as on_cpu
@@ -123,7 +123,7 @@ def test_device_memory(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if placement == "host":
             overrides["weights"] = {"placement": "host", "device_mib": 64}
         strategy = Strategy.load("stream", overrides=overrides)
-        model = strategy.prepare_model(Llama.make(shape, strategy.device, length=tokens))
+        model = strategy.prepare_model(shape.make(strategy.device, length=tokens))
         optimizer: Any = strategy.create_optimizer(model, lr=1e-3)
         generator = torch.Generator().manual_seed(0)
         words = torch.randint(512, (1, tokens + 1), generator=generator).cuda()

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from lightstep.bench import iteration, machine, models, report, run, tensors
 from lightstep.bench.iteration import IterationTask, TimelineTask
 from lightstep.bench.machine import Ranks, StepProfile, pinned_bytes
-from lightstep.bench.models import Llama, LlamaShape, MoeShape
+from lightstep.bench.models import LlamaShape, MoeShape
 from lightstep.bench.run import Contender, Skipped
 from lightstep.bench.step import StepTask
 from lightstep.bench.strategies import _arguments, parse_overrides, parse_strategies
@@ -482,7 +482,7 @@ def test_the_python_time_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--peers torhc", "did you mean torch?"),
+        ("--peers torhc", "did you mean 'torch'"),
         ("--strategies residnet", "residnet"),
         ("--strategies none --peers none", "nothing to measure"),
         ("--params 100", "smallest stack"),
@@ -581,7 +581,7 @@ def test_other_sizes_are_scaled(parameters: int, layers: int | None) -> None:
 
 def test_the_model_has_the_shapes_size_and_the_same_weights_in_every_dtype() -> None:
     shape = LlamaShape.nearest(60_000, 2)
-    model, wide = Llama.make(shape, CPU), Llama.make(shape, CPU, torch.float32)
+    model, wide = shape.make(CPU), shape.make(CPU, torch.float32)
     parameters = list(model.parameters())
     assert sum(parameter.numel() for parameter in parameters) == shape.parameters
     assert sorted(i for layer in model.layer_indices() for i in layer) == list(range(len(parameters)))
@@ -610,7 +610,7 @@ def small_task(tokens: int) -> IterationTask:
 def test_the_loss_in_chunks_is_the_models_own(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
     monkeypatch.setattr(models, "LOSS_CHUNK", 10)
     shape = LlamaShape("test", 32, 64, 16, 2, 64, 8, tied)
-    model = Llama.make(shape, CPU, torch.float32, seed=3)
+    model = shape.make(CPU, torch.float32, seed=3)
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
     tokens, targets = (words % 64 for words in small_task(32).batch(0))
     model(tokens, targets).backward()
