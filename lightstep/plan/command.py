@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,48 +136,39 @@ def _remedies(
     """The smallest single changes of the command or of the strategy with which one fits."""
     own = planner(options)
 
-    def first_name(made: Sequence[Plan]) -> str | None:
-        first = first_that_fits(made)
-        return first.strategy if first is not None else None
-
-    def found(changes: Mapping[str, Any]) -> str | None:
+    def by_command(**changes: Any) -> Plan | None:
         changed = replace(options, **changes)
         tried = configs if changed.gpus == options.gpus else _strategies(replace(changed, strategy=None))
-        return first_name(plans(planner(changed), tried))
+        return first_that_fits(plans(planner(changed), tried))
 
-    def smallest(*changes: tuple[str, Mapping[str, Any]]) -> list[str]:
-        for said, changed in changes:
-            if name := found(changed):
-                return [f"{said}: {name}"]
-        return []
-
-    def in_file(section: str, key: str, *values: str) -> list[str]:
+    def in_file(section: str, key: str, *values: str) -> Iterator[tuple[str, Plan | None]]:
         for value in values:
             tried = {name: with_settings(config, section, **{key: value}) for name, config in configs.items()}
-            if name := first_name(plans(own, tried)):
-                return [f"{section}.{key}: {value} in the strategy file: {name}"]
-        return []
+            yield f"{section}.{key}: {value} in the strategy file", first_that_fits(plans(own, tried))
+
+    def smallest(tried: Iterable[tuple[str, Plan | None]]) -> list[str]:
+        return next(([f"{said}: {plan.strategy}"] for said, plan in tried if plan is not None), [])
 
     sequence = min(options.sequence, options.tokens)
     tokens = [sequence * 2**power for power in reversed(range((options.tokens // sequence).bit_length()))]
     gpus = [count for count in (2, 4, 8) if count > options.gpus]
     remedies: list[str] = []
     if options.no_checkpointing:
-        remedies += smallest(("without --no-checkpointing", {"no_checkpointing": False}))
+        remedies += smallest([("without --no-checkpointing", by_command(no_checkpointing=False))])
     else:
-        remedies += in_file("sharding", "activation_checkpointing", "host")
+        remedies += smallest(in_file("sharding", "activation_checkpointing", "host"))
     if not options.fused_loss:
-        remedies += smallest(("--fused-loss", {"fused_loss": True}))
-    remedies += smallest(*((f"--tokens {count}", {"tokens": count}) for count in tokens if count < options.tokens))
-    remedies += in_file("optimizer_state", "update", "next_forward")
-    remedies += in_file("precision", "reduce", "parameters")
-    remedies += in_file("optimizer_state", "moments", "bfloat16", "int8")
-    remedies += smallest(*((f"--gpus {count}", {"gpus": count}) for count in gpus))
+        remedies += smallest([("--fused-loss", by_command(fused_loss=True))])
+    remedies += smallest((f"--tokens {n}", by_command(tokens=n)) for n in tokens if n < options.tokens)
+    remedies += smallest(in_file("optimizer_state", "update", "next_forward"))
+    remedies += smallest(in_file("precision", "reduce", "parameters"))
+    remedies += smallest(in_file("optimizer_state", "moments", "bfloat16", "int8"))
+    remedies += smallest((f"--gpus {n}", by_command(gpus=n)) for n in gpus)
     if remedies:
         return remedies
-    least = {"tokens": sequence, "fused_loss": True, "no_checkpointing": False}
+    least: dict[str, Any] = {"tokens": sequence, "fused_loss": True, "no_checkpointing": False}
     said = f"--tokens {sequence} --fused-loss, with checkpointing"
-    return smallest(*((f"--gpus {count} {said}", {**least, "gpus": count}) for count in [options.gpus, *gpus]))
+    return smallest((f"--gpus {n} {said}", by_command(gpus=n, **least)) for n in [options.gpus, *gpus])
 
 
 def _check_sizes(options: PlanOptions) -> None:
