@@ -32,7 +32,7 @@ from lightstep.checkpoint.storage import remove_folder
 from lightstep.checkpoint.verify import CHECKPOINT
 from lightstep.config import ConfigError
 from lightstep.distributed import Ranks
-from lightstep.integrations.checks import unwrap_optimizer
+from lightstep.integrations.accelerate import unwrap_optimizer
 from lightstep.integrations.folders import (
     PendingFolder,
     SavedFolders,
