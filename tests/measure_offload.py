@@ -37,7 +37,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 import lightstep
 from lightstep.bench.models import LlamaShape
 from lightstep.distributed import local_tensor
-from lightstep.plan.measure import measure_link
+from lightstep.plan.timing import measure_link
 
 SEQUENCE = 4096
 

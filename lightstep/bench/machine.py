@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lightstep.distributed import let_gloo_finish_at_exit
-from lightstep.plan.measure import MeasuredLink, measure_link
+from lightstep.plan.timing import MeasuredLink, measure_link
 
 FORWARD, STEP = "lightstep: forward", "lightstep: step"
 """Names of the ranges in traces. Backward lies between them."""

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from lightstep.environment import cpu_name
 from lightstep.paths import local_path
-from lightstep.plan.measure import device_name
+from lightstep.plan.timing import device_name
 from lightstep.state import numa
 
 if TYPE_CHECKING:

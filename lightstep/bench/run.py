@@ -46,7 +46,7 @@ from lightstep.config import ConfigError
 from lightstep.config_errors import suggest
 from lightstep.distributed import local_tensor
 from lightstep.optimizer.rules import Rule
-from lightstep.plan.measure import MeasuredLink, lap_times
+from lightstep.plan.timing import MeasuredLink, lap_times
 
 logger = logging.getLogger(__name__)
 

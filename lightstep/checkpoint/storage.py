@@ -635,8 +635,6 @@ def sync_files(folder: Path) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file's content or a folder's entries are on disk."""
-    if path.is_dir() and os.name == "nt":
-        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -17,12 +17,19 @@ from lightstep.extras import needs
 from lightstep.optimizer_class import optimizer_class
 from lightstep.paths import local_path
 from lightstep.plan.cost import with_settings
-from lightstep.plan.measure import cached_profile, measure_profile
 from lightstep.plan.memory import rules_for, state_by_rules
 from lightstep.plan.model import LOSS_CHUNK, SHAPES, load_shape
 from lightstep.plan.planning import Plan, Planner, Workload, first_that_fits, is_plannable, not_planned, plans, reliefs
 from lightstep.plan.report import draw, report
-from lightstep.plan.timing import Network, Profile, find_profile, profile_here, with_own_memory
+from lightstep.plan.timing import (
+    Network,
+    Profile,
+    cached_profile,
+    find_profile,
+    measure_profile,
+    profile_here,
+    with_own_memory,
+)
 from lightstep.presets import available_strategies, read_source
 
 _DEFAULT = "H100"

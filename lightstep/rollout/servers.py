@@ -185,12 +185,10 @@ class Server(ABC):
         """The JSON that the server answers."""
         return self._call(urllib.request.Request(self.url + path, headers=self._headers), timeout_s)
 
-    def post(self, path: str, **payload: Any) -> Any:
+    def post(self, path: str, timeout_s: float | None = None, /, **payload: Any) -> Any:
         """The JSON that the server answers to ``payload``."""
-        return self._call(self._posting(path, payload), None)
-
-    def _posting(self, path: str, payload: Mapping[str, Any]) -> urllib.request.Request:
-        return urllib.request.Request(self.url + path, json.dumps(payload).encode(), self._headers, method="POST")
+        data = json.dumps(payload).encode()
+        return self._call(urllib.request.Request(self.url + path, data, self._headers, method="POST"), timeout_s)
 
     def _call(self, request: urllib.request.Request, timeout_s: float | None) -> Any:
         try:
@@ -286,7 +284,7 @@ class Vllm(Server):
         self.post("/init_weight_transfer_engine", init_info=info)
 
     def leave(self, group: str) -> None:
-        self._call(self._posting("/shutdown_weight_transfer_engine", {}), self._quick)
+        self.post("/shutdown_weight_transfer_engine", self._quick)
 
     def check(self, infos: Sequence[WeightInfo]) -> None:
         self._start_anew()
@@ -388,7 +386,7 @@ class Sglang(Server):
         self.post("/init_weights_update_group", **place, group_name=group, backend=backend)
 
     def leave(self, group: str) -> None:
-        self._call(self._posting("/destroy_weights_update_group", {"group_name": group}), self._quick)
+        self.post("/destroy_weights_update_group", self._quick, group_name=group)
 
     def names(self) -> Iterable[str]:
         ranks = self.post("/weights_checker", action="checksum")["ranks"]

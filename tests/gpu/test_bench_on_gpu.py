@@ -12,7 +12,7 @@ import torch
 
 from lightstep.bench.command import measure, plan
 from lightstep.bench.machine import FORWARD, STEP, StepProfile, pinned_bytes, profile_step, read_timeline
-from lightstep.plan.measure import measure_link
+from lightstep.plan.timing import measure_link
 
 pytestmark = pytest.mark.gpu
 

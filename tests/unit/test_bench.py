@@ -26,7 +26,7 @@ from lightstep.bench.step import StepTask
 from lightstep.bench.strategies import _arguments, parse_overrides, parse_strategies
 from lightstep.cli import app
 from lightstep.config import ConfigError
-from lightstep.plan.measure import MeasuredLink
+from lightstep.plan.timing import MeasuredLink
 from lightstep.strategy import Strategy
 from tests.snippets import Script, run_script
 
