@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,10 +43,8 @@ def check_optimization(config: settings.TrainConfig, device: torch.device) -> No
     _make_rules(config.optimizer)
     _refuse_unused(config.optimizer)
     for wanted in _resolved_rules(config.optimizer) or [config.optimizer]:
-        try:
+        with _config_errors("optimizer", wanted.arguments):
             optimizer = _small_optimizer(wanted, device)
-        except (TypeError, ValueError) as error:
-            raise _to_config_error("optimizer", error, wanted.arguments) from error
     make_scheduler(optimizer, config.scheduler, config.steps)
 
 
@@ -81,11 +80,9 @@ def _resolved_rules(wanted: settings.Optimizer) -> list[settings.Optimizer]:
 def _make_rules(wanted: settings.Optimizer) -> list[Rule]:
     found = []
     for number, (rule, own) in enumerate(zip(wanted.rules, _resolved_rules(wanted), strict=True)):
-        try:
+        with _config_errors(f"optimizer.rules[{number}]", own.arguments):
             meant = {"names": rule.names, "kinds": rule.kinds, "dims": rule.dims}
             found.append(Rule(optimizer_class(own.name), **meant, **_arguments(own)))  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
-            raise _to_config_error(f"optimizer.rules[{number}]", error, own.arguments) from error
     return found
 
 
@@ -101,12 +98,17 @@ def _arguments(wanted: settings.Optimizer) -> dict[str, Any]:
     return arguments
 
 
-def _to_config_error(key: str, error: Exception, arguments: Mapping[str, Any]) -> ConfigError:
-    if isinstance(error, ConfigError):
-        return error
-    quoted = [name for name, value in arguments.items() if _is_quoted_number(value)]
-    hint = f"; {', '.join(quoted)} in arguments: text; numbers are written without quotes" if quoted else ""
-    return ConfigError(f"{key}: {str(error).replace('.__init__()', '')}{hint}")
+@contextmanager
+def _config_errors(key: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Say which setting a class refuses."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        quoted = [name for name, value in arguments.items() if _is_quoted_number(value)]
+        hint = f"; {', '.join(quoted)} in arguments: text; numbers are written without quotes" if quoted else ""
+        raise ConfigError(f"{key}: {str(error).replace('.__init__()', '')}{hint}") from error
 
 
 def _is_quoted_number(value: Any) -> bool:
@@ -121,12 +123,10 @@ def _is_quoted_number(value: Any) -> bool:
 
 def make_optimizer(strategy: Strategy, model: nn.Module, wanted: settings.Optimizer) -> BaseOptimizer:
     """Raises :class:`ConfigError` for an unknown class, or arguments that it refuses."""
-    try:
+    with _config_errors("optimizer", wanted.arguments):
         if wanted.rules:
             return strategy.create_optimizer(model, rules=_make_rules(wanted))
         return strategy.create_optimizer(model, optimizer_class(wanted.name), **_arguments(wanted))
-    except (TypeError, ValueError) as error:
-        raise _to_config_error("optimizer", error, wanted.arguments) from error
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, wanted: settings.Scheduler, steps: int) -> Any:
@@ -136,7 +136,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, wanted: settings.Scheduler,
             f"scheduler.name is {wanted.name!r}{suggest(wanted.name, list(_SCHEDULERS))}; "
             f"allowed: {', '.join(_SCHEDULERS)}"
         )
-    try:
+    with _config_errors("scheduler", wanted.arguments):
         return get_scheduler(
             wanted.name,
             optimizer,
@@ -144,8 +144,6 @@ def make_scheduler(optimizer: torch.optim.Optimizer, wanted: settings.Scheduler,
             num_training_steps=steps,
             scheduler_specific_kwargs=wanted.arguments or None,
         )
-    except (TypeError, ValueError) as error:
-        raise _to_config_error("scheduler", error, wanted.arguments) from error
 
 
 def apply_changes(
