@@ -382,7 +382,7 @@ def load_converted(model: nn.Module, folder: Path, device: torch.device) -> None
 
 
 def parts_with_other_dtypes(model: nn.Module, folder: Path, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """``pretrained.shards_with_other_dtypes`` for any model. Called by every rank."""
+    """``shards_with_other_dtypes`` for any model. Called by every rank."""
     if not converts_weights(model, folder):
         yield from shards_with_other_dtypes(model, folder)
         return
