@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
-    from lightstep.checkpoint.verify import Verified
+    from lightstep.checkpoint.saved import Verified
 
 BAD_INPUT, FAILED = 2, 1
 """Exit codes: the input is wrong; the command failed later (for example because of a full disk)."""

@@ -8,7 +8,7 @@ from lightstep.checkpoint.huggingface import export_model, to_torch_state_dict
 from lightstep.checkpoint.layout import latest_checkpoint
 from lightstep.checkpoint.load import load_checkpoint
 from lightstep.checkpoint.save import save_checkpoint
-from lightstep.checkpoint.verify import verify_checkpoints
+from lightstep.checkpoint.saved import verify_checkpoints
 
 __all__ = [
     "CheckpointError",

@@ -36,7 +36,7 @@ from lightstep.checkpoint.run_state import (
     warn_if_other_base,
     without_base,
 )
-from lightstep.checkpoint.saved import SavedCheckpoint, set_random_states
+from lightstep.checkpoint.saved import SavedCheckpoint, newest_undamaged_before, set_random_states
 from lightstep.checkpoint.storage import ask_server, location
 from lightstep.checkpoint.tensors import (
     ChunkCache,
@@ -48,7 +48,6 @@ from lightstep.checkpoint.tensors import (
     read_tensors,
     shard_of,
 )
-from lightstep.checkpoint.verify import newest_undamaged_before
 from lightstep.distributed import (
     Ranks,
     RemoteRankError,

@@ -71,7 +71,7 @@ from lightstep.checkpoint.run_state import (
     refuse_partly_loaded,
     without_base,
 )
-from lightstep.checkpoint.saved import check_loadable, fingerprint, random_states, write_state
+from lightstep.checkpoint.saved import check_loadable, fingerprint, is_undamaged, random_states, write_state
 from lightstep.checkpoint.storage import location, recover_interrupted, storage_for, write_file
 from lightstep.checkpoint.tensors import (
     Index,
@@ -84,7 +84,6 @@ from lightstep.checkpoint.tensors import (
     share,
     write_tensors,
 )
-from lightstep.checkpoint.verify import is_undamaged
 from lightstep.distributed import Ranks, local_tensor
 from lightstep.sharding.model_names import NamedTensor, extra_states
 from lightstep.state.host_copy_pool import HostCopyPool

@@ -35,8 +35,8 @@ from lightstep.checkpoint.background import PendingSave
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.huggingface import full_weights
 from lightstep.checkpoint.layout import holds_checkpoint
+from lightstep.checkpoint.saved import CHECKPOINT, FILE_LIST, write_file_list
 from lightstep.checkpoint.storage import recover_interrupted
-from lightstep.checkpoint.verify import CHECKPOINT, FILE_LIST, write_file_list
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import Ranks, initialized, local_tensor
 from lightstep.integrations.folders import (

@@ -31,6 +31,7 @@ from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list
 from lightstep.checkpoint.huggingface import shards_with_other_dtypes
 from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
 from lightstep.checkpoint.run_state import loading
+from lightstep.checkpoint.saved import CHECKPOINT, FILE_LIST, check_listed_files, read_file_list, write_file_list
 from lightstep.checkpoint.storage import (
     FolderKind,
     new_shared_folder,
@@ -40,7 +41,6 @@ from lightstep.checkpoint.storage import (
     sync,
 )
 from lightstep.checkpoint.tensors import shard_of
-from lightstep.checkpoint.verify import CHECKPOINT, FILE_LIST, check_listed_files, read_file_list, write_file_list
 from lightstep.distributed import Ranks, is_sharded, local_tensor
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.serialization import matched_parameters

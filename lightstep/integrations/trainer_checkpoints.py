@@ -27,9 +27,8 @@ from lightstep.checkpoint.errors import DamagedError, is_damage, list_names
 from lightstep.checkpoint.huggingface import full_weights, load_pretrained
 from lightstep.checkpoint.layout import holds_checkpoint
 from lightstep.checkpoint.run_state import has_adapters
-from lightstep.checkpoint.saved import SavedCheckpoint
+from lightstep.checkpoint.saved import CHECKPOINT, SavedCheckpoint
 from lightstep.checkpoint.storage import remove_folder
-from lightstep.checkpoint.verify import CHECKPOINT
 from lightstep.config import ConfigError
 from lightstep.distributed import Ranks
 from lightstep.integrations.accelerate import unwrap_optimizer

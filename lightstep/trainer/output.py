@@ -41,7 +41,7 @@ from lightstep.checkpoint.layout import (
     has_complete_checkpoint,
     read_manifest,
 )
-from lightstep.checkpoint.verify import is_undamaged
+from lightstep.checkpoint.saved import is_undamaged
 from lightstep.config import ConfigError
 from lightstep.distributed import Ranks
 from lightstep.trainer.config import TrainConfig

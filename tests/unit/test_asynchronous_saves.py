@@ -28,7 +28,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from lightstep import CheckpointError, ConfigError
 from lightstep.checkpoint import save
 from lightstep.checkpoint.background import finish_pending
-from lightstep.checkpoint.verify import FILE_LIST
+from lightstep.checkpoint.saved import FILE_LIST
 from lightstep.distributed import Ranks
 from lightstep.integrations.folders import PendingFolder
 from lightstep.integrations.trainer_checkpoints import CHECKPOINTS, is_read_on_save

@@ -12,7 +12,7 @@ import torch
 
 from lightstep import CheckpointError
 from lightstep.checkpoint import verify_checkpoints
-from lightstep.checkpoint.verify import FILE_LIST
+from lightstep.checkpoint.saved import FILE_LIST
 from tests.unit.test_accelerate import VALUES, Training
 from tests.unit.test_asynchronous_saves import STATES, fresh_state, make, on_the_cpu
 
