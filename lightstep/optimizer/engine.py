@@ -37,9 +37,8 @@ from lightstep.optimizer.state_copies import plain
 from lightstep.optimizer.state_edits import Edit, StateEdits
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
-from lightstep.precision.loss_scale import ConstantLossScale, LossScale
+from lightstep.precision.loss_scale import ConstantLossScale, LossScale, ScaledBackward
 from lightstep.precision.noise import check_seed
-from lightstep.precision.scaled_backward import ScaledBackward
 from lightstep.state.host_weights import HostWeights
 from lightstep.state.interrupts import uninterrupted
 from lightstep.state.schema import Managed
@@ -75,7 +74,7 @@ class Engine:
         update_listeners: called when weights may change before ``step()``.
     """
 
-    loss_scale = Setting(check_loss_scale, after=lambda engine: engine.watch_gradients())
+    loss_scale = Setting(check_loss_scale, after=lambda engine: engine.on_loss_scale())
     max_norm = Setting(lambda given: None if given is None else check_max_norm(given))
     norm_type = FixedSetting(check_norm_type)
     clip_layers = FixedSetting(bool)
@@ -291,17 +290,16 @@ class Engine:
             if self.accumulating is True and self.gradients.float32:
                 self._host_weights.gradient_dtype = torch.float32
             self.set_up()  # norms are measured in backward
-        self.gradients.begin_backward()
         accumulates = self.accumulating is True and self._overflow_everywhere is True
         self.unreduced = self.unreduced or accumulates
         if self.scaled_backward.unscaled:
             self._allow_dropped_gradients()
+        scaled: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if not self.loss_scale.is_identity:
-            loss = loss.float() * self.loss_scale.tensor(loss.device)
+            loss, scaled = loss.float() * self.loss_scale.tensor(loss.device), self.scaled_backward.running()
         updating = self.queue.updating(self, retain_graph)
-        with self._explaining(), self.scaled_backward.running(), updating, eager_backward():
+        with self.gradients.backward(), self._explaining(), scaled, updating, eager_backward():
             loss.backward(retain_graph=retain_graph)
-        self.gradients.end_backward()
         if not accumulates:
             self.expect_reduction()
 
@@ -387,10 +385,16 @@ class Engine:
         In the first step after a cast or a swap a user's own ``loss.backward()`` may have run before anybody watched.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
-        not_summed = self.gradients.watch(parameters)
-        not_checked = self.scaled_backward.watch(parameters, self.loss_scale)
+        not_summed, is_scaled = self.gradients.watch(parameters), not self.loss_scale.is_identity
+        not_checked = self.scaled_backward.watch(parameters, self.loss_scale) if is_scaled else ()
         if not_summed or not_checked:
             _warn_unwatched(not_summed, not_checked, self.loss_scale)
+
+    def on_loss_scale(self) -> None:
+        """The loss scale is another one."""
+        if self.loss_scale.is_identity:
+            self.scaled_backward.close()
+        self.watch_gradients()
 
     def _allow_dropped_gradients(self) -> None:
         """Gradients of an unscaled loss do no harm once ``model.zero_grad()`` has dropped them."""
@@ -423,8 +427,7 @@ class Engine:
         self.gradients.clear()
         if self.host_gradients is not None and self._scaling is not None:
             self._scaling.reset_norms()
-        self._measured, self.unreduced = None, False
-        self.scaled_backward.clear()
+        self._measured, self.unreduced, self.scaled_backward.unscaled = None, False, False
         self.queue.drop_gradients()
 
     # -- step
@@ -449,7 +452,7 @@ class Engine:
             self._used = [item.param for item in gradients]
             self._measured = None  # from here on the step owns the gradients
             self.gradients.consume()
-            self.scaled_backward.clear()
+            self.scaled_backward.unscaled = False
             scale = self.loss_scale.tensor(norm.device).clone()
             result = StepResult(norm, overflow, scale, loss, self.queue.redone, self.queue.rolled_back)
             if init_state and not any(item.updated for item in self.managed):
@@ -460,7 +463,8 @@ class Engine:
                 values = GroupValues(self.param_groups)
                 scaled = self._scaling.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
                 self._start([Update(own, divisor, factor, overflow, values) for own, divisor, factor in scaled])
-            self.loss_scale.update(overflow)
+            if not self.loss_scale.is_identity:
+                self.loss_scale.update(overflow)
             if self._host_weights is not None:
                 self._end_step(self._host_weights)
             return result
@@ -503,7 +507,7 @@ class Engine:
             _warn_no_gradients(self.managed)
         norm, overflow = self._scaling.total_norm(self.loss_scale)
         self._scaling.reset_norms()  # the next step may be one whose backwards were all loss.backward()
-        self.scaled_backward.clear()
+        self.scaled_backward.unscaled = False
         if self._host_weights is not None:
             self._end_step(self._host_weights)
         return StepResult(norm, overflow, self.loss_scale.tensor(norm.device).clone(), loss)

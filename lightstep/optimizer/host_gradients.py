@@ -43,7 +43,7 @@ class HostGradients:
             on the device then, if no forward comes before.
     """
 
-    is_incomplete = is_in_place = False
+    is_incomplete = False
 
     def __init__(self, weights: HostWeights, float32: bool) -> None:
         self._weights, self._float32 = weights, float32
@@ -62,10 +62,6 @@ class HostGradients:
     def set_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Take the gradients of exactly these parameters."""
         self._parameters = frozenset(parameters)
-
-    def restore_hooks(self) -> list[Tensor]:
-        """It has none: modules hand their gradients over."""
-        return []
 
     def begin(self) -> None:
         """A backward begins."""
@@ -198,7 +194,7 @@ class HostGradients:
         assert home is not None, "it belongs to a group"
         return home
 
-    # -- as sums of gradients: see :mod:`lightstep.precision.gradient_sums`
+    # -- as sums of gradients: see :mod:`lightstep.precision.gradients`
 
     def has_gradient(self, parameter: Tensor) -> bool:
         return parameter.grad is not None

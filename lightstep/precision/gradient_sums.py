@@ -1,12 +1,7 @@
-"""Sums of several micro-batches' gradients in fp32, by hooks on 16-bit parameters.
-
-The sum is in ``p.grad``, so that user code which scales, clips or reads it between backwards reaches all of it. torch
-allows a gradient of another dtype if ``p.grad_dtype`` is ``None``.
-"""
+"""Sums of several micro-batches' gradients in fp32, where these are reduced over ranks."""
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,92 +11,18 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from lightstep.distributed import is_sharded, like, local_gradient, local_tensor
-from lightstep.precision.leaf_hooks import LeafHooks
+from lightstep.precision.leaf_hooks import LeafHooks, runs_compiled
 
-__all__ = ["SumsAside", "SumsInPlace", "set_grad"]
+__all__ = ["SumsAside", "set_grad"]
 
 _LOW = (torch.bfloat16, torch.float16)
 
 Identity = tuple[int, int]
 
-ReadsUnused = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-MustReduce = Callable[[Tensor], bool]
-
-
-class SumsInPlace:
-    """For one process: ``p.grad`` is converted to fp32 before autograd adds a second gradient to it.
-
-    ``torch.autograd.grad`` calls the hooks too and adds nothing; the conversion does no harm there.
-
-    Attributes:
-        is_in_place: the sum is in ``p.grad`` as soon as autograd has added a gradient.
-    """
-
-    is_in_place = True
-
-    def __init__(self) -> None:
-        self._hooks = LeafHooks()
-        self._parameters: Sequence[Tensor] = ()
-
-    def set_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients of exactly these parameters."""
-        self._parameters = parameters
-        self._hooks.set_parameters(parameters, before=_widen_before_sum, sums_only=True)
-
-    def begin(self) -> None:
-        """A backward begins. Compiled autograd reads ``p.grad`` before it calls hooks, so all are converted here."""
-        if _compiled_autograd():
-            for parameter in self._parameters:
-                _widen(parameter)
-
-    def restore_hooks(self) -> list[Tensor]:
-        """See :meth:`LeafHooks.restore`."""
-        return self._hooks.restore()
-
-    def has_gradient(self, parameter: Tensor) -> bool:
-        """Whether ``p.grad`` is part of the sum."""
-        return parameter.grad is not None
-
-    def totals(self) -> Mapping[Tensor, Tensor]:
-        """Reduced sums that are not in ``p.grad``: none."""
-        return {}
-
-    is_incomplete = False
-
-    def is_own_gradient(self, parameter: Tensor) -> bool:
-        """Whether ``p.grad`` is this rank's own gradient, not reduced and not changed: irrelevant for one process."""
-        return False
-
-    def complete(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Backward has completed these gradients (``None``: all)."""
-
-    def clear(self) -> None:
-        """The gradients have been consumed or dropped."""
-
-
-def _widen_before_sum(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    if parameter.grad.dtype is not torch.float32:
-        if _compiled_autograd():
-            raise RuntimeError(
-                "compiled autograd is about to add gradients in the parameters' dtype, and precision.reduce is "
-                "'float32': call optimizer.backward(loss) instead of loss.backward(), or set it to 'parameters'"
-            )
-        _widen(parameter)
-
-
-def _widen(parameter: Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.dtype is not torch.float32:
-        set_grad(parameter, parameter.grad.float())
-
-
-def _compiled_autograd() -> bool:
-    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and (module.compiled_autograd_enabled or module.in_compiled_autograd_region)
-
 
 def set_grad(parameter: Tensor, gradient: Tensor) -> None:
-    """Set ``p.grad``, whatever the dtype."""
+    """Set ``p.grad``, whatever the dtype: torch allows another one than the parameter's if ``p.grad_dtype`` is
+    ``None``."""
     if parameter.grad_dtype is not None:
         parameter.grad_dtype = None
     parameter.grad = gradient
@@ -118,20 +39,20 @@ class SumsAside:
     of backward the sum of these results takes its place.
 
     Args:
+        hooks: those on the parameters.
+
+    Attributes:
         reads_unused: returns those of the given parameters whose ``p.grad`` the running backward will reduce even if it
             has no gradient for them.
         must_reduce: whether a parameter's gradient gets to :meth:`add_reduced` if it is reduced.
-
-    Attributes:
         is_incomplete: a reduction has begun, and has left gradients out.
     """
 
-    is_in_place = False
-
-    def __init__(self, reads_unused: ReadsUnused, must_reduce: MustReduce) -> None:
-        self.reads_unused, self.must_reduce = reads_unused, must_reduce
+    def __init__(self, hooks: LeafHooks) -> None:
+        self._hooks = hooks
+        self.reads_unused: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda parameters: ()
+        self.must_reduce: Callable[[Tensor], bool] = lambda parameter: False
         self.is_incomplete = False
-        self._hooks = LeafHooks()
         self._parameters: Sequence[Tensor] = ()
         self._in_backward = False
         self._reducing = False  # the running backward has reduced some gradients, but not all
@@ -157,7 +78,7 @@ class SumsAside:
         fp32 sums are taken out of it and leave zeros behind.
         """
         self._hooks.restore()
-        if _compiled_autograd() and any(p.grad is not None for p in self._parameters):
+        if runs_compiled() and any(p.grad is not None for p in self._parameters):
             raise RuntimeError(
                 "compiled autograd over several processes with precision.reduce 'float32': it would add gradients in "
                 "the parameters' dtype; switch it off, or set precision.reduce to 'parameters'"
@@ -170,10 +91,6 @@ class SumsAside:
                 self._take_earlier(parameter)
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
                 self._placeholders.add(parameter)
-
-    def restore_hooks(self) -> list[Tensor]:
-        """See :meth:`LeafHooks.restore`."""
-        return self._hooks.restore()
 
     def before(self, parameter: Tensor) -> None:
         """A new gradient is about to arrive in ``p.grad``."""

@@ -1,22 +1,24 @@
 """The gradients of a step: sums of micro-batches in fp32.
 
 Autograd adds the gradients of several micro-batches in the parameter's dtype. :class:`GradientAccumulator` adds them in
-fp32: ``grad32 = float(g1) + float(g2) + ...``, in this order, and leaves the sum in ``p.grad``
-(:mod:`lightstep.precision.gradient_sums`). With one micro-batch nothing is copied: ``p.grad`` is what autograd made, or
-the fp32 result of a reduction over ranks.
+fp32: ``grad32 = float(g1) + float(g2) + ...``, in this order, and leaves the sum in ``p.grad``. So user code which
+scales, clips or reads it between backwards reaches all of it. With one micro-batch nothing is copied: ``p.grad`` is
+what autograd made, or the fp32 result of a reduction over ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightstep.distributed import initialized, is_sharded, local_gradient
-from lightstep.precision.gradient_sums import SumsAside, SumsInPlace
+from lightstep.precision.gradient_sums import SumsAside, set_grad
+from lightstep.precision.leaf_hooks import LeafHooks, runs_compiled
 
 Key = TypeVar("Key")
 
@@ -51,11 +53,9 @@ class ReducedGradients(Protocol):
 class SumsElsewhere(Protocol):
     """Sums that are not in ``p.grad``: see ``lightstep.optimizer.host_gradients``."""
 
-    is_in_place: bool
     is_incomplete: bool
 
     def set_parameters(self, parameters: Sequence[Tensor]) -> None: ...
-    def restore_hooks(self) -> list[Tensor]: ...
     def begin(self) -> None: ...
     def has_gradient(self, parameter: Tensor) -> bool: ...
     def is_own_gradient(self, parameter: Tensor) -> bool: ...
@@ -67,7 +67,9 @@ class SumsElsewhere(Protocol):
 class GradientAccumulator:
     """The gradients of the micro-batches since the last step, one per parameter.
 
-    Between backward and step they are in ``p.grad``.
+    Between backward and step they are in ``p.grad``. In one process they are there in backward, too: ``p.grad`` is
+    converted to fp32 before autograd adds a second gradient to it. (``torch.autograd.grad`` calls the hooks for this as
+    well, and adds nothing; the conversion does no harm there.) Several processes need :class:`SumsAside`.
 
     Args:
         float32: sum in fp32 (``precision.reduce: float32``), not in the parameter's dtype.
@@ -76,7 +78,9 @@ class GradientAccumulator:
 
     def __init__(self, float32: bool = True, elsewhere: SumsElsewhere | None = None) -> None:
         self.float32, self._elsewhere = float32, elsewhere
-        self._sums: SumsInPlace | SumsAside | SumsElsewhere = elsewhere or SumsInPlace()
+        self._sums: SumsAside | SumsElsewhere | None = elsewhere
+        """``None``: the sums are in ``p.grad`` as soon as autograd has added a gradient."""
+        self._hooks = LeafHooks()
         self._watched: list[Tensor] = []
         self._kinds: list[tuple[torch.dtype, bool]] = []
         self._watched_set: frozenset[Tensor] = frozenset()
@@ -102,16 +106,18 @@ class GradientAccumulator:
             watched = [p for p in watched if p.dtype in _LOW] if self.float32 else []
         kinds = [(p.dtype, p.requires_grad) for p in watched]
         several = initialized() and elsewhere is None
-        same = kinds == self._kinds and all(map(operator.is_, watched, self._watched))
-        if same and isinstance(self._sums, SumsAside) is several:
-            return self._sums.restore_hooks()
-        before = self._watched_set.difference(self._sums.restore_hooks())
+        swapped, same_sums = self._hooks.restore(), isinstance(self._sums, SumsAside) is several
+        if same_sums and kinds == self._kinds and all(map(operator.is_, watched, self._watched)):
+            return swapped
+        before = self._watched_set.difference(swapped)
         self._watched, self._kinds, self._watched_set = watched, kinds, frozenset(watched)
-        if elsewhere is None:
-            if isinstance(self._sums, SumsAside) is not several:
-                self._sums.set_parameters(())
-                self._sums = SumsAside(_none_unused, lambda _: False) if several else SumsInPlace()
+        if not same_sums:
+            self._hooks.set_parameters(())
+            self._sums = SumsAside(self._hooks) if several else None
+        if isinstance(self._sums, SumsAside):
             self._sums.set_parameters(watched)
+        elif self._sums is None:
+            self._hooks.set_parameters(watched, before=_widen_before_sum, sums_only=True)
         if self._reduction is not None:
             self.set_reduction(self._reduction)
         return self._watched_set - before
@@ -120,13 +126,17 @@ class GradientAccumulator:
         """Whether it sums the gradients of this parameter."""
         return parameter in self._watched_set
 
-    def begin_backward(self) -> None:
-        """A backward begins whose gradients are to be added to those that are there."""
-        self._sums.begin()
-
-    def end_backward(self) -> None:
-        """The backward has ended: sums are in ``p.grad`` again."""
-        self._sums.complete()
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """In the body, a backward adds gradients to those that are there. Afterwards the sums are in ``p.grad``."""
+        if self._sums is not None:
+            self._sums.begin()
+        elif runs_compiled():  # it reads ``p.grad`` before it calls hooks
+            for parameter in self._watched:
+                _widen(parameter)
+        yield
+        if self._sums is not None:
+            self._sums.complete()
 
     # -- called by a reduction while a backward runs
 
@@ -136,7 +146,7 @@ class GradientAccumulator:
 
     def has_gradient(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` holds a gradient that no step has used."""
-        return self._sums.has_gradient(parameter)
+        return parameter.grad is not None if self._sums is None else self._sums.has_gradient(parameter)
 
     def pop_earlier(self, parameter: Tensor) -> Tensor | None:
         """Remove and return the sum of earlier micro-batches, to be reduced together with the newest one."""
@@ -172,57 +182,52 @@ class GradientAccumulator:
             RuntimeError: ranks would drift apart, or an edit would be lost.
             TypeError: a gradient is sparse.
         """
-        self._sums.complete()
-        self._collected = list(parameters)
-        totals = self._sums.totals()
-        checked = _local if self._reduction is None else self._checked
-        if not totals:
-            return [checked(p) for p in parameters]
-        return [self._total(p, totals[p]) if p in totals else checked(p) for p in parameters]
+        sums, self._collected = self._sums, list(parameters)
+        if sums is None:
+            return _locals(parameters)
+        sums.complete()
+        totals = sums.totals()
+        for parameter in parameters:
+            if parameter not in totals:
+                self._refuse_unreduced(sums, parameter)
+        found = zip(parameters, _locals(parameters), strict=True)
+        return [_sum_of(totals[p], own if sums.has_gradient(p) else None) if p in totals else own for p, own in found]
 
     def consume(self) -> None:
         """Remove what was collected last."""
-        self._drop(self._collected)
+        for parameter in self._collected:
+            parameter.grad = None
         self.clear()
 
     def peek(self, parameter: Tensor) -> Tensor | None:
         """:meth:`collect` for one parameter whose gradient is complete while backward continues."""
-        self._sums.complete([parameter])
-        return _local(parameter) if self._reduction is None else self._checked(parameter)
+        if self._sums is not None:
+            self._sums.complete([parameter])
+            self._refuse_unreduced(self._sums, parameter)
+        return _local(parameter)
 
     @property
     def reader(self) -> Callable[[Tensor], Tensor | None]:
         """What :meth:`peek` does while the watched parameters stay the same: called for each of them in backward."""
-        return _local if self._sums.is_in_place and self._reduction is None else self.peek
+        return _local if self._sums is None else self.peek
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """:meth:`peek`, and remove the gradient."""
         gradient = self.peek(parameter)
-        self._drop([parameter])
+        parameter.grad = None
         return gradient
 
-    def _drop(self, parameters: Iterable[Tensor]) -> None:
-        for parameter in parameters:
-            parameter.grad = None
-
-    def _total(self, parameter: Tensor, reduced: Tensor) -> Tensor:
-        """The reduced sum, and what every rank has added since (a regularisation of the weights)."""
-        extra = _local(parameter) if self._sums.has_gradient(parameter) else None
-        return reduced if extra is None else reduced + extra
-
-    def _checked(self, parameter: Tensor) -> Tensor | None:
-        """The local shard of ``p.grad``, which must have been reduced."""
-        self._refuse_unreduced(parameter)
-        return _local(parameter)
-
-    def _refuse_unreduced(self, parameter: Tensor) -> None:
-        assert self._reduction is not None
+    def _refuse_unreduced(self, sums: SumsAside | SumsElsewhere, parameter: Tensor) -> None:
+        """Refuse ``p.grad`` if it must be reduced and has not been."""
+        reduction = self._reduction
+        if reduction is None:
+            return
         if parameter.grad is not None:
-            self._reduction.refuse_left_out(parameter)
-        if not (self._sums.is_own_gradient(parameter) and self._reduction.must_reduce(parameter)):
+            reduction.refuse_left_out(parameter)
+        if not (sums.is_own_gradient(parameter) and reduction.must_reduce(parameter)):
             return
         message = f"a gradient of shape {tuple(parameter.shape)} is this rank's own, and ranks would drift apart: "
-        if self._sums.is_incomplete:
+        if sums.is_incomplete:
             raise RuntimeError(
                 f"{message}DDP has not reduced it, because parameters beside it got no gradient in this backward (a "
                 "part of the model that the batch did not use). Set sharding.find_unused_parameters to true, or freeze "
@@ -246,7 +251,8 @@ class GradientAccumulator:
     def clear(self) -> None:
         """Drop all sums (``zero_grad``)."""
         self._collected = []
-        self._sums.clear()
+        if self._sums is not None:
+            self._sums.clear()
         if self._reduction is not None:
             self._reduction.forget()
 
@@ -254,11 +260,30 @@ class GradientAccumulator:
         """Drop all sums and remove the hooks."""
         self.clear()
         self._watched, self._kinds, self._watched_set = [], [], frozenset()
-        self._sums.set_parameters(())
+        self._hooks.set_parameters(())
+        if self._sums is not None:
+            self._sums.set_parameters(())
 
 
-def _none_unused(_: Sequence[Tensor]) -> Sequence[Tensor]:
-    return ()
+def _widen_before_sum(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    if parameter.grad.dtype is not torch.float32:
+        if runs_compiled():
+            raise RuntimeError(
+                "compiled autograd is about to add gradients in the parameters' dtype, and precision.reduce is "
+                "'float32': call optimizer.backward(loss) instead of loss.backward(), or set it to 'parameters'"
+            )
+        _widen(parameter)
+
+
+def _widen(parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.dtype is not torch.float32:
+        set_grad(parameter, parameter.grad.float())
+
+
+def _sum_of(reduced: Tensor, extra: Tensor | None) -> Tensor:
+    """A reduced sum, and what every rank has added since (a regularisation of the weights)."""
+    return reduced if extra is None else reduced + extra
 
 
 def refuse_sparse(gradient: Tensor) -> None:
@@ -283,8 +308,17 @@ def unshared(gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
     return gradients
 
 
+def _locals(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """The local shard of each ``p.grad``; most are plain tensors."""
+    found = [parameter.grad for parameter in parameters]
+    for number, gradient in enumerate(found):
+        is_plain = gradient is None or (type(gradient) is Tensor and not gradient.is_sparse)
+        if not is_plain or (gradient is not None and gradient.requires_grad):
+            found[number] = _local(parameters[number])
+    return found
+
+
 def _local(parameter: Tensor) -> Tensor | None:
-    """The local shard of ``p.grad``."""
     gradient = parameter.grad
     if gradient is None:
         return None

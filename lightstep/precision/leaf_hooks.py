@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-__all__ = ["LeafHooks"]
+__all__ = ["LeafHooks", "runs_compiled"]
 
 Hook = Callable[[Tensor], None]
 
@@ -104,6 +105,12 @@ def _called_with_parameter(reference: weakref.ref[LeafHooks], number: int, hook:
                 hook(parameter)
 
     return with_parameter
+
+
+def runs_compiled() -> bool:
+    """Whether compiled autograd runs backwards: hooks are then called after it has read ``p.grad``."""
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and (module.compiled_autograd_enabled or module.in_compiled_autograd_region)
 
 
 def _register_again(parameter: Tensor) -> None:
