@@ -128,11 +128,14 @@ class GradientNorm:
         Raises:
             ValueError: in the first call, on all ranks: parameters on slices of a mesh are not copies of each other.
         """
-        self._reduction.check_copies()
-        if self._reduction.as_torch:
+        reduction = self._reduction
+        if reduction.assumed_copies:
+            reduction.check_copies()
+        if reduction.as_torch:
             norm = self._as_torch(norms)
-            return norm, self._reduction.anywhere(~norm.isfinite())
-        total, overflow = self._reduction.total_and_overflow(self._partial_sums(norms), self.norm_type)
+            overflow = (~norm.isfinite()).float()
+            return norm, reduction.anywhere(overflow) if reduction.everywhere else overflow
+        total, overflow = reduction.total_and_overflow(self._partial_sums(norms), self.norm_type)
         norm = self._root(total)
         return norm, torch.maximum((~norm.isfinite()).float(), overflow.float().clamp_(max=1))
 
@@ -143,7 +146,9 @@ class GradientNorm:
         local = local.to(self.device, torch.float32)
         if math.isinf(self.norm_type):
             largest = torch.linalg.vector_norm(local, self.norm_type) if listed else local.new_zeros(())
-            return self._reduction.max_over_shards(largest)
+            return self._reduction.max_over_shards(largest) if self._reduction.has_shards else largest
+        if not self._reduction.has_shards:
+            return torch.linalg.vector_norm(local, self.norm_type)
         pairs = zip(self._parameters, norms, strict=True)
         has_gradient = [norm is not None for parameter, norm in pairs if norm is not None or parameter.requires_grad]
         refuse = partial(self._refuse_partial, norms) if self._whole else _allow_partial

@@ -32,7 +32,7 @@ class NormReduction:
     mesh; slices of one mesh along the same dimension (``mesh["tp"]`` of a ``dp × tp`` mesh) hold copies of each other.
     A DTensor on a mesh of its own that does not cover all ranks (experts), and any parameter whose attribute
     ``differs_across_ranks`` is true, is a different parameter on the other ranks, and is added up over all of them.
-    Assumed copies are compared once, in the first :meth:`check_copies`.
+    Assumed copies are compared once, by :meth:`check_copies`.
 
     Args:
         parameters: the optimizer's parameters, in one order on all ranks that share a mesh.
@@ -45,6 +45,9 @@ class NormReduction:
         as_torch: whether torch defines the norm of these parameters: plain tensors on one device, or DTensors on one
             mesh that is sharded along one dimension. Then :meth:`sum_over_shards` replaces :meth:`total`.
         sharded: whether any of them is a DTensor.
+        has_shards: whether :meth:`sum_over_shards` and :meth:`max_over_shards` have anything to reduce.
+        everywhere: whether :meth:`anywhere` has.
+        assumed_copies: weights that :meth:`check_copies` has to compare.
         sum_of: for each parameter, the index of the partial sum to which its local gradient belongs.
         num_sums: the number of partial sums. The first is of parameters that are equal on all ranks. Then follow one
             per mesh, one of parameters that differ on all ranks, and one of copies. Copies (on all but the first of the
@@ -59,7 +62,7 @@ class NormReduction:
     ) -> None:
         meshes = _meshes(parameters)
         pairs = zip(parameters, compared or parameters, strict=True)
-        self._assumed_copies = [weight for parameter, weight in pairs if _on_a_slice(parameter)]
+        self.assumed_copies = [weight for parameter, weight in pairs if _on_a_slice(parameter)]
         self._differing = any(differs_across_ranks(p) for p in parameters)
         self.everywhere = (
             initialized()
@@ -78,6 +81,7 @@ class NormReduction:
         self.sum_of = [self._sum_index(parameter, index) for parameter in parameters]
         self.sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         self.as_torch, self._shards = self._plan_as_torch(parameters)
+        self.has_shards = self._shards is not None
         self._world = world_group(self.device) if self.everywhere or self._differing else None
 
     def _sum_index(self, parameter: Tensor, index: dict[_MeshKey, int]) -> int:
@@ -131,8 +135,6 @@ class NormReduction:
             norm_type: p, finite.
             on_partial: called with the positions in ``present`` of parameters with a gradient on other ranks alone.
         """
-        if self._shards is None:
-            return norms
         powers = norms**norm_type
         if all(present):
             dist.all_reduce(powers, group=self._shards)
@@ -168,29 +170,24 @@ class NormReduction:
 
     def max_over_shards(self, largest: Tensor) -> Tensor:
         """The norm for ``p = inf``, from the largest element of this rank's gradients (0-dim)."""
-        if self._shards is None:
-            return largest
         # The maximum of NaN and a number is either of them, depending on the backend.
         largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shards)
         return largest
 
     def anywhere(self, overflow: Tensor) -> Tensor:
-        """The overflow flag, 0-dim fp32: 1 if ``overflow`` is true on any rank that shares the flag, else 0."""
-        flag = overflow.float()
-        if self._world is not None:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world)
-        return flag
+        """The overflow flag, 0-dim fp32: 1 if it is 1 on any rank that shares the flag, else 0; reduced in place."""
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._world)
+        return overflow
 
     def check_copies(self) -> None:
-        """In the first call, compare assumed copies.
+        """Compare :attr:`assumed_copies`.
 
         Raises:
             ValueError: on all ranks: parameters on slices of a mesh are not copies of each other.
         """
-        if self._assumed_copies:
-            _check_equal(self._assumed_copies, self.device)
-            self._assumed_copies = []
+        _check_equal(self.assumed_copies, self.device)
+        self.assumed_copies = []
 
     def total(self, sums: Sequence[Tensor], norm_type: float) -> Tensor:
         """``sum_i |g_i| ** p`` over all ranks (the largest ``|g_i|`` for ``p = inf``), 0-dim fp64.
