@@ -19,14 +19,17 @@ from torch import Tensor
 
 from lightstep.distributed import Rows, rows_of
 from lightstep.error_text import error_text
-from lightstep.optimizer.class_trial import UntriedError, is_carried, needs_whole_tensors, rates_differ
-from lightstep.optimizer.group_values import GroupValues, copied, equal_settings, same_value, settings_of
-from lightstep.optimizer.known_classes import (
+from lightstep.optimizer.class_trial import (
+    UntriedError,
     counts_steps,
+    is_carried,
     is_torchs_own,
+    needs_whole_tensors,
+    rates_differ,
     torchs_own_needs_whole_tensors,
     undecorated_step,
 )
+from lightstep.optimizer.group_values import GroupValues, copied, equal_settings, same_value, settings_of
 from lightstep.optimizer.matrix_stack import Matrix, MatrixStack
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.optimizer.sharded_muon import is_installed_muon
@@ -136,14 +139,18 @@ class BaseArithmetic:
             self._inner[device] = self._construct([self._probe(device)], self._default_fused[device])
             self._fresh[device] = copied(_kept_by(self._inner[device]))
 
-    def skips_on_device(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the class takes ``found_inf`` in all these groups, and so can skip a step without the host."""
+    def skips_on_device(self, device: torch.device, group: Mapping[str, Any]) -> bool:
+        """Whether the class takes ``found_inf`` in this group, and so can skip a step without the host."""
         inner = self._inner.get(device)
         if inner is None:  # it has no parameters there
             return True
-        if not getattr(inner, "_step_supports_amp_scaling", False):
-            return False
-        return all(self.resolved(group, device).get("fused") for group in groups)
+        return bool(getattr(inner, "_step_supports_amp_scaling", False)) and self.is_fused(group, device)
+
+    def is_fused(self, group: Mapping[str, Any], device: torch.device) -> bool:
+        """Whether the class runs torch's fused version on ``device``: as the group says, or if torch has one."""
+        if group.get("fused") is None and group.get("foreach") == self.defaults.get("foreach"):
+            return self._default_fused[device]
+        return bool(group.get("fused"))
 
     def has_one_pass_kernel(self, device: torch.device) -> bool:
         """Whether a kernel replaces this class's step together with scaling, joining and splitting."""
@@ -255,7 +262,7 @@ class BaseArithmetic:
         given = [dict(seen) for _, seen in groups]
         inner.param_groups = [seen for _, seen in groups]
         inner.state = defaultdict(dict, {segment.master: segment.state for segment in segments})
-        on_device = self.skips_on_device(device, inner.param_groups)
+        on_device = all(self.skips_on_device(device, seen) for seen in inner.param_groups)
         inner.found_inf, inner.grad_scale = overflow if on_device else None, None  # type: ignore[attr-defined]
         if not self.is_torchs_own:
             self._restore_kept(inner, device, values)
@@ -270,12 +277,12 @@ class BaseArithmetic:
             _adopt_state(inner, segments)
             if not self.is_torchs_own:
                 self._record_kept(inner, device, values)
+                for (live, seen), before in zip(groups, given, strict=True):
+                    values.record_writes(live, before, seen)
         finally:
             for segment in segments:
                 segment.master.requires_grad_(False).grad = None
             inner.param_groups, inner.state = [], defaultdict(dict)
-        for (live, seen), before in zip(groups, given, strict=True):
-            values.record_writes(live, before, seen)
 
     def count(self, group: dict[str, Any], values: GroupValues) -> None:
         """A step without any gradient in ``group``: the class may count it there."""
@@ -460,8 +467,7 @@ class BaseArithmetic:
     def resolved(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """A group's settings as the class sees them on ``device``: ``fused`` decided, and without parameters."""
         group = settings_of(settings)
-        no_choice = group.get("fused") is None and group.get("foreach") == self.defaults.get("foreach")
-        if self._default_fused[device] and no_choice:
+        if group.get("fused") is None and self.is_fused(group, device):
             group["fused"] = True
         group["params"] = []
         return group

@@ -1,6 +1,8 @@
-"""Tries an optimizer class on small tensors, since nobody can read from a class what it computes over which tensors.
+"""What is known of an optimizer class, or found out on small tensors.
 
-The class takes the same steps in three ways, and the bits are compared: by itself over all parameters, as in a plain
+Nobody can read from a class what it computes over which tensors: a class that is not torch's is tried.
+
+It takes the same steps in three ways, and the bits are compared: by itself over all parameters, as in a plain
 loop; as lightstep runs it on whole tensors, with units one after the other and other tensor objects in every step; and
 on tensors that were joined and cut. The trial is loud: gradients of many magnitudes, a tensor above the sizes from
 which classes behave differently, settings that are on, and more steps than the periods in use.
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -20,12 +22,23 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.error_text import error_text
-from lightstep.optimizer.group_values import GroupValues, copied, equal_settings, same_value
-from lightstep.optimizer.known_classes import undecorated_step
+from lightstep.optimizer.group_values import GroupValues, copied, equal_settings, same_value, settings_of
 from lightstep.optimizer.matrix_stack import Matrix
 from lightstep.optimizer.undisturbed import undisturbed
 
-__all__ = ["TriedClass", "UntriedError", "is_carried", "needs_whole_tensors", "rates_differ"]
+__all__ = [
+    "TriedClass",
+    "UntriedError",
+    "counts_steps",
+    "is_carried",
+    "is_torchs_own",
+    "needs_whole_tensors",
+    "rates_differ",
+    "torchs_own_needs_whole_tensors",
+    "undecorated_step",
+]
+
+_CPU = torch.device("cpu")  # explicit everywhere: users may change torch's default device and dtype
 
 _LARGE = (136, 128)
 """8-bit states (bitsandbytes, torchao) begin at 4096 elements, and factored moments at 128 rows and columns."""
@@ -454,3 +467,47 @@ def is_carried(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(is_carried, value))
     return value is None or type(value) in (int, float, bool, str) or type(value) is Tensor
+
+
+# -- without a trial ---------------------------------------------------------------------------------------------------
+
+
+def torchs_own_needs_whole_tensors(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether a class of torch's is not element-wise; they are known, and need no trial."""
+    declared = getattr(optimizer_class, "whole_tensors", None)
+    return optimizer_class.__name__ in ("Adafactor", "Muon") if declared is None else bool(declared)
+
+
+def counts_steps(
+    optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], shape: tuple[int, ...]
+) -> bool:
+    """Whether a step changes the optimizer's groups, numeric attributes, or state that is no parameter's.
+
+    Args:
+        shape: the shape of a parameter that the class takes.
+    """
+    parameter = torch.zeros(shape, dtype=torch.float32, device=_CPU)
+    parameter.grad = torch.ones_like(parameter)
+    with undisturbed(_CPU):
+        optimizer = optimizer_class([parameter], **copied(dict(hyperparameters)))
+
+        def numbers() -> dict[str, Any]:
+            kept = {key: value for key, value in vars(optimizer).items() if type(value) in (int, float, bool)}
+            shared = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+            return copied({"attributes": kept, "group": settings_of(optimizer.param_groups[0]), "shared": shared})
+
+        before = numbers()
+        undecorated_step(optimizer_class)(optimizer)
+        return not same_value(before, numbers())
+
+
+def is_torchs_own(optimizer_class: type) -> bool:
+    return optimizer_class.__module__.startswith("torch.optim.")
+
+
+def undecorated_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """``step`` without the wrapper that calls hooks: the outer optimizer calls them, once per step."""
+    step: Any = optimizer_class.step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step

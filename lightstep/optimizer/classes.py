@@ -39,6 +39,7 @@ class GroupClasses:
         own: the arithmetic of the optimizer's own class.
         own_is_used: a new group may name no class, and has the optimizer's own then.
         in_backward: updates run in backward, where ranks cannot update a parameter together.
+        may_write_groups: some class may write to its groups in a step, or count steps elsewhere: torch's own do not.
         exchanges: between ranks that do so, by process group; they exist from the set-up on.
 
     Raises:
@@ -50,6 +51,7 @@ class GroupClasses:
         self.in_backward = False
         self.exchanges: dict[Any, MatrixExchange] = {}
         self._named: dict[str, BaseArithmetic] = {class_name(optimizer_class): self.own}
+        self.may_write_groups = not self.own.is_torchs_own
 
     @property
     def name(self) -> str:
@@ -73,6 +75,7 @@ class GroupClasses:
         name = class_name(optimizer_class)
         if name not in self._named:
             self._named[name] = BaseArithmetic(optimizer_class, hyperparameters)
+            self.may_write_groups |= not self._named[name].is_torchs_own
         return self._named[name]
 
     def defaults_for(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -184,10 +187,7 @@ class GroupClasses:
 
     def skips_on_device(self, device: torch.device, groups: Sequence[Group]) -> bool:
         """Whether all classes can skip a step on the device, without the host."""
-        return all(
-            arithmetic.skips_on_device(device, own)  # type: ignore[arg-type]
-            for arithmetic, own in self.by_class(groups).items()
-        )
+        return all(self.arithmetic_for(group).skips_on_device(device, group) for group in groups)
 
     def apply(
         self, segments: Sequence[Segment], gradients: Sequence[Tensor], overflow: Tensor, values: GroupValues

@@ -181,8 +181,8 @@ class OnePass:
     def _settings(self, segment: Segment, values: GroupValues) -> AdamSettings | None:
         """The settings of the segment's group; ``None`` if the kernel does not support them."""
         arithmetic = self._classes.arithmetic_for(segment.group)
-        group = arithmetic.resolved(values.settings(segment.group), segment.device)
-        if arithmetic.optimizer_class not in ADAMS or not group.get("fused"):
+        group = values.settings(segment.group)
+        if arithmetic.optimizer_class not in ADAMS or not arithmetic.is_fused(group, segment.device):
             return None
         lr, (beta1, beta2), decay, eps = group["lr"], group["betas"], group["weight_decay"], group["eps"]
         on_device = isinstance(lr, Tensor) and lr.device == segment.device and lr.dtype == torch.float32

@@ -144,7 +144,7 @@ class UnitUpdater:
         Raises:
             torch.OutOfMemoryError: there is no room.
         """
-        if self.stage.nbytes():
+        if self.stage.is_reserved:
             return
         staged = {item for item, gradient in gradients.items() if not scalable_in_place(gradient)}
         units = [unit for unit in self._backend.units() if any(owner in staged for owner in unit.owners)]
@@ -253,8 +253,9 @@ class UnitUpdater:
 
     def write_back(self, values: GroupValues) -> None:
         """See :meth:`GroupClasses.write_back`."""
-        with self.broken.guard("the end of the update"):
-            self._classes.write_back(values)
+        if self._classes.may_write_groups:
+            with self.broken.guard("the end of the update"):
+                self._classes.write_back(values)
 
     # -- speculative updates
 

@@ -41,11 +41,16 @@ class _Row:
 
 class GradientStage:
     """Scaled gradients in the unit's flat order. The memory grows to the largest unit and is kept, so later steps
-    allocate nothing."""
+    allocate nothing.
+
+    Attributes:
+        is_reserved: memory is allocated.
+    """
 
     def __init__(self) -> None:
+        self.is_reserved = False
         self._buffer: Tensor | None = None
-        self._rows: WeakKeyDictionary[Run, _Row] = WeakKeyDictionary()
+        self._rows: WeakKeyDictionary[Run, _Row] = WeakKeyDictionary()  # in the buffer
 
     def nbytes(self) -> int:
         """Bytes allocated between steps."""
@@ -53,7 +58,7 @@ class GradientStage:
 
     def free(self) -> None:
         """Free the memory; the next use allocates it again."""
-        self._buffer = None
+        self._buffer, self.is_reserved = None, False
         self._rows.clear()
 
     def reserve(self, elements: int, device: torch.device) -> None:
@@ -69,6 +74,7 @@ class GradientStage:
             self._buffer.record_stream(torch.accelerator.current_stream(self._buffer.device))
         self.free()
         self._buffer = torch.empty(elements, dtype=torch.float32, device=device)
+        self.is_reserved = True
 
     def gathered(self, run: Run, gradients: Sequence[Tensor]) -> Tensor:
         """The gradients of one run in one row, not scaled; the padding between them is zero.
@@ -78,7 +84,7 @@ class GradientStage:
         """
         if len(gradients) == 1 and gradients[0].is_contiguous():
             return as_row(gradients[0])
-        place = self._row(run, gradients[0].device)
+        place = self._rows.get(run) or self._new_row(run, gradients[0].device)
         torch._foreach_copy_(place.parts, list(gradients))
         if place.gaps:
             torch._foreach_zero_(place.gaps)
@@ -111,11 +117,11 @@ class GradientStage:
             if single is not None and in_place and scalable_in_place(single):
                 row = as_row(single.data)  # its version says whether somebody else writes to it
             elif single is not None and divisor is None and factor is not None:
-                results.append(row := self._row(run, single.device).flat)
+                results.append(row := (self._rows.get(run) or self._new_row(run, single.device)).flat)
                 scale_into(single.device)(single.contiguous().view(-1), factor.reshape(1), row)
                 continue
             else:
-                place = self._row(run, own[0].device)
+                place = self._rows.get(run) or self._new_row(run, own[0].device)
                 row = place.flat
                 targets += place.parts
                 sources += own
@@ -131,12 +137,10 @@ class GradientStage:
             torch._foreach_mul_(unscaled, factor)
         return results
 
-    def _row(self, run: Run, device: torch.device) -> _Row:
+    def _new_row(self, run: Run, device: torch.device) -> _Row:
         self.reserve(run.stop, device)
         assert self._buffer is not None
-        row = self._rows.get(run)
-        if row is None:
-            row = self._rows[run] = _Row(run, self._buffer)
+        row = self._rows[run] = _Row(run, self._buffer)
         return row
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lightstep
-from lightstep.optimizer.whole_tensors import needs_whole_tensors
+from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.state import units
 from tests.covering import every_value
 from tests.reference.lion import Lion
@@ -150,7 +150,9 @@ def assert_same(tested: dict[str, Any], expected: dict[str, Any]) -> None:
 )
 def test_who_needs_whole_tensors_is_found_out(optimizer_class: type[torch.optim.Optimizer], expected: bool) -> None:
     state = torch.get_rng_state()
-    assert needs_whole_tensors(optimizer_class, {"lr": 1e-2}, {}) is expected
+    arithmetic = BaseArithmetic(optimizer_class, {"lr": 1e-2})
+    arithmetic.inspect_groups([{}])
+    assert arithmetic.whole_tensors is expected
     assert torch.equal(torch.get_rng_state(), state)
 
 
