@@ -5,9 +5,9 @@ copy, a pickle) goes through the dictionary ``module._parameters``. In a model w
 :class:`AwaitedParameters`, which waits before it returns anything. If nothing is pending, a read costs one comparison
 of numbers.
 
-FSDP2 replaces entries by writing to the dictionary, which does not wait; its own reads of shards are gated
-(:mod:`lightstep.sharding.gathering_gates`). Compiled code does not go through the dictionary, and relies on the gates
-in front of forwards (:mod:`lightstep.sharding.forward_gates`). A module that is given one of the parameters later (a
+FSDP2 replaces entries by writing to the dictionary, which does not wait; its own reads of shards are gated. Compiled
+code does not go through the dictionary, and relies on the gates in front of forwards (:mod:`lightstep.sharding.gates`
+has both). A module that is given one of the parameters later (a
 parametrization, a loss that keeps the head's weight) gets such a dictionary, too. So does one that is given a parameter
 which rests on the host.
 """

@@ -14,10 +14,9 @@ from lightstep.distributed import is_sharded, local_tensor
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import clean_name
-from lightstep.sharding.direct_calls import DirectCalls
-from lightstep.sharding.forward_gates import Gates
+from lightstep.sharding.gates import Gates
 from lightstep.sharding.model_names import unwrap_model
-from lightstep.sharding.reduced_gradients import GradientsInPlace, ReplicatedGradients
+from lightstep.sharding.reduced_gradients import DirectCalls, GradientsInPlace, ReplicatedGradients
 from lightstep.sharding.shard_visits import ShardVisits
 from lightstep.sharding.weight_visits import WeightVisits
 
@@ -66,7 +65,7 @@ class PreparedModel:
     @classmethod
     def of(cls, model: nn.Module) -> PreparedModel:
         """The record of ``model``, wrapped or not; made on the first call."""
-        inner = unwrap_model(model)
+        inner = model if model in cls._records else unwrap_model(model)
         if inner not in cls._records:
             cls._records[inner] = cls()
         return cls._records[inner]

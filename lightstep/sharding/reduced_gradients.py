@@ -1,6 +1,6 @@
 """Keeps the fp32 result of a reduction over ranks, which FSDP2 and DDP round to the parameters' dtype in ``p.grad``.
 
-The classes here read the result before that. The optimizer's
+All classes but the last read the result before that. The optimizer's
 :class:`~lightstep.precision.gradients.GradientAccumulator` adds the results of several micro-batches.
 """
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightstep.distributed import like, local_tensor
@@ -167,7 +168,7 @@ sharded_gradients = ShardedGradients()
 class _OfReplicas:
     """What DDP reduces: the parameters that were trainable when it was made."""
 
-    def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
+    def __init__(self, model: DistributedDataParallel) -> None:
         self._model, self._group = weakref.ref(model), model.process_group
         ignored = model.parameters_to_ignore
         named = list(model.module.named_parameters())
@@ -204,7 +205,7 @@ class ReplicatedGradients(_OfReplicas):
 
     _listeners: ClassVar[Listeners] = Listeners()
 
-    def __init__(self, model: nn.parallel.DistributedDataParallel, some_unused: bool) -> None:
+    def __init__(self, model: DistributedDataParallel, some_unused: bool) -> None:
         super().__init__(model)
         self._some_unused = some_unused
         self._reducing: weakref.WeakSet[GradientAccumulator] = weakref.WeakSet()  # in this backward
@@ -266,7 +267,7 @@ class GradientsInPlace(_OfReplicas):
     It does so in one backward after each forward. What another one through that forward adds stays on its rank.
     """
 
-    def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
+    def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__(model)
         self._will_reduce = self._has_left_out = False
         self._task = NO_BACKWARD  # the last backward that went through the model
@@ -316,7 +317,7 @@ class GradientsInPlace(_OfReplicas):
         pass
 
 
-def _keeps_unreduced(model: nn.parallel.DistributedDataParallel | None) -> bool:
+def _keeps_unreduced(model: DistributedDataParallel | None) -> bool:
     """Whether the last forward ran under ``no_sync()``: a backward since has reduced nothing."""
     return model is not None and not model.require_forward_param_sync
 
@@ -333,3 +334,32 @@ def _add_earlier(part: Tensor, parameter: Tensor, accumulator: GradientAccumulat
     if earlier is not None:
         part.add_(earlier)
     return used or earlier is not None
+
+
+class DirectCalls:
+    """Makes ``replica`` reduce the gradients of forwards that call ``replica.module``, as torch's ``replicate`` does.
+
+    Loops that ignore the return value of ``prepare_model`` work under strategies that shard in place, and so they do
+    here. Forwards in evaluation mode or without gradients communicate nothing: some ranks may run them alone.
+    """
+
+    def __init__(self, replica: DistributedDataParallel) -> None:
+        self._replica = weakref.ref(replica)
+        self._routed = False
+        replica.module.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True)
+        replica.module.register_forward_hook(ModuleHook(self._after))
+
+    def belongs_to(self, replica: DistributedDataParallel | None) -> bool:
+        """Whether forwards are passed on to this replica."""
+        return self._replica() is replica
+
+    def _before(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
+        replica = self._replica()
+        called = replica is not None and DistributedDataParallel._active_ddp_module is not replica
+        self._routed = called and module.training and torch.is_grad_enabled()
+        return replica._pre_forward(*arguments, **keywords) if replica is not None and self._routed else None
+
+    def _after(self, module: nn.Module, arguments: Any, output: Any) -> Any:
+        replica, routed = self._replica(), self._routed
+        self._routed = False
+        return replica._post_forward(output) if replica is not None and routed else None

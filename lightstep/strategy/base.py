@@ -37,8 +37,8 @@ from lightstep.rollout.publishing import PublishedWeights
 from lightstep.rollout.roles import ReinforcementLearning, Role, Roles, check_role, fsdp_version, prepare_inference
 from lightstep.rollout.transport import WeightTransport
 from lightstep.sharding.dtypes import planned_dtypes
-from lightstep.sharding.forward_gates import in_order_of_use
 from lightstep.sharding.fsdp_groups import sharded_modules
+from lightstep.sharding.gates import in_order_of_use
 from lightstep.sharding.hooks import called_modules
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import (
@@ -538,7 +538,7 @@ class Strategy(ABC):
         Updates in backward start in the last micro-batch. Without this context every micro-batch is the last one.
         """
         self.roles.require_trainer("accumulate", "accumulate over the model that is trained", model)
-        return self._micro_batch(self._accumulate(model, last), self._optimizers_of(model), last)
+        return self._micro_batch(self._accumulate(model, last), list(PreparedModel.of(model).optimizers), last)
 
     @staticmethod
     @contextlib.contextmanager

@@ -15,10 +15,9 @@ from lightstep.config import ConfigError, DDPSharding
 from lightstep.distributed import Replicas, is_sharded, role_group
 from lightstep.optimizer.queue import UpdateTime
 from lightstep.precision.gradients import ReducedGradients
-from lightstep.sharding.direct_calls import DirectCalls
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.prepared_model import PreparedModel
-from lightstep.sharding.reduced_gradients import GradientsInPlace, ReplicatedGradients
+from lightstep.sharding.reduced_gradients import DirectCalls, GradientsInPlace, ReplicatedGradients
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 
 

@@ -1,4 +1,6 @@
-"""Forward hooks that wait for deferred updates: each transformer block waits only for its own.
+"""Gates, which wait for deferred updates: those of forwards, and those of FSDP2's all-gathers.
+
+Each transformer block waits only for its own updates.
 
 Units are updated in the order in which a forward reads them, so waiting for a block includes everything in front of it.
 A call of the model waits for the parameters before the first block; the end of the last block waits for the rest.
@@ -6,8 +8,8 @@ Modules with parameters outside the blocks wait for these when they are called. 
 (:mod:`lightstep.sharding.parameter_reads`): gates are for compiled code, and for modules that keep lists of their
 parameters (``nn.LSTM``).
 
-FSDP2 reads a module's shards before the module is called, on a stream of its own: that stream waits, too
-(:mod:`lightstep.sharding.gathering_gates`).
+FSDP2 copies a unit's shards into the all-gather's input on a stream of its own, often before the unit is called: that
+stream waits, too.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +26,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
-from lightstep.sharding.fsdp_groups import gathered_with, own_parts, sharded_modules
-from lightstep.sharding.gathering_gates import GatheringGates
+from lightstep.sharding.fsdp_groups import gathered_with, own_parts, parameter_groups, sharded_modules
 from lightstep.sharding.hooks import ModuleHook
-from lightstep.sharding.parameter_reads import AwaitedParameters, DeferredUpdates, await_reads, awaited, wait_for
+from lightstep.sharding.parameter_reads import (
+    AwaitedParameters,
+    DeferredUpdates,
+    await_reads,
+    awaited,
+    updates_of,
+    wait_for,
+)
 from lightstep.sharding.preparation import transformer_blocks
 
 __all__ = ["Gates", "in_order_of_use"]
@@ -49,7 +57,7 @@ class Gates:
 
     def __init__(self) -> None:
         self._updates = DeferredUpdates()
-        self._gathering: GatheringGates | None = None
+        self._gathering: _GatheringGates | None = None
         self._handles: list[Any] = []
         self._gated: tuple[int, ...] = ()
 
@@ -88,7 +96,7 @@ class Gates:
     def _before_units(self, model: nn.Module, sharded: Sequence[nn.Module]) -> Iterator[Any]:
         """Each FSDP module waits for the parameters that are gathered with it, other modules for their own."""
         if self._gathering is None or not self._gathering.belongs_to(sharded[0]):
-            self._gathering = GatheringGates(sharded)
+            self._gathering = _GatheringGates(sharded)
         gathered = {module: gathered_with(module, sharded) for module in sharded}
         for module, parameters in gathered.items():
             yield self._before(module, awaited(own_parts(module)), parameters)
@@ -116,6 +124,35 @@ class Gates:
             wait_for(read, shards)
 
         return module.register_forward_pre_hook(ModuleHook(wait), prepend=True)
+
+
+class _GatheringGates:
+    """Makes the all-gathers of one FSDP2 model wait, each for the updates of its own shards.
+
+    Args:
+        modules: :func:`sharded_modules` of the model; the first one is the root.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._root = weakref.ref(modules[0])
+        own = awaited(part for module in modules for part in own_parts(module))
+        for group in (group for module in modules for group in parameter_groups(module)):
+            group.hooks.before_read = _waiting(group.shards_later(), own)
+
+    def belongs_to(self, root: nn.Module) -> bool:
+        """Whether these are the gates of the model with this outermost FSDP module."""
+        return self._root() is root
+
+
+def _waiting(shards_later: Callable[[], list[nn.Parameter]], own: Sequence[AwaitedParameters]) -> Callable[[], None]:
+    """A function that makes the current stream wait for the updates of the shards."""
+
+    def wait() -> None:
+        shards = shards_later()
+        for updates in updates_of(own):
+            updates.wait_on_stream(shards)
+
+    return wait
 
 
 def _reset_compiler() -> None:
