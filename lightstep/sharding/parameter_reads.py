@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.eager import eager
 from lightstep.optimizer.engine import Engine
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.state.host_weights import HostWeights, WeightGroup, groups_of
@@ -70,13 +71,9 @@ class DeferredUpdates:
                 finalizer.atexit = False
                 self._engines.append((finalizer, optimizer.engine))
 
-    def _orphaned(self) -> list[tuple[weakref.finalize[Any, Any], Engine]]:
-        """Engines whose optimizers are gone."""
-        return [entry for entry in self._engines if entry[0].peek() is None]
-
     def shut_down_orphaned(self) -> None:
         """Shut down the engines whose optimizers are gone."""
-        for entry in self._orphaned():
+        for entry in [entry for entry in self._engines if entry[0].peek() is None]:
             entry[1].shut_down(on_done=partial(self._engines.remove, entry))
 
     @classmethod
@@ -96,35 +93,30 @@ class DeferredUpdates:
         groups = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
         return any(parameter is trained for params in groups for trained in params)
 
-    @property
-    def pending(self) -> bool:
-        """Whether updates of the last step may still be pending."""
-        orphaned = any(engine.queue.pending for _, engine in self._orphaned())
-        return orphaned or any(optimizer.has_deferred_updates for optimizer in self.optimizers)
+    # An optimizer that is gone will not step: all of its engine's updates are waited for.
 
-    def wait(self, parameters: Collection[Tensor] | None = None) -> None:
-        """Wait for the updates of these parameters; ``None``: of all."""
-        for optimizer in self.optimizers:
-            if self.in_backward or optimizer.has_deferred_updates:
-                optimizer.wait_for_update(parameters)
-        self._finish_orphaned()
+    def wait(self, parameters: Collection[Tensor]) -> None:
+        """Wait for the updates of these parameters."""
+        for finalizer, engine in list(self._engines):
+            if engine.may_be_pending:
+                is_gone = finalizer.peek() is None
+                engine.wait_for_update(None if is_gone else engine.managed.lookup(parameters))
 
     def wait_for_step(self) -> None:
         """Wait for all updates that a ``step()`` has decided."""
-        for optimizer in self.optimizers:
-            if self.in_backward or optimizer.has_deferred_updates:
-                optimizer.wait_for_step()
-        self._finish_orphaned()
+        for finalizer, engine in list(self._engines):
+            if engine.may_be_pending:
+                wait = engine.wait_for_update if finalizer.peek() is None else engine.wait_for_step
+                wait()
 
+    @eager
     def wait_on_stream(self, parameters: Collection[Tensor]) -> None:
         """The current stream waits for the updates of these parameters, and no other does."""
-        for optimizer in self.optimizers:
-            optimizer.wait_on_stream(parameters)
-        self._finish_orphaned()
-
-    def _finish_orphaned(self) -> None:
-        for _, engine in self._orphaned():
-            engine.wait_for_update()
+        for finalizer, engine in list(self._engines):
+            if finalizer.peek() is None:
+                engine.wait_for_update()
+            elif engine.may_be_ahead:
+                engine.wait_on_stream(engine.managed.lookup(parameters))
 
 
 def _count_step(*_: Any) -> None:

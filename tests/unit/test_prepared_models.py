@@ -111,13 +111,14 @@ def test_a_block_left_out_and_a_head_that_is_never_called(nothing_by_itself: Non
 def waits(training: Training) -> list[Any]:
     """What the optimizer is asked to wait for, from now on."""
     asked: list[Any] = []
-    wait = training.optimizer.wait_for_update
+    engine = training.optimizer.engine
+    wait = engine.wait_for_update
 
-    def waiting(parameters: Any = None) -> None:
-        asked.append(parameters)
-        wait(parameters)
+    def waiting(items: Any = None) -> None:
+        asked.append(None if items is None else [item.param for item in items])
+        wait(items)
 
-    training.optimizer.wait_for_update = waiting
+    engine.wait_for_update = waiting
     return asked
 
 
