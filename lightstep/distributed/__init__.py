@@ -1,9 +1,9 @@
 """DTensors, device meshes and process groups: the only folder below sharding/ that knows them.
 
-``groups`` has the process groups, ``lost_ranks`` who is gone when a collective fails, ``ranks`` steps that all ranks do
-or none, ``tensors`` the local parts of DTensors and their gathering, ``norms`` the reduction of a norm over meshes,
-``replicas`` the collectives of ranks with the same part of the model, ``matrices`` those of ranks that share matrices,
-and ``windows`` the positions of a shard's elements in the whole tensor.
+``groups`` has the process groups, ``ranks`` steps that all ranks do or none, and who is gone when a collective fails,
+``tensors`` the local parts of DTensors, their place in the whole and their gathering, ``norms`` the reduction of a norm
+over meshes, ``replicas`` the collectives of ranks with the same part of the model, and ``matrices`` those of ranks that
+share matrices.
 """
 
 from torch.distributed.tensor import DTensor
@@ -19,12 +19,12 @@ from lightstep.distributed.groups import (
     role_group,
     world_size,
 )
-from lightstep.distributed.lost_ranks import LostRankError, is_failed_collective, name_lost_ranks
 from lightstep.distributed.matrices import MatrixExchange, MatrixTransfer, Rows, rows_of
 from lightstep.distributed.norms import NormReduction
-from lightstep.distributed.ranks import Ranks, RemoteRankError
+from lightstep.distributed.ranks import LostRankError, Ranks, RemoteRankError, is_failed_collective, name_lost_ranks
 from lightstep.distributed.replicas import Replicas
 from lightstep.distributed.tensors import (
+    Window,
     differs_across_ranks,
     fill_local,
     gather_tensor,
@@ -36,9 +36,9 @@ from lightstep.distributed.tensors import (
     local_tensor,
     mesh_ranks,
     whole_shape,
+    window_of,
     writes,
 )
-from lightstep.distributed.windows import Window, window_of
 
 __all__ = [
     "DTensor",

@@ -93,7 +93,7 @@ class SumsAside:
                 self._placeholders.add(parameter)
 
     def before(self, parameter: Tensor) -> None:
-        """A new gradient is about to arrive in ``p.grad``."""
+        """A new gradient is about to arrive in ``p.grad``: what is there is added to it in fp32 later."""
         if not self._in_backward:  # of the user's own: loss.backward()
             self.begin()
             Variable._execution_engine.queue_callback(_end_callback(weakref.ref(self)))
@@ -137,7 +137,8 @@ class SumsAside:
         """Add this backward's gradient over all ranks, of which the reduction will leave a rounded copy in ``p.grad``.
 
         Args:
-            gradient: fp32; kept, not copied.
+            gradient: fp32, the parameter's shape; kept, not copied. It may be incomplete until the end of this
+                backward.
             used: 0-dim; zero if no rank had a gradient, which then counts as none. ``None``: some rank had one.
         """
         self._newest[parameter] = gradient, used

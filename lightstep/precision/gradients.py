@@ -25,14 +25,18 @@ Key = TypeVar("Key")
 _LOW = (torch.bfloat16, torch.float16)
 
 
-class ReducedGradients(Protocol):
-    """Keeps the gradients of a reduction over ranks from being rounded to the parameters' dtype."""
+class ReducedGradients:
+    """Keeps the gradients of a reduction over ranks from being rounded to the parameters' dtype.
+
+    The methods here are those of a reduction that needs nothing of this.
+    """
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
         """From the next backward on, add the gradients of 16-bit parameters in fp32, by ``accumulator``."""
 
     def must_reduce(self, parameter: Tensor) -> bool:
         """Whether this parameter's gradient must be reduced here before a step may use it."""
+        return False
 
     def refuse_left_out(self, parameter: Tensor) -> None:
         """Raise ``RuntimeError`` if the gradient that this parameter has was not reduced, and never will be."""
@@ -42,9 +46,11 @@ class ReducedGradients(Protocol):
 
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """The parameters whose ``p.grad`` the running backward will reduce even if it has no gradient for them."""
+        return ()
 
     def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool:
         """Whether gradients of these parameters have not been reduced since the last forward without a reduction."""
+        return False
 
     def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
         """Drop gradients that are kept for a later reduction and are not in ``p.grad``."""
@@ -138,38 +144,15 @@ class GradientAccumulator:
         if self._sums is not None:
             self._sums.complete()
 
-    # -- called by a reduction while a backward runs
-
-    def before_gradient(self, parameter: Tensor) -> None:
-        """FSDP2 is about to add to ``p.grad`` in the parameter's dtype: what is there is added in fp32 later."""
-        self._several_ranks.before(parameter)
+    @property
+    def aside(self) -> SumsAside:
+        """Where a reduction over ranks adds its results while a backward runs."""
+        assert isinstance(self._sums, SumsAside), "a reduction without a process group"
+        return self._sums
 
     def has_gradient(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` holds a gradient that no step has used."""
         return parameter.grad is not None if self._sums is None else self._sums.has_gradient(parameter)
-
-    def pop_earlier(self, parameter: Tensor) -> Tensor | None:
-        """Remove and return the sum of earlier micro-batches, to be reduced together with the newest one."""
-        return self._several_ranks.pop_earlier(parameter)
-
-    def add_reduced(self, parameter: Tensor, gradient: Tensor, used: Tensor | None) -> None:
-        """Add a gradient that is reduced over all ranks, and of which a rounded copy will be in ``p.grad`` (DDP).
-
-        Args:
-            gradient: fp32, the parameter's shape. Kept, not copied; it may be incomplete until the end of this
-                backward.
-            used: 0-dim; zero if no rank had a gradient, which then counts as none. ``None``: some rank had one.
-        """
-        self._several_ranks.add_reduced(parameter, gradient, used)
-
-    def end_reduction(self) -> None:
-        """:meth:`add_reduced` is not called again in this backward."""
-        self._several_ranks.end_reduction()
-
-    @property
-    def _several_ranks(self) -> SumsAside:
-        assert isinstance(self._sums, SumsAside), "a reduction without a process group"
-        return self._sums
 
     # -- called by the step
 

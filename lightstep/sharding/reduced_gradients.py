@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightstep.distributed import like, local_tensor
-from lightstep.precision.gradient_sums import set_grad
-from lightstep.precision.gradients import GradientAccumulator
+from lightstep.precision.gradient_sums import SumsAside, set_grad
+from lightstep.precision.gradients import GradientAccumulator, ReducedGradients
 from lightstep.sharding.fsdp_groups import (
     ParameterGroup,
     drop_unreduced,
@@ -57,7 +57,7 @@ class Listeners:
         return accumulator if accumulator is not None and accumulator.watches(parameter) else None
 
 
-class ShardedGradients:
+class ShardedGradients(ReducedGradients):
     """FSDP2: puts each group's fp32 result into ``p.grad``, where FSDP2 puts a copy rounded to the shards' dtype.
 
     ``set_all_reduce_hook`` sees the flat fp32 result of a group. Directly afterwards, on the same stream, FSDP adds a
@@ -79,7 +79,6 @@ class ShardedGradients:
         return self
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
-        """From the next backward on, add the gradients of 16-bit parameters in fp32, by ``accumulator``."""
         listed = self._listeners.add(parameters, accumulator)
         for group in self._groups():
             group.know_dtypes()
@@ -88,18 +87,6 @@ class ShardedGradients:
             self._hook_groups()
         for parameter in new:
             parameter.register_post_accumulate_grad_hook(self._replace_rounded)
-
-    def must_reduce(self, parameter: Tensor) -> bool:
-        return False  # before the reduction FSDP2 keeps gradients to itself
-
-    def refuse_left_out(self, parameter: Tensor) -> None:
-        pass  # the strategy has refused parameters that are not sharded
-
-    def forget(self) -> None:
-        pass
-
-    def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        return ()
 
     def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool:
         wanted = frozenset(parameters)
@@ -134,7 +121,7 @@ class ShardedGradients:
             accumulator = self._listeners.of(parameter)
             if accumulator is not None:
                 _used_on_this_stream(local_tensor(parameter.grad))
-                accumulator.before_gradient(parameter)
+                accumulator.aside.before(parameter)
 
     def _release(self) -> None:
         self._flat = None
@@ -165,7 +152,7 @@ class ShardedGradients:
 sharded_gradients = ShardedGradients()
 
 
-class _OfReplicas:
+class _OfReplicas(ReducedGradients):
     """What DDP reduces: the parameters that were trainable when it was made."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -208,12 +195,11 @@ class ReplicatedGradients(_OfReplicas):
     def __init__(self, model: DistributedDataParallel, some_unused: bool) -> None:
         super().__init__(model)
         self._some_unused = some_unused
-        self._reducing: weakref.WeakSet[GradientAccumulator] = weakref.WeakSet()  # in this backward
+        self._reducing: weakref.WeakSet[SumsAside] = weakref.WeakSet()  # in this backward
         # DDP compares annotations with types, and in this file they are strings: give it a function without any.
         model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
-        """From the next backward on, add the gradients of 16-bit parameters in fp32, by ``accumulator``."""
         self._listeners.add(parameters, accumulator)
 
     def must_reduce(self, parameter: Tensor) -> bool:
@@ -231,9 +217,6 @@ class ReplicatedGradients(_OfReplicas):
     def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool:
         return _keeps_unreduced(self._model())
 
-    def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
-        pass  # they are in p.grad
-
     @torch.no_grad()
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         rounded, parameters = bucket.buffer(), bucket.parameters()
@@ -245,15 +228,16 @@ class ReplicatedGradients(_OfReplicas):
         for parameter, view, flag in zip(parameters, bucket.gradients(), used, strict=True):
             accumulator = self._listeners.of(parameter)
             if accumulator is not None:
+                sums = accumulator.aside
                 part = flat.as_strided(view.size(), view.stride(), view.storage_offset() - rounded.storage_offset())
-                has_gradient = _add_earlier(part, parameter, accumulator)
+                has_gradient = _add_earlier(part, parameter, sums)
                 if flag is not None and has_gradient:
                     flag.fill_(1.0)
-                accumulator.add_reduced(parameter, part, flag)
-                self._reducing.add(accumulator)
+                sums.add_reduced(parameter, part, flag)
+                self._reducing.add(sums)
         if bucket.is_last():
-            for accumulator in self._reducing:
-                accumulator.end_reduction()
+            for sums in self._reducing:
+                sums.end_reduction()
             self._reducing.clear()
         flat.div_(self._group.size())
         work = dist.all_reduce(flat, group=self._group, async_op=True)
@@ -301,20 +285,8 @@ class GradientsInPlace(_OfReplicas):
     def forget(self) -> None:
         self._has_left_out = False
 
-    def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
-        pass
-
-    def must_reduce(self, parameter: Tensor) -> bool:
-        return False
-
-    def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        return ()
-
     def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool:
         return _keeps_unreduced(self._model())
-
-    def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
-        pass
 
 
 def _keeps_unreduced(model: DistributedDataParallel | None) -> bool:
@@ -327,10 +299,10 @@ def _used_on_this_stream(tensor: Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def _add_earlier(part: Tensor, parameter: Tensor, accumulator: GradientAccumulator) -> bool:
+def _add_earlier(part: Tensor, parameter: Tensor, sums: SumsAside) -> bool:
     """Add the sum of earlier micro-batches. Returns whether this rank has any gradient of the parameter."""
-    used = accumulator.has_gradient(parameter)
-    earlier = accumulator.pop_earlier(parameter)
+    used = sums.has_gradient(parameter)
+    earlier = sums.pop_earlier(parameter)
     if earlier is not None:
         part.add_(earlier)
     return used or earlier is not None
