@@ -276,8 +276,9 @@ class ScaledBackward:
 
 
 def _equal(mine: LossScale | None, other: LossScale) -> bool:
-    constant = isinstance(mine, ConstantLossScale) and isinstance(other, ConstantLossScale)
-    return mine is other or (constant and mine.scale == other.scale)
+    if isinstance(mine, ConstantLossScale) and isinstance(other, ConstantLossScale):
+        return mine.scale == other.scale
+    return mine is other
 
 
 def _make_hook(reference: weakref.ref[ScaledBackward]) -> Callable[[Tensor], None]:
