@@ -19,7 +19,6 @@ from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place
 from lightstep.optimizer.rounded_weights import MasterWeights, rounding_of, set_up_rounding
 from lightstep.optimizer.state_edits import Edit
-from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.entries import equals_rounded, was_rounded_from
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_weights import HostWeights
@@ -35,6 +34,46 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 InitialMasters = Callable[..., Tensor | None]
 """Called with a parameter; returns its fp32 values if they are known, and with ``keep=True`` keeps them."""
+
+
+class _WeightWatch:
+    """Detects writes to parameters by their version counters and addresses, at no cost.
+
+    Every in-place operation increments a tensor's version counter, and another storage has another address. A write
+    through ``p.data`` does not increment it. On the CPU all parameters are therefore compared with their masters, which
+    costs little compared to the step. On an accelerator call ``optimizer.refresh_master_weights()`` after such writes.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Managed, tuple[int, int]] = {}  # version and address
+
+    def record(self, parameters: Iterable[tuple[Managed, int, int]]) -> None:
+        """Remember the present version and address of each parameter."""
+        for key, version, address in parameters:
+            self._seen[key] = version, address
+
+    def touched(self, parameters: Iterable[tuple[Managed, Tensor, int]]) -> list[tuple[Managed, Tensor]]:
+        """Those that do not have the version and address of the last :meth:`record`.
+
+        Args:
+            parameters: keys, local tensors, and versions.
+        """
+        seen, listed = self._seen, list(parameters)
+        addresses = map(Tensor.data_ptr, [local for _, local, _ in listed])
+        return [
+            (key, local)
+            for (key, local, version), address in zip(listed, addresses, strict=True)
+            if key not in seen or seen[key] != (version, address)
+        ]
+
+    def moved(self, key: Managed, local: Tensor) -> bool:
+        """Whether the parameter has another address than at the last :meth:`record`, or none, since it is empty."""
+        seen = self._seen.get(key)
+        return seen is None or seen[1] != local.data_ptr() or not local.numel()
+
+    def forget(self, key: Managed) -> None:
+        """Forget the parameter: it counts as written to, whatever its version."""
+        self._seen.pop(key, None)
 
 
 class ManagedParameters:
@@ -73,7 +112,7 @@ class ManagedParameters:
         self._places = places
         self._initial_masters = initial_masters
         self._loaded_masters: dict[Tensor, Tensor] = {}  # loaded before the set-up, without other state
-        self._watch = ModelWatch()
+        self._watch = _WeightWatch()
         self.changed: ChangedWeights | None = None
         self._has_lost_masters = False
         self._items: dict[Tensor, Managed] = {}
@@ -235,7 +274,7 @@ class ManagedParameters:
 
     def find_written(self, items: Iterable[Managed]) -> list[Managed]:
         """The parameters that somebody else has written to, cast or transposed since :meth:`record`, as far as
-        :class:`ModelWatch` can tell."""
+        :class:`_WeightWatch` can tell."""
         items = list(items)
         locals_now = _with_locals(items)
         found = dict.fromkeys(_of_other_forms(locals_now)) | dict(self._watch.touched(_with_versions(locals_now)))
