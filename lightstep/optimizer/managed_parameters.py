@@ -36,7 +36,7 @@ InitialMasters = Callable[..., Tensor | None]
 """Called with a parameter; returns its fp32 values if they are known, and with ``keep=True`` keeps them."""
 
 
-class _WeightWatch:
+class ModelWatch:
     """Detects writes to parameters by their version counters and addresses, at no cost.
 
     Every in-place operation increments a tensor's version counter, and another storage has another address. A write
@@ -112,7 +112,7 @@ class ManagedParameters:
         self._places = places
         self._initial_masters = initial_masters
         self._loaded_masters: dict[Tensor, Tensor] = {}  # loaded before the set-up, without other state
-        self._watch = _WeightWatch()
+        self._watch = ModelWatch()
         self.changed: ChangedWeights | None = None
         self._has_lost_masters = False
         self._items: dict[Tensor, Managed] = {}
@@ -274,7 +274,7 @@ class ManagedParameters:
 
     def find_written(self, items: Iterable[Managed]) -> list[Managed]:
         """The parameters that somebody else has written to, cast or transposed since :meth:`record`, as far as
-        :class:`_WeightWatch` can tell."""
+        :class:`ModelWatch` can tell."""
         items = list(items)
         locals_now = _with_locals(items)
         found = dict.fromkeys(_of_other_forms(locals_now)) | dict(self._watch.touched(_with_versions(locals_now)))
