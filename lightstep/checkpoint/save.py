@@ -88,7 +88,7 @@ from lightstep.distributed import Ranks, local_tensor
 from lightstep.sharding.model_names import NamedTensor, extra_states
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostMemoryError
-from lightstep.state.store import PinnedState
+from lightstep.state.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -441,7 +441,7 @@ def _pin_state(
     weight_of: Callable[[Tensor], Callable[[], Tensor]],
     copies: HostCopyPool | None,
     until_written: ExitStack,
-) -> PinnedState | None:
+) -> Snapshot | None:
     """Pin the optimizer's state that is among ``sources``; ``None`` if the optimizer has nothing to pin.
 
     Args:
@@ -453,13 +453,13 @@ def _pin_state(
         if source.model_tensor is not None and source.entry is not None:
             wanted.setdefault(source.model_tensor, set()).add(source.entry)
     pin = getattr(optimizer, "pinned_state", None)
-    pinned: PinnedState | None = None if pin is None else pin(wanted, weight_of, copies)
+    pinned: Snapshot | None = None if pin is None else pin(wanted, weight_of, copies)
     if pinned is not None:
         until_written.callback(pinned.close)
     return pinned
 
 
-def _from_pinned(source: Source, pinned: PinnedState) -> Source:
+def _from_pinned(source: Source, pinned: Snapshot) -> Source:
     assert source.model_tensor is not None and source.entry is not None
     return source.with_fetch(
         partial(pinned.take, source.model_tensor, source.entry),

@@ -23,7 +23,8 @@ from lightstep.state.entries import equals_rounded, was_rounded_from
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_weights import HostWeights
 from lightstep.state.schema import Managed, versions_of
-from lightstep.state.store import PinnedState, Store
+from lightstep.state.snapshot import Snapshot
+from lightstep.state.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -403,7 +404,7 @@ class ManagedParameters:
         wanted: Mapping[Tensor, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
         copies: HostCopyPool | None,
-    ) -> PinnedState | None:
+    ) -> Snapshot | None:
         """See :meth:`Store.pin`; parameters replaced, moved or cast since the last step are left out."""
         found = ((self._items.get(parameter), keys) for parameter, keys in wanted.items())
         kept = {item: keys for item, keys in found if item is not None and _is_unmoved(item)}

@@ -29,7 +29,8 @@ from lightstep.precision.split import Splitter
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_weights import HostWeights
 from lightstep.state.schema import Managed
-from lightstep.state.store import PinnedState, Store
+from lightstep.state.snapshot import Snapshot
+from lightstep.state.store import Store
 
 
 class MixedPrecisionOptimizer(BaseOptimizer):
@@ -352,7 +353,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         wanted: Mapping[Tensor, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
         copies: HostCopyPool | None = None,
-    ) -> PinnedState | None:
+    ) -> Snapshot | None:
         """A snapshot of state entries, for another thread to read while steps go on.
 
         Call :meth:`synchronize` first. Entries that are not in the snapshot have to be read by other means.

@@ -25,20 +25,16 @@ class Entries:
     """Reads and writes parts of records.
 
     Args:
-        splitter_for: the splitter of bf16 masters for the device where a record lives.
-        fingerprints: of each record's 16-bit weights, by part; ``None`` where masters are whole: comparing weights with
-            them shows edits.
+        splitters: the splitter of bf16 masters for each device where records live.
         allocate: returns memory for results, shaped like a tensor, in another dtype; by default new memory.
     """
 
     def __init__(
         self,
-        splitter_for: Callable[[torch.device], MasterSplitter],
-        fingerprints: Mapping[Record, Tensor] | None,
+        splitters: Mapping[torch.device, MasterSplitter],
         allocate: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> None:
-        self._splitter_for, self._fingerprints = splitter_for, fingerprints
-        self._allocate = allocate or _new
+        self._splitters, self._allocate = splitters, allocate or _new
 
     def read(self, record: Record, part: Part) -> dict[str, Any]:
         """The part's entries and ``"master"`` (unless it is its own master).
@@ -57,7 +53,7 @@ class Entries:
             master, weight = self._allocate(low, torch.float32), self._weight(part, low.device)
             found["master"] = master.view(part.shape)
             if layout.carrier is None:
-                self._splitter_for(low.device).join(weight, low, rows["bitmap"], master)
+                self._splitters[low.device].join(weight, low, rows["bitmap"], master)
             else:
                 carrier = entries[layout.carrier].view(-1)
                 found[layout.carrier] = self._join_carrier(weight, low, carrier, master).view(part.shape)
@@ -73,7 +69,7 @@ class Entries:
 
     def _join_carrier(self, weight: Tensor, low: Tensor, carrier: Tensor, master: Tensor) -> Tensor:
         """Join ``master``, and return the carrier without the bits in its signs."""
-        splitter, found = self._splitter_for(low.device), self._allocate(carrier, carrier.dtype)
+        splitter, found = self._splitters[low.device], self._allocate(carrier, carrier.dtype)
         if carrier.dtype == torch.float32:
             splitter.join(weight, low, carrier, master, found)
             return found
@@ -97,6 +93,20 @@ class Entries:
         rows = [key for key in found[0] if key not in head.history.values]
         joined = {key: torch.cat([one[key] for one in found]).view(head.owner.local.shape) for key in rows}
         return {key: joined.get(key, value) for key, value in found[0].items()}
+
+    def describe(self, head: Part) -> dict[str, Any]:
+        """:meth:`read_all` with all tensors on the meta device, given the parameter's first part."""
+        owner, history = head.owner, head.history
+        assert history is not None
+        described: dict[str, Any] = {
+            entry.key: torch.empty(entry.shape or owner.local.shape, dtype=entry.dtype, device="meta")
+            for entry in head.block.layout.entries
+        }
+        values = history.copy_values()
+        found = {key: described[key] if key in described else values[key] for key in head.keys}
+        if not owner.own_master:
+            found["master"] = torch.empty(owner.local.shape, dtype=torch.float32, device="meta")
+        return found
 
     def write(self, record: Record, part: Part, values: Mapping[str, Any], master: Tensor | None) -> None:
         """Replace the part's state by entries of the parameter's local shape. Without a master: the weight's value."""
@@ -158,26 +168,26 @@ class Entries:
             entry = next((one for one in layout.entries if one.key == layout.carrier), None)
             extra = rows["bitmap"] if entry is None else rows[entry.key]
             if entry is None or entry.codec is None:
-                self._splitter_for(device).split(loaded, rounded, rows["low half"], extra)
+                self._splitters[device].split(loaded, rounded, rows["low half"], extra)
             else:
                 extra, coded = torch.empty_like(loaded), coded_in(rows, entry)
                 coded.decode(extra)
-                self._splitter_for(device).split(loaded, rounded, rows["low half"], extra)
+                self._splitters[device].split(loaded, rounded, rows["low half"], extra)
                 coded.encode(extra)
-        if self._fingerprints is not None:
+        if record.fingerprints is not None:
             mark = torch.zeros(1, dtype=torch.int32, device=device)
-            self._splitter_for(device).fingerprints(rounded, part.first, [(0, part.elements)], mark)
-            self._fingerprints[record][part.index].copy_(mark[0])
+            self._splitters[device].fingerprints(rounded, part.first, [(0, part.elements)], mark)
+            record.fingerprints[part.index].copy_(mark[0])
             if not self._weight_is(part, rounded):
                 part.expected_weight = rounded.view(torch.int16).to(_CPU)
 
     def was_edited(self, record: Record, part: Part) -> bool:
         """Whether somebody else wrote to the weight, which is on the host. One still to be loaded does not count."""
-        known = None if self._fingerprints is None else self._fingerprints.get(record)
+        known = record.fingerprints
         if part.expected_weight is not None or not part.has_master or known is None:
             return False
         found = torch.zeros(1, dtype=torch.int32, device=_CPU)
-        self._splitter_for(_CPU).fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)
+        self._splitters[_CPU].fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)
         return bool(found[0] != known[part.index])
 
     def awaits_weight(self, part: Part) -> bool:

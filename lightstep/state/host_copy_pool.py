@@ -137,7 +137,7 @@ class HostCopyPool:
 
     def wait_for_background(self) -> None:
         """The current streams wait for all that :meth:`bring` has queued, also for an earlier moment."""
-        for lanes in self._lanes.used():
+        for lanes in list(self._lanes.values()):
             lanes.caller().wait(lanes.device_to_host.record(lanes.event()))
 
     def seal(self) -> Event | None:

@@ -33,10 +33,9 @@ from torch import Tensor, nn
 
 from lightstep.distributed import local_tensor, writes
 from lightstep.error_text import error_text
-from lightstep.state.host_fields import Field, KeptWeights, Ranges
+from lightstep.state.host_fields import Field, KeptWeights, Ranges, StayingFields
 from lightstep.state.host_memory import require
 from lightstep.state.lanes import Lanes, WaitTimes
-from lightstep.state.staying_fields import StayingFields
 
 __all__ = ["HostWeights", "WeightGroup", "WeightHome", "groups_of", "require_room"]
 

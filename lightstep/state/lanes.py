@@ -101,6 +101,7 @@ class Lanes:
         )
         self.threads = frozenset(lane.thread_id for lane in self._all() if isinstance(lane, ThreadLane))
         self._calling_thread = CallerLane(COMPUTE, self._status)
+        self._updates = self.event()
 
     @property
     def delay(self) -> Delay | None:
@@ -140,7 +141,7 @@ class Lanes:
 
     def caller_waits_for_updates(self) -> None:
         """Make the caller wait for what is queued in the compute lane."""
-        self.caller().wait(self.compute.record(self.event()))
+        self.caller().wait(self.compute.record(self._updates))
 
     def load(self, target: Tensor, source: Tensor) -> None:
         """Copy from the host to the device in the lane, between what the caller has queued and what it queues next."""
@@ -201,18 +202,10 @@ class LanesOfDevices(dict[torch.device, Lanes]):
         self._threads |= lanes.threads
         return lanes
 
-    def used(self) -> list[Lanes]:
-        """Those that exist."""
-        return list(self.values())
-
     @property
     def is_lane_thread(self) -> bool:
         """Whether the calling thread is a lane's own, which cannot wait for its own jobs."""
         return threading.get_ident() in self._threads
-
-    def exist_for(self, device: torch.device | None) -> bool:
-        """Whether this device's lanes have been used."""
-        return device in self
 
     def wait_until_idle(self, device: torch.device) -> None:
         """Wait for all work on the device. Memory that several streams use may be freed then."""
@@ -223,7 +216,7 @@ class LanesOfDevices(dict[torch.device, Lanes]):
 
     def synchronize(self) -> None:
         """Wait for all jobs of all lanes; raises if one failed."""
-        for lanes in self.used():
+        for lanes in list(self.values()):
             lanes.synchronize()
 
 

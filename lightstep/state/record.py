@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,19 @@ from torch import Tensor
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.schema import Codec, Coded, Managed, Schema, Unit, aligned, entry_dtype
 
-__all__ = ["Block", "Entry", "ExpectedLayouts", "History", "Layout", "Part", "Record", "Run", "Slot", "coding_of"]
+__all__ = [
+    "Block",
+    "Entry",
+    "ExpectedLayouts",
+    "History",
+    "Layout",
+    "Part",
+    "Record",
+    "Records",
+    "Run",
+    "Slot",
+    "coding_of",
+]
 
 _FIELD_ALIGNMENT = 16  # bytes
 
@@ -272,14 +284,19 @@ class Run:
 
     Attributes:
         first, stop: its range in the unit's flat order.
+        index: of its first part in the unit.
         ranges: the range of each part, counted from ``first``.
         locals: the weights of each part, in its shape.
         device: of weights, masters and entries.
+        flat: the weights, if they are used where they are, and not gathered.
     """
+
+    flat: Tensor | None = None
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
         self.first, self.stop = parts[0].first, parts[-1].first + parts[-1].elements
+        self.index = parts[0].index
         self.ranges = [(part.first - self.first, part.first - self.first + part.elements) for part in parts]
         self._known = [part.owner.local for part in parts]
         self.locals = [part.slice(local) for part, local in zip(parts, self._known, strict=True)]
@@ -290,22 +307,9 @@ class Run:
         """Whether a weight has been replaced by another tensor. The run keeps the old one alive."""
         return any(part.owner.local is not known for part, known in zip(self.parts, self._known, strict=True))
 
-    @property
-    def index(self) -> int:
-        """Index of its first part in the unit."""
-        return self.parts[0].index
-
     def parts_of(self, row: Tensor) -> list[Tensor]:
         """A view of each part in a row, in the part's shape."""
         return [row[a:b].view(part.shape) for (a, b), part in zip(self.ranges, self.parts, strict=True)]
-
-
-class Division(Protocol):
-    """How a record's parts are divided into runs."""
-
-    @property
-    def runs(self) -> Sequence[Run]: ...
-    def fits(self, record: Record, active: Any) -> bool: ...
 
 
 class Slot:
@@ -333,10 +337,15 @@ class Record:
         host: the record in the slab (uint8).
         written_back: event of the last copy to ``host``; ``None`` before the first.
         histories: those that were loaded and not updated since, by :attr:`History.origin`.
-        divisions: of the last two updates that needed different ones.
+        divisions: how :func:`~lightstep.state.segment.segments_of` has divided its parts in the last two updates that
+            needed different segments.
+        fingerprints: of the 16-bit weights, by part (int32, on the parameters' device). Comparing weights with them
+            shows edits. ``None`` if the masters are whole; all records of a store have them, or none has.
     """
 
-    def __init__(self, unit: Unit, parts: Sequence[Part], layouts: Sequence[Layout], on_host: bool) -> None:
+    def __init__(
+        self, unit: Unit, parts: Sequence[Part], layouts: Sequence[Layout], on_host: bool, fingerprinted: bool
+    ) -> None:
         self.unit, self.parts, self.on_host = unit, parts, on_host
         self.device = parts[0].owner.local.device
         self.has_masters = any(part.has_master for part in parts)
@@ -345,18 +354,16 @@ class Record:
         self.host: Tensor | None = None
         self.written_back: Any = None
         self.histories: dict[object, History] = {}
-        self.divisions: list[Division] = []
+        self.divisions: list[Any] = []
+        self.fingerprints: Tensor | None = None
+        if fingerprinted:
+            self.fingerprints = torch.zeros(len(parts), dtype=torch.int32, device=self.device)
         self._build_blocks(layouts)
 
     @property
     def bytes(self) -> Tensor | None:
         """The memory in which it lives (uint8); ``None`` before :meth:`allocate`, and if it is empty on the host."""
         return self.host if self.slot is None else self.slot.buffer
-
-    def remember(self, division: Division) -> None:
-        """Keep this division in runs and the one before it, unless that keeps replaced weights alive."""
-        others = [one for one in self.divisions[:1] if not any(run.outdated for run in one.runs)]
-        self.divisions = [division, *others]
 
     def _build_blocks(self, layouts: Sequence[Layout]) -> None:
         """Lay out the parts in blocks."""
@@ -414,7 +421,8 @@ class Record:
     def shadow(self) -> Record:
         """A record on the host, without parts, that refers to the same slab."""
         shadow = copy.copy(self)
-        shadow.parts, shadow.histories, shadow.divisions, shadow.slot = (), {}, [], None
+        shadow.parts, shadow.histories, shadow.divisions = (), {}, []
+        shadow.slot = shadow.fingerprints = None
         return shadow
 
     def close(self) -> None:
@@ -425,12 +433,19 @@ class Record:
 
 
 def make_record(
-    unit: Unit, layouts: ExpectedLayouts, coding: Callable[[Managed], Coding], large: int, *, on_host: bool = True
+    unit: Unit,
+    layouts: ExpectedLayouts,
+    coding: Callable[[Managed], Coding],
+    large: int,
+    *,
+    on_host: bool,
+    fingerprinted: bool,
 ) -> Record:
     """A record without state. Parts that can form one segment are adjacent: ordered by coding, size and group.
 
     Args:
         large: parts of at least so many elements are segments of their own.
+        fingerprinted: keep fingerprints of the weights.
     """
     groups = {key: number for number, key in enumerate(dict.fromkeys(id(owner.group) for owner in unit.owners))}
 
@@ -444,4 +459,69 @@ def make_record(
     for owner, start, stop in sorted(unit.parts, key=order):
         parts.append(Part(owner, start, stop, len(parts), first, coding(owner)))
         first += aligned(stop - start)
-    return Record(unit, parts, [layouts.layout_for(part.owner, part.coding) for part in parts], on_host)
+    expected = [layouts.layout_for(part.owner, part.coding) for part in parts]
+    return Record(unit, parts, expected, on_host, fingerprinted)
+
+
+class Records:
+    """All records of a store, and which parameter has which parts of them. Iterates over them in update order.
+
+    Attributes:
+        by_unit: the record of each unit.
+        parts: of each parameter, in order.
+        of_part: the record of each part.
+        initial_masters: fp32 values that masters start from in their first update, where they are not the weights.
+    """
+
+    def __init__(self) -> None:
+        self.by_unit: dict[Unit, Record] = {}
+        self.parts: dict[Managed, list[Part]] = {}
+        self.of_part: dict[Part, Record] = {}
+        self.initial_masters: dict[Managed, Tensor] = {}
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.by_unit.values())
+
+    def __len__(self) -> int:
+        return len(self.by_unit)
+
+    def replace(self, managed: Sequence[Managed], records: Iterable[Record]) -> list[Record]:
+        """Use exactly these records, in model order; returns those that are no longer used."""
+        place = {item: number for number, item in enumerate(managed)}
+        listed = sorted(records, key=lambda record: place[record.unit.owners[0]])
+        leaving = [record for record in self if record not in listed]
+        self.by_unit, self.parts, self.of_part = {}, {}, {}
+        for index, record in enumerate(listed):
+            record.unit.index = index
+            self.by_unit[record.unit] = record
+            for part in sorted(record.parts, key=lambda part: part.start):
+                self.parts.setdefault(part.owner, []).append(part)
+                self.of_part[part] = record
+        self.initial_masters = {item: master for item, master in self.initial_masters.items() if item in place}
+        return leaving
+
+    def unaffected_by(self, managed: Sequence[Managed]) -> list[Record]:
+        """Records whose parameters, and all that share units with those, are still listed."""
+        gone = set(self.parts) - set(managed)
+        records = list(self)
+        while True:
+            hit = [record for record in records if any(part.owner in gone for part in record.parts)]
+            if not hit:
+                return records
+            records = [record for record in records if record not in hit]
+            gone |= {part.owner for record in hit for part in record.parts}
+
+    def drop_initial_masters(self, record: Record) -> None:
+        """The record has been updated: forget the initial masters of parameters that all have state now."""
+        for owner in self.initial_masters.keys() & set(record.unit.owners):
+            if self.parts_with_state(owner):  # its parts may be in several units
+                del self.initial_masters[owner]
+
+    def parts_with_state(self, managed: Managed) -> list[Part]:
+        """The parts of a parameter; none before all of them have state."""
+        parts = self.parts.get(managed, [])
+        return [] if any(part.history is None for part in parts) else parts
+
+    def of(self, managed: Managed) -> list[Record]:
+        """The records with parts of a parameter."""
+        return list(dict.fromkeys(self.of_part[part] for part in self.parts.get(managed, ())))

@@ -48,6 +48,7 @@ class Residency:
         self._budget = budget
         self._allowed = budget if isinstance(budget, int) else 0
         self._chosen: set[Record] = set()
+        self._preferred: Sequence[Record] = ()
         self._is_current = False
         self._was_used = False  # some record has been resident
 
@@ -66,8 +67,8 @@ class Residency:
         """Whether :meth:`choose` may change anything."""
         return not self._is_current or isinstance(self._budget, AutoBudget)
 
-    def choose(self, records: Sequence[Record]) -> None:
-        """Choose the resident ones among ``records`` (all of them, by priority), and evict the others."""
+    def choose(self, records: Iterable[Record]) -> None:
+        """Choose the resident ones among ``records`` (all of them), and evict the others."""
         if isinstance(self._budget, AutoBudget) and any(
             part.history is not None for record in records for part in record.parts
         ):
@@ -78,20 +79,27 @@ class Residency:
             self.shrink(records)
             self._chosen = set(self._front(records))
 
-    def shrink(self, records: Sequence[Record]) -> None:
+    def prefer(self, records: Sequence[Record]) -> None:
+        """From the next step on, choose these before others."""
+        if records != self._preferred:
+            self._preferred = records
+            self._is_current = False
+
+    def shrink(self, records: Iterable[Record]) -> None:
         """Evict what exceeds the budget. The next step may choose other records."""
         if self._budget is None:
             return
         staying = frozenset(self._front(records))
         self.evict([record for record in records if record.slot is not None and record not in staying])
 
-    def _front(self, records: Sequence[Record]) -> Sequence[Record]:
-        """The first records that fit, whole. A record that does not fit is skipped, and smaller ones after it may
-        fit."""
+    def _front(self, records: Iterable[Record]) -> list[Record]:
+        """The first records that fit, whole, those that are preferred before all others. A record that does not fit is
+        skipped, and smaller ones after it may fit."""
+        listed = dict.fromkeys(records)
         if self._budget is None:
-            return records
+            return list(listed)
         chosen, left = [], self._allowed
-        for record in records:
+        for record in dict.fromkeys([*(one for one in self._preferred if one in listed), *listed]):
             if record.bytes is not None and record.nbytes <= left:
                 chosen.append(record)
                 left -= record.nbytes

@@ -40,7 +40,7 @@ class Ring:
 
     def __init__(self, lanes: Lanes, sizes: Sequence[int], needed: Callable[[Record], int]) -> None:
         self._lanes, self._needed = lanes, needed
-        self._staged: deque[tuple[Record, Slot]] = deque()
+        self._staged: dict[Record, Slot] = {}
         self._upcoming: deque[Record] = deque()
         self._free: deque[Slot] = deque()
         self.slots: list[Slot] = []
@@ -61,11 +61,11 @@ class Ring:
 
     def staged(self) -> list[Record]:
         """The records that are fetched or being fetched, the next one first."""
-        return [record for record, _ in self._staged]
+        return list(self._staged)
 
     def prefetch(self, records: Sequence[Record]) -> None:
         """Fetch these records, which will be acquired or peeked at in this order, as slots become free."""
-        ahead = self.staged()
+        ahead = list(self._staged)
         if ahead != list(records[: len(ahead)]):
             self.drop_prefetched()
             ahead = []
@@ -75,35 +75,27 @@ class Ring:
     def acquire(self, record: Record) -> Slot:
         """The slot with ``record``, ready for the caller's next work (on its current stream or thread)."""
         self._lanes.check()
-        staged = self._find(record)
-        if staged is None:
+        if record not in self._staged:
             self.drop_prefetched()
             if record in self._upcoming:
                 self._upcoming.remove(record)
             self._fetch(record, self._take_free(record))
-            staged = self._staged[0]
-        slot = staged[1]
-        caller = self._lanes.caller()
+        slot, caller = self._staged[record], self._lanes.caller()
         caller.wait(slot.staged)
         caller.wait(slot.drained)
-        self._staged.remove(staged)  # only now: an interrupt during the waits would lose the slot
+        del self._staged[record]  # only now: an interrupt during the waits would lose the slot
         slot.modified_early = False
         return slot
 
     def peek(self, record: Record) -> Slot:
         """The slot of a record that will be acquired soon, ready for the caller's next work."""
         self._lanes.check()
-        staged = self._find(record)
-        assert staged is not None, f"{record.unit.label} was not prefetched"
-        slot = staged[1]
-        caller = self._lanes.caller()
+        assert record in self._staged, f"{record.unit.label} was not prefetched"
+        slot, caller = self._staged[record], self._lanes.caller()
         caller.wait(slot.staged)
         caller.wait(slot.drained)
         slot.modified_early = True
         return slot
-
-    def _find(self, record: Record) -> tuple[Record, Slot] | None:
-        return next((staged for staged in self._staged if staged[0] is record), None)
 
     def _take_free(self, record: Record) -> Slot:
         """Of the smallest free slots that suffice for the record, the one that has been free longest."""
@@ -135,12 +127,14 @@ class Ring:
             weights = slot.buffer[record.nbytes : record.nbytes + to.previous.nbytes]
             lane.copy(to.previous.host, weights, f"saving the previous weights of {record.unit.label}")
         to.written_back = lane.record(slot.drained)
-        self._recycle(slot)
+        self._free.append(slot)
+        self._fetch_next()
 
     def discard(self, slot: Slot) -> None:
         """Refill ``slot``, which the caller has not changed, once the caller has read it."""
         self._lanes.caller().record(slot.updated)
-        self._recycle(slot)
+        self._free.append(slot)
+        self._fetch_next()
 
     def drop_prefetched(self) -> None:
         """Drop what was fetched, because the records were edited or others are needed; it will be fetched again.
@@ -148,17 +142,17 @@ class Ring:
         Raises:
             LaneError: a record was modified before it was acquired.
         """
-        lost = next((record for record, slot in self._staged if slot.modified_early), None)
+        lost = next((record for record, slot in self._staged.items() if slot.modified_early), None)
         if lost is not None:
             raise LaneError(f"{lost.unit.label} would be fetched again in the middle of its update: load a checkpoint")
         while self._staged:
-            record, slot = self._staged.pop()
+            record, slot = self._staged.popitem()  # the last one
             self._upcoming.appendleft(record)
             self._free.append(slot)
 
     def reset(self) -> None:
         """After a failure: make every slot free, and fetch nothing."""
-        self._free, self._staged, self._upcoming = deque(self.slots), deque(), deque()
+        self._free, self._staged, self._upcoming = deque(self.slots), {}, deque()
         for slot in self.slots:
             slot.modified_early = False
 
@@ -175,10 +169,6 @@ class Ring:
         self._free.clear()
         self.slots.clear()
 
-    def _recycle(self, slot: Slot) -> None:
-        self._free.append(slot)
-        self._fetch_next()
-
     def _fetch_next(self) -> None:
         while self._free and self._upcoming:
             record = self._upcoming.popleft()
@@ -194,7 +184,7 @@ class Ring:
                     lane.wait(event)
             lane.copy(target, source, f"fetching {record.unit.label}")
             lane.record(slot.staged)
-        self._staged.append((record, slot))
+        self._staged[record] = slot
 
 
 def _size(slot: Slot) -> int:

@@ -189,7 +189,7 @@ class Managed:
 
 def versions_of(items: Iterable[Managed]) -> list[int]:
     """The count of in-place writes to each parameter. Several are read in each step: plain ones without a call."""
-    return [p._version if type(p) is nn.Parameter else writes(p) for p in [item.param for item in items]]
+    return [item.param._version if type(item.param) is nn.Parameter else writes(item.param) for item in items]
 
 
 ALIGNMENT = 16  # elements; keeps vectorised kernels on their fast path, and bitmaps of parts on whole bytes

@@ -9,7 +9,7 @@ give torch's own bits.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -94,9 +94,14 @@ class Segment(Run):
         coded: entries that the record keeps coded, and the index of the staging row in which the base optimizer has
             each in fp32.
         group: the live entry of ``optimizer.param_groups``.
+        prepared: what the update has made of :meth:`pieces`, by its own keys, without a reference to segments. It is
+            kept as long as the record is at the same place.
+        kept_values: the base optimizer's entries that are not in the record, as they were before the update.
+        may_write_values: they may be written to, because the update is not rolled back.
         fingerprints: the unit's fingerprints (int32) while the segment is open; those of its parts begin at
             :attr:`index`. ``None`` if none are kept.
-        fingerprinted: the update has written them.
+        fingerprinted: they are those of the present weights: there are none, the update has written them, or it has
+            changed no weights.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -107,18 +112,21 @@ class Segment(Run):
         self.shape = head.shape if head.owner.whole_tensors else (self.stop - self.first,)
         self.coded = coded_entries(head.owner)
         self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and is_own_segment(head)
-        self._flat = self.locals[0].view(-1) if self.in_place else None
+        self.flat = self.locals[0].view(-1) if self.in_place else None
         self._in_place_by_part = len(parts) <= _FEW and all(local.is_contiguous() for local in self.locals)
         self._views_in: WeakKeyDictionary[Slot, Views] = WeakKeyDictionary()
         self._has_homes = any(part.owner.home is not None for part in parts)
         self._views_with_weights: WeakKeyDictionary[Slot, dict[tuple[int, ...], Views]] = WeakKeyDictionary()
         self._views: Views | None = None
         self._history: History | None = None
-        self._copies_history = False
+        self.prepared: dict[Any, Any] = {}
+        self.kept_values: dict[str, Any] = {}
+        self.may_write_values = True
         self._values: dict[str, Any] | None = None
         self._state: dict[str, Any] | None = None
         self._staging: Staging
-        self._to_join: tuple[Views, Staging, MasterSplitter, Mapping[Managed, Tensor]] | None = None
+        self._splitter: MasterSplitter
+        self._initial: Mapping[Managed, Tensor] = {}
         self._master: Tensor | None = None
         self._written = self._gathered = False
         self.fingerprints: Tensor | None = None
@@ -157,10 +165,9 @@ class Segment(Run):
 
     def weights(self, staging: Staging) -> Tensor:
         """The weights in one row, in the parameters' dtype: the parameter's own memory, or a gathered copy."""
-        if self._flat is not None:
-            return self._flat
         row, parts, gaps = staging.gather_row(self)
-        torch._foreach_copy_(parts, self.locals)
+        if parts:
+            torch._foreach_copy_(parts, self.locals)
         if gaps:
             torch._foreach_zero_(gaps)
         return row
@@ -183,37 +190,20 @@ class Segment(Run):
                 can be rolled back.
         """
         self._views = views = self.views_in(slot)
+        self.prepared = views.prepared
         history = self.parts[0].history
         self._master, self._written, self._gathered, self.fingerprinted = None, False, False, False
         self.fingerprints = fingerprints if self.has_master else None
-        self._staging, self._to_join = staging, (views, staging, splitter, initial)
+        self._staging, self._splitter, self._initial = staging, splitter, initial
         self._values, self._state = None, None
         if history is not None and history.parts > len(self.parts):
             history = self._split_history(history)
-        self._history, self._copies_history = history, copy_history
+        self._history, self.may_write_values = history, not copy_history
+        self.kept_values = {} if history is None else history.values
 
     def advance(self, counted: Mapping[str, Any]) -> None:
         """These are the entries that are not in the record, and all of them."""
         self._values = dict(counted)
-
-    @property
-    def kept_values(self) -> dict[str, Any]:
-        """:attr:`values` as they were before the update. They may be written to if :attr:`may_write_values`."""
-        assert self._history is not None, "the segment has no state"
-        return self._history.values
-
-    @property
-    def may_write_values(self) -> bool:
-        """Whether the entries that are not in the record may be written to, because the update is not rolled back."""
-        return not self._copies_history
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The base optimizer's entries that are not in the record, while the segment is open and has state."""
-        if self._values is None:
-            assert self._history is not None, "the segment has no state"
-            self._values = self._history.copy_values() if self._copies_history else self._history.values
-        return self._values
 
     @property
     def state(self) -> dict[str, Any]:
@@ -228,18 +218,20 @@ class Segment(Run):
         assert self._views is not None, "the segment is not open"
         entries = dict(self._views.entries)
         for key, coded in self._views.coded.items():
-            row = self._decoded_row(key, self._staging)  # its signs still carry bits of masters
+            row = self._decoded_row(key)  # its signs still carry bits of masters
             coded.decode(row)
             entries[key] = row.view(self.shape)
-        return {key: entries[key] if key in entries else self.values[key] for key in self.parts[0].keys}
+        if self._values is None:
+            self._values = self.kept_values if self.may_write_values else self._history.copy_values()
+        return {key: entries[key] if key in entries else self._values[key] for key in self.parts[0].keys}
 
-    def _decoded_row(self, key: str, staging: Staging) -> Tensor:
-        return staging.moments_for(self, self.coded[key])
+    def _decoded_row(self, key: str) -> Tensor:
+        return self._staging.moments_for(self, self.coded[key])
 
-    def _extra_bits(self, views: Views, staging: Staging) -> Tensor:
+    def _extra_bits(self, views: Views) -> Tensor:
         """The tensor with the extra bits of split masters while the segment is open."""
         carrier = self.layout.carrier
-        found = self._decoded_row(carrier, staging) if carrier is not None and carrier in views.coded else views.extra
+        found = self._decoded_row(carrier) if carrier is not None and carrier in views.coded else views.extra
         assert found is not None
         return found
 
@@ -247,26 +239,24 @@ class Segment(Run):
     def master(self) -> Tensor:
         """The fp32 masters on the device while the segment is open; joined at the first access."""
         if self._master is None:
-            assert self._to_join is not None, "the segment is not open"
-            self._master = self._join_master(*self._to_join)
+            assert self._views is not None, "the segment is not open"
+            self._master = self._join_master(self._views, self._staging)
         return self._master
 
-    def _join_master(
-        self, views: Views, staging: Staging, splitter: MasterSplitter, initial: Mapping[Managed, Tensor]
-    ) -> Tensor:
+    def _join_master(self, views: Views, staging: Staging) -> Tensor:
         if self.coded:
             self._state = self.state  # decoded: it holds the extra bits of masters
         if self.coding == "own":
             return self.weights(staging).view(self.shape)
         if not self.has_state:
-            return self._initial_master(staging, initial)
+            return self._initial_master()
         if self.coding == "whole":
             assert views.master is not None
             return views.master.view(self.shape)
         flat = staging.masters_for(self)
         if self.coding == "rounded":
             return flat.copy_(self.weights(staging)).view(self.shape)
-        splitter.join(self.weights(staging), views.low, self._extra_bits(views, staging), flat)  # type: ignore[arg-type]
+        self._splitter.join(self.weights(staging), views.low, self._extra_bits(views), flat)  # type: ignore[arg-type]
         return flat.view(self.shape)
 
     def pieces(self, carrier: str, by_part: bool) -> list[Piece] | None:
@@ -287,25 +277,18 @@ class Segment(Run):
             return None
         if not self.gathers(by_part):
             return [self._piece(n, place, self.locals[n].view(-1)) for n, place in enumerate(self.ranges)]
-        row = self._row(self._staging)[0]
+        row = self._staging.gather_row(self)[0]
         return [self._piece(0, (0, self.stop - self.first), row)]
 
     def gathers(self, by_part: bool) -> bool:
         """Whether :meth:`pieces` has a gathered copy of the weights."""
-        return self._flat is None and not (by_part and self._in_place_by_part)
+        return self.flat is None and not (by_part and self._in_place_by_part)
 
     def gather(self) -> Tensor:
         """Gather the weights; the copy is written back with the segment. Returns the row, which is the same one as long
         as the memory for it is kept."""
         self._gathered = True
         return self.weights(self._staging)  # even if it is only written: an overflow leaves it as it is
-
-    @property
-    def prepared(self) -> dict[Any, Any]:
-        """What the update has made of :meth:`pieces`, by its own keys, without a reference to segments. It is kept as
-        long as the record is at the same place."""
-        assert self._views is not None, "the segment is not open"
-        return self._views.prepared
 
     def _piece(self, number: int, place: tuple[int, int], weight: Tensor) -> Piece:
         views, (start, stop) = self._views, place
@@ -328,22 +311,16 @@ class Segment(Run):
         low, master = (None if row is None else row[start:stop] for row in (views.low, views.master))
         return Piece(number, self.first + start, weight, low, master, entries, numbers)
 
-    @property
-    def is_modified(self) -> bool:
-        """Whether the update may have changed weights and record: it used :attr:`master`, or called
-        :meth:`written`."""
-        return self._written or self._master is not None
-
     def written(self, fingerprinted: bool) -> None:
         """The update has written weights, masters and entries of all :meth:`pieces`, and their fingerprints or not."""
         self._written, self.fingerprinted = True, fingerprinted
 
-    def _initial_master(self, staging: Staging, initial: Mapping[Managed, Tensor]) -> Tensor:
+    def _initial_master(self) -> Tensor:
         """The weights in fp32, or the masters that were given for the first update."""
-        master = self.weights(staging).float()
+        master = self.weights(self._staging).float()
         for part, (a, b) in zip(self.parts, self.ranges, strict=True):
-            if part.owner in initial:
-                value = initial[part.owner]
+            if part.owner in self._initial:
+                value = self._initial[part.owner]
                 master[a:b].copy_(part.slice(value).reshape(-1))
                 if value.device.type != "cpu":  # it is dropped before this stream has read it
                     value.record_stream(torch.accelerator.current_stream(value.device))
@@ -363,7 +340,8 @@ class Segment(Run):
         """Store the entries that are not in the record. Returns new layouts for parts whose entries do not fit."""
         if self._written:  # only values have changed
             assert self._history is not None
-            self._history.values, self._history.origin = self.values, None
+            values = self.kept_values if self._values is None else self._values
+            self._history.values, self._history.origin = values, None
             return {}
         if self._keeps_layout():
             return {}
@@ -423,32 +401,35 @@ class Segment(Run):
         self.layout = self.parts[0].block.layout
         self._views = Views(self, slot)
 
-    def write(self, staging: Staging, splitter: MasterSplitter) -> tuple[list[Tensor], list[Tensor]]:
+    def write(self) -> tuple[list[Tensor], list[Tensor]]:
         """Write masters, and entries that the base optimizer has replaced, to the record; close the segment.
 
         Returns:
             Weights, and the tensors that remain to be copied to them.
         """
-        views = self._views
-        assert views is not None
-        if self.has_state and self._state is not None:
-            decoded = {key: self._decoded_row(key, staging).view(self.shape) for key in views.coded}
-            for key, place in (views.entries | decoded).items():
-                value = self._state[key]
-                if value is not place and value.data_ptr() != place.data_ptr():
-                    place.copy_(value)
-        left = self._write_master(views, staging, splitter)
-        if views.coded and self.has_state and self._state is not None:
-            self._encode_entries(views, staging)
-        self._state, self._views, self._master, self._to_join = {}, None, None, None
+        assert self._views is not None, "the segment is not open"
+        left = self._pending_weight_copies() if self._written else self._write_class(self._views)
+        is_modified = self._written or self._master is not None
+        self.fingerprinted = self.fingerprinted or not (is_modified and self.has_master and self.has_state)
+        self._state, self._views, self._master = {}, None, None
         return left
 
-    def _write_master(
-        self, views: Views, staging: Staging, splitter: MasterSplitter
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _write_class(self, views: Views) -> tuple[list[Tensor], list[Tensor]]:
+        """:meth:`write` after an update by the class: it used :attr:`master` and :attr:`state`, or nothing."""
+        has_entries = self.has_state and self._state is not None
+        if has_entries:
+            decoded = {key: self._decoded_row(key).view(self.shape) for key in views.coded}
+            for key, place in (views.entries | decoded).items():
+                value = self.state[key]
+                if value is not place and value.data_ptr() != place.data_ptr():
+                    place.copy_(value)
+        left = self._write_master(views)
+        if has_entries:
+            self._encode_entries(views)
+        return left
+
+    def _write_master(self, views: Views) -> tuple[list[Tensor], list[Tensor]]:
         master = self._master
-        if self._written:
-            return self._pending_weight_copies()
         if master is None or not self.has_state:  # the update did not use it
             return [], []
         if self.coding == "whole":
@@ -456,61 +437,57 @@ class Segment(Run):
             if views.master.data_ptr() != master.data_ptr():  # the first update
                 views.master.copy_(master.view(-1))
             return self.locals, views.masters
-        row, parts = self._row(staging)
+        row, parts, _ = self._staging.gather_row(self)
         if self.coding == "split":
-            splitter.split(master.view(-1), row, views.low, self._extra_bits(views, staging))  # type: ignore[arg-type]
+            self._splitter.split(master.view(-1), row, views.low, self._extra_bits(views))  # type: ignore[arg-type]
         if self.coding == "rounded":
-            self._round(master.view(-1), row, staging)
+            self._round(master.view(-1), row)
         return (self.locals, parts) if parts else ([], [])
 
-    def _round(self, master: Tensor, row: Tensor, staging: Staging) -> None:
+    def _round(self, master: Tensor, row: Tensor) -> None:
         """Round the result of the update to the weights, which do not change if the step is skipped on the device."""
         rounding = self.parts[0].owner.rounding
         assert rounding is not None
-        rounding.at([row]).encode_update(master, "weight", self.state["step"], staging.element_numbers(self))
+        rounding.at([row]).encode_update(master, "weight", self.state["step"], self._staging.element_numbers(self))
         torch.autograd.graph.increment_version(row)  # a kernel does not
 
     def _pending_weight_copies(self) -> tuple[list[Tensor], list[Tensor]]:
         """The copies that remain after :meth:`written`: gathered weights are still in a row."""
         if not self._gathered:
             return [], []
-        parts = self._row(self._staging)[1]
+        parts = self._staging.gather_row(self)[1]
         return (self.locals, parts) if parts else ([], [])
 
-    def _encode_entries(self, views: Views, staging: Staging) -> None:
+    def _encode_entries(self, views: Views) -> None:
         """Write coded entries to the record. Their signs may carry bits of masters."""
         for entry in self.layout.entries:
             if entry.codec is None:
                 continue
-            coded, value = views.coded[entry.key], self._decoded_row(entry.key, staging)
+            coded, value = views.coded[entry.key], self._decoded_row(entry.key)
             if entry.codec.is_stochastic:
-                coded.encode_update(value, entry.key, self.state["step"], staging.element_numbers(self))
+                coded.encode_update(value, entry.key, self.state["step"], self._staging.element_numbers(self))
             else:
                 coded.encode(value)
 
     def weight_row(self, staging: Staging) -> WeightRow:
         """The 16-bit weights, for fingerprints; after :meth:`write` or :meth:`weights`."""
-        row = self.weights(staging) if self.coding == "whole" else self._row(staging)[0]
+        row = self.weights(staging) if self.coding == "whole" else staging.gather_row(self)[0]
         return row, self.first, self.ranges, self.index
-
-    def _row(self, staging: Staging) -> tuple[Tensor, list[Tensor]]:
-        """The row that :meth:`weights` returns, and its parts if they are copies."""
-        if self._flat is not None:
-            return self._flat, []
-        return staging.gather_row(self)[:2]
 
 
 def segments_of(record: Record, active: Collection[Managed]) -> list[Segment]:
     """The segments of a record's active parts; the same objects as long as the same parts are active."""
-    for known in record.divisions:
+    divisions: list[_Division] = record.divisions
+    for known in divisions:
         if known.fits(record, active):
-            return cast(list[Segment], known.runs)
-    division = Segments(record, active)
-    record.remember(division)
-    return division.runs
+            return known.segments
+    division = _Division(record, active)
+    # The one before it is kept, too, unless that keeps replaced weights alive.
+    record.divisions = [division, *(one for one in divisions[:1] if not any(own.outdated for own in one.segments))]
+    return division.segments
 
 
-class Segments:
+class _Division:
     """A record's segments, and the facts that they depend on."""
 
     def __init__(self, record: Record, active: Collection[Managed]) -> None:
@@ -527,7 +504,7 @@ class Segments:
             else None
             for part in record.parts
         ]
-        self.runs = [Segment(run) for run in _runs(record, self._facts)]
+        self.segments = [Segment(run) for run in _runs(record, self._facts)]
 
     def fits(self, record: Record, active: Collection[Managed]) -> bool:
         """Whether the facts are still the same. This runs for every part in every step: it calls nothing."""

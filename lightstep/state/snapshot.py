@@ -41,9 +41,9 @@ class Snapshot:
     def __init__(self, versions: Versions, splitter: MasterSplitter | None, device_copies: DeviceCopies | None) -> None:
         self._versions, self._has_whole_masters = versions, splitter is None
         self._device_copies = device_copies
-        self._fingerprints: dict[Record, Tensor] = {}
         self._buffers = _Buffers()
-        self._entries = Entries(lambda device: splitter, self._fingerprints, self._buffers.like)  # type: ignore[return-value,arg-type]
+        splitters = {} if splitter is None else {torch.device("cpu"): splitter}
+        self._entries = Entries(splitters, self._buffers.like)
         self._wanted: dict[Tensor, set[str]] = {}  # not taken yet
         self._unwritten: Counter[Tensor] = Counter()
         self._weights: dict[Tensor, Callable[[], Tensor]] = {}
@@ -94,21 +94,19 @@ class Snapshot:
         copied.owner, copied.history = owner, self._histories[part.history]
         return copied
 
-    def pin(self, fingerprints: Mapping[Record, Tensor] | None, lanes_of: LanesOfDevices) -> None:
+    def pin(self, lanes_of: LanesOfDevices, find_edits: bool) -> None:
         """Pin the records of all parameters that were added, as they are after what the current stream has queued.
 
         Args:
-            fingerprints: those of the records' weights, to find edits by others; ``None``: there are no edits, or whole
-                masters show them.
+            find_edits: somebody else may have written to weights since they were updated.
             lanes_of: the lanes of a device, in which records that live there are copied.
 
         Raises:
             HostMemoryError: the host has no room for the copies; nothing is pinned.
         """
-        if fingerprints is not None:
-            self._fingerprints.update(
-                (copied, fingerprints[record].to("cpu", copy=True)) for record, copied in self._copies.items()
-            )
+        for record, copied in self._copies.items() if find_edits else ():
+            if record.fingerprints is not None:
+                copied.fingerprints = record.fingerprints.to("cpu", copy=True)
         on_device = {record: copied for record, copied in self._copies.items() if record.slot is not None}
         if on_device:
             assert self._device_copies is not None
@@ -124,12 +122,14 @@ class Snapshot:
         return parameter in self._wanted
 
     def begin(self) -> None:
-        """Queue the copies of records on the device: updates may be waiting for them."""
+        """Queue the copies of records on the device: updates may be waiting for them. Called once, by the thread that
+        will take the entries, as soon as it runs."""
         if self._device_copies is not None:
             self._device_copies.begin()
 
     def take(self, parameter: Tensor, key: str) -> Tensor:
-        """One entry on the host, in the parameter's local shape: a view of the record, or assembled from parts."""
+        """One entry on the host, in the parameter's local shape: a view of the record, or assembled from parts. It may
+        be taken once, and stays valid until :meth:`written`."""
         if self._current is None or self._current[0] is not parameter:
             self._current = parameter, self._entries_of(parameter)
         value: Tensor = self._current[1].pop(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -54,49 +54,14 @@ class Staging:
     """Device memory for one unit in its flat order: joined masters, gathered weights, and fp32 copies of entries that
     are stored in a shorter dtype."""
 
-    def __init__(self) -> None:
-        self.masters = torch.empty(0, dtype=torch.float32, device="cpu")
-        self.moments: list[Tensor] = []
-        self.was_used = False  # masters were joined, or moments widened
-        self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
-        self._rows: dict[torch.dtype, Tensor] = {}
-        self._sizes: Sizes | None = None
-        self._largest = 0
-        self._gather_rows: WeakKeyDictionary[Run, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
-
-    def required_sizes(self, records: Collection[Record], masters: bool = True, steady: bool = False) -> Sizes:
-        """The sizes for the largest of these records.
-
-        Args:
-            masters: allocate memory for joined masters.
-            steady: all parameters have state, so fused kernels need neither joined masters nor widened moments.
-        """
-        joined, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
-        count = length = largest = 0
-        for record in records:
-            for part in record.parts:
-                end = part.first + aligned(part.elements)
-                largest = max(largest, end)
-                by_class = not (steady and part.owner.fused_update)
-                if part.coding in ("split", "rounded") and masters and by_class:
-                    joined = max(joined, end)
-                if by_class and (kept := coded_entries(part.owner)):
-                    count, length = max(count, len(kept)), max(length, end)
-                if not (is_own_segment(part) and part.owner.local.is_contiguous()):
-                    rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
-        return joined, rows, (count, length), largest
-
-    def fits(self, sizes: Sizes) -> bool:
-        """Whether the memory was allocated for these sizes."""
-        return sizes == self._sizes
-
-    def allocate(self, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
         masters, rows, (count, length), self._largest = sizes
-        self.free()
         self.masters = torch.empty(masters, dtype=torch.float32, device=device)
         self.moments = [torch.zeros(length, dtype=torch.float32, device=device) for _ in range(count)]
         self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
-        self._sizes = sizes
+        self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
+        self.was_used = False  # masters were joined, or moments widened
+        self._gather_rows: WeakKeyDictionary[Run, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
 
     def element_numbers(self, run: Run) -> Tensor | Window:
         """The positions of its elements in their whole parameters: a window for one part, a list (int32, modulo 2^32)
@@ -134,9 +99,12 @@ class Staging:
         return self.moments[index][run.first : run.stop]
 
     def gather_row(self, run: Run) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """The row for a run's gathered weights, views of its parts, and of the padding between them."""
+        """The row for a run's gathered weights, views of its parts, and of the padding between them. The row of a run
+        with ``flat`` weights is those, and needs no parts."""
         place = self._gather_rows.get(run)
-        if place is None:
+        if place is None and run.flat is not None:
+            place = self._gather_rows[run] = run.flat, [], []
+        elif place is None:
             local = run.locals[0]
             rows = self._rows.get(local.dtype)  # None if all shards of this dtype are empty
             row = local.new_empty(0) if rows is None else rows[run.first : run.stop]
@@ -149,72 +117,69 @@ class Staging:
         return sum(row.nbytes for row in held)
 
     def free(self) -> None:
-        """Free the memory."""
-        self.masters, self._rows, self.moments, self._sizes = self.masters.new_empty(0), {}, [], None
+        """Free the memory, for good."""
+        self.masters, self._rows, self.moments = self.masters.new_empty(0), {}, []
         self._gather_rows.clear()
         self._numbers.clear()
 
 
-class StagingOfDevices:
-    """The staging memory of each device. It is allocated before a step, and kept for the next ones."""
+class StagingOfDevices(dict[torch.device, Staging]):
+    """The staging memory of each device, allocated before a step or at its first use, and kept for the next steps."""
 
     def __init__(self, lanes: LanesOfDevices) -> None:
+        super().__init__()
         self._lanes = lanes
-        self._known: dict[torch.device, Staging] = {}
         self._sizes: dict[torch.device, Sizes] = {}
         self._records: Collection[Record] = ()
-        self._masters = self._steady = self._kept = False
-
-    def __iter__(self) -> Iterator[Staging]:
-        return iter(self._known.values())
+        self._masters = self._kept = False
+        self.is_steady = False
+        """What only first updates need is not allocated any more."""
 
     def plan(self, records: Collection[Record], masters: bool) -> None:
         """Plan memory for the largest of these records; for joined ``masters``, too, or only when they are needed."""
-        self._records, self._masters, self._steady = records, masters, False
+        self._records, self._masters, self.is_steady = records, masters, False
         self._measure()
 
     def _measure(self) -> None:
+        """Plan, and free the memory of devices that need another one."""
+        before = self._sizes
         self._sizes = {
-            device: Staging().required_sizes(
-                [one for one in self._records if one.device == device], self._masters, self._steady
+            device: _required_sizes(
+                [one for one in self._records if one.device == device], self._masters, self.is_steady
             )
             for device in {record.device for record in self._records}
         }
+        for device in [device for device in self if self._sizes.get(device) != before[device]]:
+            self._lanes.wait_until_idle(device)  # other streams may use it
+            self.pop(device).free()
 
-    def allocate(self) -> None:
+    def prepare(self) -> None:
         """Allocate the memory. What only first updates need is freed after a step that did not use it.
 
         Raises:
             torch.OutOfMemoryError: there is no room.
         """
-        used = [staging.was_used for staging in self]
-        for staging in self:
+        used = [staging.was_used for staging in self.values()]
+        for staging in self.values():
             staging.was_used = False
-        if self._kept and not self._steady and not any(used):
-            self._steady = True
+        if self._kept and not self.is_steady and not any(used):
+            self.is_steady = True
             self._measure()
-        for device in self._sizes:
-            self(device)
+        for device in self._sizes.keys() - self.keys():
+            self.__missing__(device)
         self._kept = True
 
-    def __call__(self, device: torch.device) -> Staging:
-        """That of one device, allocated."""
-        staging = self._known.get(device)
-        if staging is None:
-            staging = self._known[device] = Staging()
-        sizes = self._sizes[device]
-        if not staging.fits(sizes):
-            self._lanes.wait_until_idle(device)  # memory that other streams use is freed
-            try:
-                staging.allocate(sizes, device)
-            except torch.OutOfMemoryError as error:
-                raise torch.OutOfMemoryError(
-                    f"no room on {device} for the masters of one unit (backend stream: lower optimizer_state.ring_mib)"
-                ) from error
+    def __missing__(self, device: torch.device) -> Staging:
+        try:
+            staging = self[device] = Staging(self._sizes[device], device)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"no room on {device} for the masters of one unit (backend stream: lower optimizer_state.ring_mib)"
+            ) from error
         return staging
 
     def nbytes(self) -> int:
-        return sum(staging.nbytes() for staging in self)
+        return sum(staging.nbytes() for staging in self.values())
 
     def free(self) -> None:
         """Free the memory; the next step allocates it again."""
@@ -223,5 +188,30 @@ class StagingOfDevices:
 
     def free_unless_kept(self) -> None:
         """Free what was allocated since :meth:`free` by somebody who is done with it now."""
-        for staging in () if self._kept else self:
-            staging.free()
+        if not self._kept:
+            for staging in self.values():
+                staging.free()
+            self.clear()
+
+
+def _required_sizes(records: Collection[Record], masters: bool, steady: bool) -> Sizes:
+    """The sizes for the largest of these records.
+
+    Args:
+        masters: allocate memory for joined masters.
+        steady: all parameters have state, so fused kernels need neither joined masters nor widened moments.
+    """
+    joined, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
+    count = length = largest = 0
+    for record in records:
+        for part in record.parts:
+            end = part.first + aligned(part.elements)
+            largest = max(largest, end)
+            by_class = not (steady and part.owner.fused_update)
+            if part.coding in ("split", "rounded") and masters and by_class:
+                joined = max(joined, end)
+            if by_class and (kept := coded_entries(part.owner)):
+                count, length = max(count, len(kept)), max(length, end)
+            if not (is_own_segment(part) and part.owner.local.is_contiguous()):
+                rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
+    return joined, rows, (count, length), largest

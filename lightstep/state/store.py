@@ -34,7 +34,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Set as AbstractSet
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -53,51 +54,30 @@ from lightstep.state.record import (
     Layout,
     Part,
     Record,
+    Records,
     Slot,
     coding_of,
     make_record,
 )
-from lightstep.state.records import Records
 from lightstep.state.replicas import ReplicaShare
 from lightstep.state.residency import Budget, Residency
 from lightstep.state.ring import Ring
-from lightstep.state.ring_plan import RingPlan
 from lightstep.state.schema import Managed, Unit
 from lightstep.state.segment import Segment, Views, segments_of
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
 from lightstep.state.staging import LARGE, MasterSplitter, StagingOfDevices
-from lightstep.state.units import pack_whole
+from lightstep.state.units import RingPlan, pack_whole
 from lightstep.state.versions import Versions
 from lightstep.state.weight_comparison import WeightComparison
 
-__all__ = ["AHEAD", "PinnedState", "Store"]
+__all__ = ["AHEAD", "Store"]
 
 
 AHEAD = 2
 """How many units that ranks update together may be started ahead of the current one, if there is room for them."""
 
 _CPU = torch.device("cpu")
-
-
-class PinnedState(Protocol):
-    """State entries as they were at one moment, for another thread to read."""
-
-    def __contains__(self, parameter: object) -> bool:
-        """Whether the snapshot has entries of this parameter."""
-
-    def begin(self) -> None:
-        """Called once, by the thread that will take the entries, as soon as it runs: updates may be waiting for it."""
-
-    def take(self, parameter: Tensor, key: str) -> Tensor:
-        """One entry on the host, in the parameter's local shape. It may be taken once, and stays valid until
-        :meth:`written`."""
-
-    def written(self, parameter: Tensor, key: str) -> None:
-        """The reader is done with an entry that it took. Any thread may call this."""
-
-    def close(self) -> None:
-        """Release the entries that nobody took."""
 
 
 class Store:
@@ -122,6 +102,7 @@ class Store:
         replicas: the ranks that hold the same part of the model and share the work; ``None``: there are no others.
 
     Attributes:
+        host_weights: the weights of the parameters, if they rest on the host.
         peers_wait: other processes wait for updates made here. So no update may be postponed until it is needed here.
 
     Raises:
@@ -166,27 +147,29 @@ class Store:
         self._start()
 
     def _start(self) -> None:
-        self._records = Records(fingerprints=self._on_host)
+        self._records = Records()
+        self._fingerprinted = self._on_host
         self._lanes = LanesOfDevices(self._settings["beside_compute"])
         self._splitters = _Splitters(self._make_splitter)
         self._staging = StagingOfDevices(self._lanes)
         # What follows must not refer to the store: that would be a reference cycle.
-        self._entries = Entries(self._splitters, self._records.fingerprints)
+        self._entries = Entries(self._splitters)
         self._comparison = WeightComparison(self._records, self._entries, self._staging, self._splitters)
         self._device: torch.device | None = None  # the one that all parameters are on
         self._ring: Ring | None = None
         self._computed: Any = None
         self._walk: list[Record] = []
         self._acquired: tuple[Record, Slot, list[Segment]] | None = None
-        self._host_weights: HostWeights | None = None
+        self.host_weights: HostWeights | None = None
         self._held: list[WeightGroup] = []  # for the unit that is acquired
         settings = self._settings
         self._versions = Versions(
             settings["spare_host_gib"], settings["previous_weights"], has_resident_state=settings["resident_gib"] != 0
         )
         self._residency = Residency(self._lanes, self._versions)
-        self._preferred_resident: Sequence[Record] = ()
         self._prepared = False
+        self._updates_together = False  # ranks update some parameters together
+        self._reserved: tuple[Collection[Unit], Sequence[Unit]] = (), ()
         self.peers_wait = self._share is not None
 
     def fresh(self) -> Store:
@@ -230,17 +213,17 @@ class Store:
     def is_moving_weights(self) -> bool:
         """Whether the calling thread has been interrupted while it moves weights that rest on the host. The lanes may
         be waiting for that."""
-        return self._host_weights is not None and self._host_weights.is_locked_here
+        return self.host_weights is not None and self.host_weights.is_locked_here
 
     @property
     def failed(self) -> bool:
         """Whether a step failed, in the lanes or between :meth:`acquire` and :meth:`release`. State must then be loaded
         before the next :meth:`begin`."""
-        return self._acquired is not None or (self._on_host and any(lanes.failed for lanes in self._lanes.used()))
+        return self._acquired is not None or (self._on_host and any(lanes.failed for lanes in self._lanes.values()))
 
     def _run(self, job: Callable[[], object]) -> None:
         """Run ``job``, which queues work on the current stream."""
-        if self._lanes.exist_for(self._device):
+        if self._device in self._lanes:
             self.lanes.caller().run(job)
         else:
             job()
@@ -268,13 +251,14 @@ class Store:
         devices = {item.local.device for item in managed} or ({device} if device is not None else set())
         has_moved = self._check_device(devices)
         if not self._on_host and not self._records and any(map(_has_split_master, managed)):
-            self._records.fingerprints = {}
+            self._fingerprinted = True
         staying = [] if has_moved else self._records.unaffected_by(managed)
         kept = {part.owner for record in staying for part in record.parts}
         new = [item for item in managed if item not in kept]
         layouts = ExpectedLayouts()
         records = [
-            make_record(unit, layouts, self._coding, LARGE, on_host=self._on_host) for unit in self._plan_units(new)
+            make_record(unit, layouts, self._coding, LARGE, on_host=self._on_host, fingerprinted=self._fingerprinted)
+            for unit in self._plan_units(new)
         ]
         if self._on_host:
             freed = sum(record.nbytes for record in self._records if record not in staying)
@@ -284,13 +268,14 @@ class Store:
         if has_moved:
             self._free()
         self._use_device(devices)
-        self._host_weights = next((item.home.group.owner for item in managed if item.home is not None), None)
+        self.host_weights = next((item.home.group.owner for item in managed if item.home is not None), None)
         self._reset_pipeline()
         carried = {item: self._read_entries(item) for item in new}
         for record in self._records.replace(managed, [*staying, *records]):
             self._residency.forget(record)
             record.close()
-        self.peers_wait = self._share is not None or any(item.rows is not None for item in managed)
+        self._updates_together = any(item.rows is not None for item in managed)
+        self.peers_wait = self._share is not None or self._updates_together
         self._staging.plan(list(self._records), masters=self._on_host)
         self._residency.invalidate()
         self._walk = []
@@ -312,9 +297,8 @@ class Store:
         is_first = self._device is None
         self._device = next(iter(devices)) if len(devices) == 1 else None
         if is_first and set(devices) == {_CPU}:
-            self._splitters.use_checksums()
-        self._entries = Entries(self._splitters, self._records.fingerprints)
-        self._comparison = WeightComparison(self._records, self._entries, self._staging, self._splitters)
+            # Fingerprints are not compared with those of a device.
+            self._splitters[_CPU] = ChecksummedWeights(self._make_splitter(_CPU))
         if is_first and self._on_host:
             device = self.lanes.device
             self._residency = Residency(self._lanes, self._versions, device_memory(device), self._budget(device))
@@ -325,8 +309,9 @@ class Store:
         return self._ring_plan.units(managed, self._one_slot_each)
 
     def _coding(self, owner: Managed) -> Coding:
-        found, may_split = coding_of(owner), self._records.fingerprints is not None
-        return "whole" if found == "split" and not (self._on_host or (may_split and owner.fused_update)) else found
+        found = coding_of(owner)
+        may_split = self._on_host or (self._fingerprinted and owner.fused_update)
+        return "whole" if found == "split" and not may_split else found
 
     def set_initial_master(self, managed: Managed, master: Tensor) -> None:
         """Use ``master`` (fp32, local shape) instead of the weight as the master of the parameter's first update."""
@@ -347,7 +332,7 @@ class Store:
         Raises:
             torch.OutOfMemoryError: the device has no room. Nothing has changed, and this may be called again.
         """
-        if self._share is None:
+        if self._share is None and (not self._prepared or self._residency.has_to_choose):
             self._prepare()
 
     def _prepare(self) -> None:
@@ -355,9 +340,9 @@ class Store:
             return  # `begin` raises the error
         records = self._records
         if self._residency.has_to_choose:
-            self._residency.choose(self._by_residency_priority())
+            self._residency.choose(self._records)
         is_new = any(record.bytes is None and record.nbytes for record in records)
-        self._staging.allocate()
+        self._staging.prepare()
         for record in records:
             if record.bytes is None:
                 record.allocate()
@@ -366,7 +351,7 @@ class Store:
         self._ensure_ring()  # larger if the device had no room for all records that were chosen to stay
         if is_new:
             self._residency.invalidate()
-        self._prepared = True
+        self._prepared, self._reserved = True, ((), ())
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
         """Start a step that updates these parameters.
@@ -384,17 +369,16 @@ class Store:
         if not self._prepared:
             self._prepare()
         if self._on_host:
-            wanted = frozenset(managed)
-            self._walk = self._walk_in(self._records.by_unit if order is None else order, wanted.__contains__)
-            self._ensure_ring()
+            self._walk = self._walk_in(self._records.by_unit if order is None else order, frozenset(managed))
             self._live_ring().prefetch(self._walk)
         if self._computed is not None:
             self.lanes.caller().wait(self._computed)  # the last step may have used the staging on another stream
 
-    def _walk_in(self, order: Iterable[Unit], is_wanted: Callable[[Managed], bool]) -> list[Record]:
-        """The records that go through the ring, in the order in which they are first needed."""
-        streamed = self._residency.streamed(self._records.by_unit[unit] for unit in order)
-        return list(self._fetch_order([one for one in streamed if any(is_wanted(part.owner) for part in one.parts)]))
+    def _walk_in(self, order: Iterable[Unit], wanted: AbstractSet[Managed]) -> list[Record]:
+        """The records of these parameters that go through the ring, in the order in which they are first needed."""
+        streamed = self._residency.streamed([self._records.by_unit[unit] for unit in order])
+        walk = [record for record in streamed if not wanted.isdisjoint(record.unit.owners)]
+        return list(self._fetch_order(walk)) if self._updates_together else walk
 
     def _fetch_order(self, walk: Sequence[Record]) -> Iterator[Record]:
         """The records in the order in which :meth:`look_ahead` or :meth:`acquire` first needs them."""
@@ -415,39 +399,26 @@ class Store:
         if all(part.owner not in active for part in record.parts):
             return []
         assert self._acquired is None, f"{unit.label} acquired before {self._acquired[0].unit.label} was released"
-        self._hold_weights(record)
-        segments = segments_of(record, active)
-        slot, staging = self._acquire_slot(record), self._staging(record.device)
+        if self.host_weights is not None:
+            self._hold_weights(record)
+        segments, slot = segments_of(record, active), self._acquire_slot(record)
         self._acquired = record, slot, segments
-        splitter, version = self._splitters(record.device), self._versions.get(record)
-        fingerprints, initial = self._records.fingerprints_of(record), self._records.initial_masters
-
-        def open_all() -> None:
-            if version is not None:
-                version.save_weights(segments, staging, fingerprints, slot)
-            for segment in segments:
-                segment.open(slot, staging, splitter, initial, fingerprints, copy_history=version is not None)
-            if version is not None:
-                version.save_histories()
-
-        self._run(open_all)
+        staging, splitter = self._staging[record.device], self._splitters[record.device]
+        version, initial = self._versions.speculative.get(record), self._records.initial_masters
+        for segment in segments:
+            segment.open(slot, staging, splitter, initial, record.fingerprints, copy_history=version is not None)
+        if version is not None:
+            self._run(lambda: version.save(segments, staging, slot))
         return segments
 
     def _acquire_slot(self, record: Record) -> Slot:
         """The record on the device, ready for the caller's next work."""
         if record.slot is None:
             return self._live_ring().acquire(record)
-        self._versions.before_write(record)
-        return self._arrived(record)
-
-    def _arrived(self, record: Record) -> Slot:
-        """The slot of a record that lives on the device, ready for the caller's next work."""
-        slot = record.slot
-        assert slot is not None
-        if slot.arriving:
-            self._lanes[record.device].caller().wait(slot.staged)
-            slot.arriving = False
-        return slot
+        if self._versions.device_copies is not None:
+            self._versions.before_write(record)
+        self._settle(record)
+        return record.slot
 
     def ahead(self, managed: Collection[Managed], entry: str) -> int:
         """How many units after the next one :meth:`look_ahead` can return; 0 unless all of these have ``entry``.
@@ -474,28 +445,28 @@ class Store:
 
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
         """Finish the unit: write the ``updated`` segments to their parameters and to where their state lives."""
+        record = self._records.by_unit[unit]
         is_final = self._share is not None and not self.is_speculative(unit)
-        self._release(unit, updated)
-        self._release_weights(self._records.by_unit[unit] if updated else None)
+        if self._acquired is not None:
+            assert self._acquired[0] is record, f"{unit.label} released, {self._acquired[0].unit.label} is acquired"
+            self._write_home(*self._acquired, updated)
+            self._acquired = None
+        if self.host_weights is not None:
+            self._release_weights(record if updated else None)
         if self._share is not None and is_final:
             self._share.updated(unit)
 
-    def _release(self, unit: Unit, updated: Sequence[Segment]) -> None:
-        if self._acquired is None:
-            return
-        record, slot, segments = self._acquired
-        assert record.unit is unit, f"{unit.label} released, {record.unit.label} is acquired"
+    def _write_home(self, record: Record, slot: Slot, segments: Sequence[Segment], updated: Sequence[Segment]) -> None:
+        """Write the ``updated`` ones of these segments to the record, and that to where it lives."""
         outgrown: dict[Part, Layout] = {}
         for segment in updated:
             outgrown.update(segment.update_history())
-            for owner in {part.owner for part in segment.parts} & self._records.initial_masters.keys():
-                if self._records.parts_with_state(owner):  # its parts may be in several units
-                    del self._records.initial_masters[owner]
-        version = self._versions.get(record)
+        if self._records.initial_masters:
+            self._records.drop_initial_masters(record)
+        version = self._versions.speculative.get(record)
         if outgrown and version is not None:  # the update made unexpected entries: it is made again later
             self.roll_back(record.unit)
             self._live_ring().discard(slot)  # type: ignore[arg-type]
-            self._acquired = None
             return
         if outgrown:
             slot = self._relayout(record, slot, segments, outgrown)
@@ -507,14 +478,12 @@ class Store:
             self._live_ring().write_back(slot, record, version or record)  # type: ignore[arg-type]
         elif record.slot is None:
             self._live_ring().discard(slot)  # type: ignore[arg-type]
-        self._acquired = None
 
     def _hold_weights(self, record: Record) -> None:
-        """Have the record's weights on the device, if they rest on the host."""
-        if self._host_weights is None:
-            return
+        """Have the record's weights, which rest on the host, on the device."""
+        assert self.host_weights is not None
         for group in groups_of(part.owner.home for part in record.parts):
-            self._host_weights.hold(group.weights, group, update=True)
+            self.host_weights.hold(group.weights, group, update=True)
             self._held.append(group)
 
     def _release_weights(self, written: Record | None) -> None:
@@ -523,8 +492,7 @@ class Store:
         Args:
             written: the record whose weights have been updated.
         """
-        if self._host_weights is None:
-            return
+        assert self.host_weights is not None
         places: dict[WeightGroup, list[tuple[int, int, int]]] = {}
         for part in () if written is None else written.parts:
             home = part.owner.home
@@ -533,31 +501,26 @@ class Store:
         for group in self._held:
             if group in places:
                 field = group.weights
-                self._host_weights.write_back(field, [field.bytes_of(*place) for place in places[group]])
+                self.host_weights.write_back(field, [field.bytes_of(*place) for place in places[group]])
                 group.note_updated([number for number, _, _ in places[group]])
-            self._host_weights.release(group.weights, update=True)
+            self.host_weights.release(group.weights, update=True)
         self._held = []
 
     def _write(self, record: Record, segments: Sequence[Segment]) -> None:
-        staging, splitter = self._staging(record.device), self._splitters(record.device)
+        staging, splitter = self._staging[record.device], self._splitters[record.device]
         copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # by dtype: one kernel each
-        modified = [segment for segment in segments if segment.is_modified]
         for segment in segments:
-            weights, sources = segment.write(staging, splitter)
+            weights, sources = segment.write()
             if weights:
                 known = copies.setdefault(sources[0].dtype, ([], []))
                 known[0].extend(weights)
                 known[1].extend(sources)
         for weights, sources in copies.values():
             torch._foreach_copy_(weights, sources)
-        if self._records.fingerprints is not None:
-            rows = [
-                segment.weight_row(staging)
-                for segment in modified
-                if segment.has_master and segment.has_state and not segment.fingerprinted
-            ]
+        if record.fingerprints is not None:
+            rows = [segment.weight_row(staging) for segment in segments if not segment.fingerprinted]
             if rows:
-                splitter.fingerprint_rows(rows, self._records.fingerprints[record])
+                splitter.fingerprint_rows(rows, record.fingerprints)
 
     def _relayout(
         self, record: Record, slot: Slot, segments: Sequence[Segment], layouts: Mapping[Part, Layout]
@@ -589,17 +552,19 @@ class Store:
         """
         if self._share is not None:
             self._share.send_all()
-        if self._lanes.exist_for(self._device):
+        if self._device in self._lanes:
             self._computed = self.lanes.event() if self._computed is None else self._computed
             self.lanes.caller().record(self._computed)
-        self._prepared = False
+        is_complete = self._staging.is_steady and not self._one_slot_each
+        self._prepared = is_complete and not self._residency.has_to_choose
         if self._one_slot_each:
             if self._ring is not None:
                 self._ring.free()
             self._ring = None
         elif self._on_host:
             if next_order is not None:
-                self._walk = self._walk_in(next_order, lambda owner: owner.updated)
+                updated = {item for item in self._records.parts if item.updated}
+                self._walk = self._walk_in(next_order, updated)
             self._live_ring().prefetch(self._walk)  # for the next step
         if self._share is not None:
             self._share.arrive()
@@ -632,6 +597,8 @@ class Store:
         under way."""
         if not (units and self._on_host):
             return ()
+        if self._prepared and not self._versions.may_reserve and units == self._reserved[0]:
+            return self._reserved[1]
         try:
             if not self._prepared:  # with replicas
                 self._prepare()  # what comes to stay on the device has one version there, and is not tried
@@ -641,35 +608,28 @@ class Store:
             record for part, record in self._records.of_part.items() if part.expected_weight is not None
         }  # for weights
         records = [record for record in self._streamed() if record.unit in units and record not in waiting]
-        ready = self._versions.reserve(records, self._records.fingerprints is not None)
+        ready = self._versions.reserve(records)
         try:
             self._ensure_ring()
         except torch.OutOfMemoryError:
             self._versions.keep_on_device()
             self._ensure_ring()
-            ready = self._versions.reserve(records, self._records.fingerprints is not None)
-        return [record.unit for record in ready]
-
-    @property
-    def host_weights(self) -> HostWeights | None:
-        """The weights of these units, if they rest on the host."""
-        return self._host_weights
+            ready = self._versions.reserve(records)
+        self._reserved = () if waiting else units, [record.unit for record in ready]
+        return self._reserved[1]
 
     def prefer_resident(self, units: Sequence[Unit]) -> None:
         """From the next step on, prefer the state of these units when choosing what stays on the device."""
-        wanted = [self._records.by_unit[unit] for unit in units]
-        if wanted != self._preferred_resident:
-            self._preferred_resident = wanted
-            self._residency.invalidate()
+        self._residency.prefer([self._records.by_unit[unit] for unit in units])
 
     def expect_speculation(self, units: Iterable[Unit]) -> None:
         """The next backward will probably update these units speculatively, and no others."""
-        if self._host_weights is not None:
+        if self.host_weights is not None:
             self._versions.keep_weights_of([self._records.by_unit[unit] for unit in units])
 
     def note_kept_weights(self, units: Iterable[Unit]) -> None:
         """These units are about to be updated speculatively, and their weights will count as written to."""
-        if self._host_weights is not None:
+        if self.host_weights is not None:
             self._versions.note_kept_weights([self._records.by_unit[unit] for unit in units])
 
     def speculate(self, unit: Unit) -> None:
@@ -678,7 +638,7 @@ class Store:
 
     def is_speculative(self, unit: Unit) -> bool:
         """Whether the unit has a speculative update that was neither committed nor rolled back."""
-        return self._records.by_unit[unit] in self._versions
+        return self._records.by_unit[unit] in self._versions.speculative
 
     def commit(self, unit: Unit) -> None:
         """Make the unit's speculative update final."""
@@ -690,12 +650,13 @@ class Store:
         """Undo the unit's speculative update; weights are restored by work on the current stream."""
         record = self._records.by_unit[unit]
         version = self._versions.discard(record)
-        fingerprints = self._records.fingerprints_of(record)
         if version.written_back is not None:
             self.lanes.caller().wait(version.written_back)
-        self._hold_weights(record)
-        self._run(lambda: version.roll_back(fingerprints))
-        self._release_weights(record)
+        if self.host_weights is not None:
+            self._hold_weights(record)
+        self._run(version.roll_back)
+        if self.host_weights is not None:
+            self._release_weights(record)
 
     def drop_speculation(self, unit: Unit) -> None:
         """Forget the unit's speculative update after a failure; its weights stay as they are."""
@@ -715,7 +676,7 @@ class Store:
             return {}
         if managed.updated:
             found = self._read_entries(managed)
-            if "master" in found and self._records.fingerprints is not None and self._was_edited(managed):
+            if "master" in found and self._fingerprinted and self._was_edited(managed):
                 place = found["master"].device
                 found["master"] = managed.resting.to(place, torch.float32, memory_format=torch.contiguous_format)
             return found
@@ -723,7 +684,7 @@ class Store:
         return {} if initial is None or not was_rounded_from(managed.resting, initial) else {"master": initial}
 
     def _was_edited(self, managed: Managed) -> bool:
-        weights = self._host_weights
+        weights = self.host_weights
         with contextlib.nullcontext() if weights is None else weights.holding(groups_of([managed.home])):
             return any(map(self._comparison.was_edited, self._records.parts[managed]))
 
@@ -742,19 +703,7 @@ class Store:
         if not managed.updated:
             return {key: torch.empty_like(value, device="meta") for key, value in self.entries(managed).items()}
         parts = self._records.parts_with_state(managed)
-        if not parts:
-            return {}
-        history = parts[0].history
-        assert history is not None
-        described: dict[str, Any] = {
-            entry.key: torch.empty(entry.shape or managed.local.shape, dtype=entry.dtype, device="meta")
-            for entry in parts[0].block.layout.entries
-        }
-        values = history.copy_values()
-        found = {key: described[key] if key in described else values[key] for key in parts[0].keys}
-        if not managed.own_master:
-            found["master"] = torch.empty(managed.local.shape, dtype=torch.float32, device="meta")
-        return found
+        return self._entries.describe(parts[0]) if parts else {}
 
     def gather(self, managed: Managed) -> dict[str, Any]:
         """Copies of :meth:`entries`, from the replica that owns them. A collective where replicas share the work."""
@@ -813,23 +762,25 @@ class Store:
             self._residency.invalidate()
 
     def _settle(self, record: Record) -> None:
-        """The caller's next work may use the record where it lives; :meth:`synchronize` has been called."""
-        if record.slot is not None:
-            self._arrived(record)
+        """The caller's next work may use the record where it lives."""
+        slot = record.slot
+        if slot is not None and slot.arriving:
+            self._lanes[record.device].caller().wait(slot.staged)
+            slot.arriving = False
 
     def changed(self, items: Iterable[Managed]) -> list[Managed]:
         """The parameters that no longer equal their rounded masters, because somebody else wrote to them. May wait for
         the device."""
-        if self._records.fingerprints is None:
+        if not self._fingerprinted:
             for record in self._records:
                 self._settle(record)
         items = list(items)
-        for lanes in self._lanes.used() if items else ():
+        for lanes in self._lanes.values() if items else ():
             if not lanes.failed:
                 lanes.caller_waits_for_updates()  # they gather weights in the same memory
-        if self._host_weights is None or not items:
+        if self.host_weights is None or not items:
             return self._comparison.changed(items)
-        with self._host_weights.holding(groups_of(item.home for item in items)):
+        with self.host_weights.holding(groups_of(item.home for item in items)):
             return self._comparison.changed(items)
 
     def pin(
@@ -837,7 +788,7 @@ class Store:
         wanted: Mapping[Managed, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
         copies: HostCopyPool | None,
-    ) -> PinnedState | None:
+    ) -> Snapshot | None:
         """A snapshot of these entries, for another thread to read while updates go on.
 
         Nothing may be under way. The snapshot may lack some parameters, or be ``None``: read those by other means.
@@ -852,23 +803,22 @@ class Store:
         if self._on_host:
             self.synchronize()
         else:
-            for lanes in self._lanes.used():
+            for lanes in self._lanes.values():
                 if lanes.failed:  # copies for an earlier snapshot
                     lanes.reset()
         kept = {item: keys for item, keys in wanted.items() if item.updated and self._can_pin(item, copies is not None)}
-        by_fingerprint = self._records.fingerprints is not None
         on_device = any(item.local.device.type != "cpu" for item in kept)
-        for item in self.changed(kept) if by_fingerprint and on_device else ():
+        for item in self.changed(kept) if self._fingerprinted and on_device else ():
             del kept[item]  # a device finds edits now; on the CPU the reader's thread does
         if not kept:
             return None
-        splitter = ChecksummedWeights(self._make_splitter(_CPU)) if by_fingerprint else None
+        splitter = ChecksummedWeights(self._make_splitter(_CPU)) if self._fingerprinted else None
         device_copies = None if copies is None else DeviceCopies(copies)
         snapshot = Snapshot(self._versions, splitter, device_copies)
         for item, keys in kept.items():
             weight = None if item.own_master else weight_of(item.param)
             snapshot.add(item, keys, self._records.parts[item], self._records.of_part, weight)
-        snapshot.pin(None if on_device else self._records.fingerprints, self._lanes)
+        snapshot.pin(self._lanes, find_edits=not on_device)
         self._versions.device_copies = device_copies
         return snapshot
 
@@ -883,14 +833,13 @@ class Store:
         """``device_bytes``, ``host_bytes`` and ``ring_bytes`` allocated between steps, here."""
         records = self._records
         working = self._splitters.nbytes()
-        if self._records.fingerprints is not None:
-            working += sum(4 * len(record.parts) for record in records)
+        working += sum(record.fingerprints.nbytes for record in records if record.fingerprints is not None)
         working += self._staging.nbytes()
         working += 0 if self._ring is None else self._ring.nbytes()
         working += 0 if self._share is None else self._share.nbytes()
         held = sum(record.slot.buffer.nbytes for record in records if record.slot is not None)
         host = sum(record.slab.nbytes for record in records if record.slab is not None)
-        weights = {"host_bytes": 0, "device_bytes": 0} if self._host_weights is None else self._host_weights.memory()
+        weights = {"host_bytes": 0, "device_bytes": 0} if self.host_weights is None else self.host_weights.memory()
         return {
             "device_bytes": held + self._versions.device_bytes() + weights["device_bytes"],
             "host_bytes": host + self._versions.host_bytes() + weights["host_bytes"],
@@ -914,7 +863,7 @@ class Store:
         self._versions.has_resident_state = gib != 0
         if self._device is not None:
             self._residency.set_budget(self._budget(self._device))
-            self._residency.shrink(self._by_residency_priority())
+            self._residency.shrink(self._records)
             if self._ring is not None:
                 self._ensure_ring()
             self._prepared = False
@@ -945,8 +894,8 @@ class Store:
         self._versions.free_device_memory()
         self._staging.free()
         self._splitters.free()
-        if self._host_weights is not None:
-            self._host_weights.free()
+        if self.host_weights is not None:
+            self.host_weights.free()
         if self._share is not None:
             self._share.free()
         self._prepared = False
@@ -954,8 +903,8 @@ class Store:
     def synchronize(self) -> None:
         """Wait until all queued work has reached the parameters and the state."""
         self._lanes.synchronize()
-        if self._host_weights is not None:
-            self._host_weights.synchronize()
+        if self.host_weights is not None:
+            self.host_weights.synchronize()
 
     def close(self) -> None:
         """Free all memory."""
@@ -964,7 +913,7 @@ class Store:
             self._share.close()
 
     def _free(self) -> None:
-        for lanes in self._lanes.used():
+        for lanes in self._lanes.values():
             with contextlib.suppress(LaneError):
                 lanes.synchronize()
             lanes.close()
@@ -976,31 +925,23 @@ class Store:
     # -- small parts
 
     def _ensure_ring(self) -> None:
-        """Make the ring, and replace it if slots must be larger, or if another number of records goes through it."""
+        """Make the ring, and replace it if records of other sizes, or more or fewer of them, go through it."""
         if not self._on_host:
             return
-        ring = self._ring
-        if ring is None or not self._suits(ring.sizes):
-            if ring is not None:  # its memory is freed
-                self._lanes.wait_until_idle(self.lanes.device)
-            ring = self._ring = None
-            sizes = self._slot_sizes()
-            try:
-                self._ring = Ring(self.lanes, sizes, self._versions.slot_bytes)
-            except torch.OutOfMemoryError as error:
-                what = "all optimizer state at once" if self._one_slot_each else f"a ring of {len(sizes)} slots"
-                advice = "set backend: stream" if self._one_slot_each else "lower optimizer_state.ring_mib"
-                size = sum(sizes) / 2**20
-                raise torch.OutOfMemoryError(
-                    f"no room on {self._device} for {what} ({size:.0f} MiB); {advice}"
-                ) from error
-
-    def _suits(self, sizes: Sequence[int]) -> bool:
-        """Whether a ring with slots of these sizes is what is needed."""
-        if self._one_slot_each:
-            return sorted(sizes) == sorted(self._slot_sizes())
-        largest = max(sizes, default=0)
-        return largest >= self._slot_bytes() and len(sizes) == self._slot_count(largest)
+        sizes = self._slot_sizes()
+        if self._ring is not None and sorted(self._ring.sizes) == sorted(sizes):
+            return
+        if self._ring is not None:  # its memory is freed
+            self._lanes.wait_until_idle(self.lanes.device)
+            self._ring = None
+        try:
+            self._ring = Ring(self.lanes, sizes, self._versions.slot_bytes)
+        except torch.OutOfMemoryError as error:
+            what = "all optimizer state at once" if self._one_slot_each else f"a ring of {len(sizes)} slots"
+            advice = "set backend: stream" if self._one_slot_each else "lower optimizer_state.ring_mib"
+            raise torch.OutOfMemoryError(
+                f"no room on {self._device} for {what} ({sum(sizes) / 2**20:.0f} MiB); {advice}"
+            ) from error
 
     def _live_ring(self) -> Ring:
         if self._ring is None:
@@ -1009,29 +950,18 @@ class Store:
         return self._ring
 
     def _slot_sizes(self) -> list[int]:
+        """One slot for each record that goes through the ring, with the previous weights that follow it; or as many of
+        the largest size as :class:`RingPlan` has room for, and :meth:`look_ahead` needs."""
+        sizes = [self._versions.slot_bytes(record) for record in self._streamed()]
         if self._one_slot_each:
-            return [self._versions.slot_bytes(record) for record in self._streamed()]
-        size = self._slot_bytes()
-        return [max(size, 1)] * self._slot_count(size)
-
-    def _slot_count(self, size: int) -> int:
-        """Number of slots of ``size`` bytes: as many as records and ``ring_mib`` allow, and at least one; at least as
-        many as :meth:`look_ahead` needs if ranks update parameters together."""
-        streamed, needed = len(self._streamed()), self._lookahead + 1 if self.peers_wait else 1
-        return min(streamed, max(self._ring_plan.slot_count(size), needed))
-
-    def _slot_bytes(self) -> int:
-        """Size of the largest record that goes through the ring, with the previous weights that follow it."""
-        return max(map(self._versions.slot_bytes, self._streamed()), default=0)
+            return sizes
+        largest = max([1, *sizes])
+        needed = self._lookahead + 1 if self.peers_wait else 1
+        return [largest] * min(len(sizes), max(self._ring_plan.slot_count(largest), needed))
 
     def _streamed(self) -> list[Record]:
         """The records that go through the ring."""
         return self._residency.streamed(self._records)
-
-    def _by_residency_priority(self) -> list[Record]:
-        """The records, in the order in which they are chosen to stay on the device."""
-        listed = dict.fromkeys(self._records)
-        return list(dict.fromkeys([*(one for one in self._preferred_resident if one in listed), *listed]))
 
     def _drop_prefetched(self, managed: Managed) -> None:
         """Drop what was fetched if a record of this parameter is in it."""
@@ -1041,45 +971,40 @@ class Store:
 
     def _reset_pipeline(self) -> None:
         """Wait for all work and drop what was fetched, so that records may be edited. Clears a failure."""
-        for lanes in self._lanes.used():
+        for lanes in self._lanes.values():
             if lanes.failed:
                 lanes.reset()
                 self._residency.reset(self._records)
             else:
                 lanes.synchronize()
         self._acquired, self._prepared = None, False
-        self._release_weights(None)
-        if self._host_weights is not None:
-            if self._host_weights.lanes.failed:
-                self._host_weights.abandon()
-            self._host_weights.synchronize()
+        if self.host_weights is not None:
+            self._release_weights(None)
+            if self.host_weights.lanes.failed:
+                self.host_weights.abandon()
+            self.host_weights.synchronize()
         if self._ring is not None:
             self._ring.reset()
 
 
-class _Splitters:
+class _Splitters(dict[torch.device, MasterSplitter]):
     """The splitter of each device, for masters on the parameters' device or on the host; made at the first use."""
 
     def __init__(self, make: Callable[[torch.device], MasterSplitter]) -> None:
+        super().__init__()
         self._make = make
-        self._known: dict[torch.device, MasterSplitter] = {}
 
-    def use_checksums(self) -> None:
-        """All parameters are on the CPU: fingerprints are not compared with those of a device."""
-        self._known[_CPU] = ChecksummedWeights(self._make(_CPU))
-
-    def __call__(self, device: torch.device) -> MasterSplitter:
-        if device not in self._known:
-            self._known[device] = self._make(device)
-        return self._known[device]
+    def __missing__(self, device: torch.device) -> MasterSplitter:
+        splitter = self[device] = self._make(device)
+        return splitter
 
     def nbytes(self) -> int:
         """Size of their scratch memory on devices."""
-        return sum(splitter.nbytes() for device, splitter in self._known.items() if device.type != "cpu")
+        return sum(splitter.nbytes() for device, splitter in self.items() if device.type != "cpu")
 
     def free(self) -> None:
         """Free that memory."""
-        for splitter in self._known.values():
+        for splitter in self.values():
             splitter.free()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightstep.state.entries import Entries, equals_rounded
-from lightstep.state.record import Part, Record
-from lightstep.state.records import Records
+from lightstep.state.record import Part, Record, Records
 from lightstep.state.schema import Managed
 from lightstep.state.segment import Segment, segments_of
 from lightstep.state.staging import MasterSplitter, StagingOfDevices
@@ -34,7 +33,7 @@ class WeightComparison:
 
     Args:
         entries: reads and writes the records.
-        splitters: the splitter of a device.
+        splitters: the splitter of each device.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class WeightComparison:
         records: Records,
         entries: Entries,
         staging: StagingOfDevices,
-        splitters: Callable[[torch.device], MasterSplitter],
+        splitters: Mapping[torch.device, MasterSplitter],
     ) -> None:
         self._records, self._entries = records, entries
         self._staging, self._splitters = staging, splitters
@@ -78,7 +77,7 @@ class WeightComparison:
 
     def _differing_parts(self, compared: Sequence[Compared]) -> list[Part]:
         """The parts whose weights are not those that their records belong to. The host waits once for each device."""
-        if self._records.fingerprints is None:
+        if compared[0].record.fingerprints is None:
             return [part for one in compared for part in self._parts_with_other_masters(one)]
         differs: dict[torch.device, list[Tensor]] = {}
         for record, segments, _ in compared:
@@ -93,9 +92,9 @@ class WeightComparison:
 
     def _differs(self, record: Record, segments: Sequence[Segment]) -> Tensor:
         """For each of the record's parts, whether its weight's fingerprint is another one; only for these segments."""
-        assert self._records.fingerprints is not None
-        staging, splitter = self._staging(record.device), self._splitters(record.device)
-        known = self._records.fingerprints[record]
+        staging, splitter = self._staging[record.device], self._splitters[record.device]
+        known = record.fingerprints
+        assert known is not None
         found = known.clone()
         for segment in segments:
             segment.weights(staging)
@@ -107,7 +106,7 @@ class WeightComparison:
         record, segments, parts = compared
         if record.bytes is None:
             return []
-        staging = self._staging(record.device)
+        staging = self._staging[record.device]
         changed: set[Part] = set()
         for segment in segments:
             master = segment.parts[0].block.rows(record.bytes, segment.first, segment.stop)["master"]

@@ -571,7 +571,7 @@ def test_a_failure_in_the_very_first_step_is_cleared_by_the_state_before_it(
     backend: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightstep.state.store.Store.WHOLE_UNIT", 1)
-    monkeypatch.setattr("lightstep.state.ring_plan.RingPlan.BULK_UNIT", 1)
+    monkeypatch.setattr("lightstep.state.units.RingPlan.BULK_UNIT", 1)
     monkeypatch.setattr(FailingOnce, "left", -1)
     setup, expected = (Setup(backend, optimizer_class=FailingOnce, lr=1e-2) for _ in range(2))
     weights, state = setup.weights(), setup.optimizer.state_dict()

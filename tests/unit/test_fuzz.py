@@ -129,7 +129,7 @@ def delay_lanes(optimizer: Any, seed: int) -> None:
     backend = optimizer._backend
     with contextlib.suppress(AssertionError, NotImplementedError):
         random_delays(backend.lanes, seed, 2e-4)
-    for lanes in backend._lanes.used() if backend.name == "resident" else ():
+    for lanes in backend._lanes.values() if backend.name == "resident" else ():
         random_delays(lanes, seed, 2e-3)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightstep import Strategy
 from lightstep.config import ConfigError
 from lightstep.sharding.prepared_model import PreparedModel
-from lightstep.state import host_fields, staying_fields
+from lightstep.state import host_fields
 from lightstep.state.host_weights import HostWeights
 from lightstep.state.spare_memory import GIB
 from tests.covering import every_pair, every_value
@@ -218,7 +218,7 @@ class Memory:
 
 def test_auto_keeps_what_the_first_steps_leave_free(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory()
-    monkeypatch.setattr(staying_fields, "device_memory", lambda device: memory)
+    monkeypatch.setattr(host_fields, "device_memory", lambda device: memory)
     tested, wanted = staying_run("next_forward", "auto"), Run({}, "at_step", PRECISION)
     staying = tested.weights.staying
     memory.held = lambda: staying.nbytes

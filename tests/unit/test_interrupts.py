@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import lightstep
-from lightstep.state import previous_weights
+from lightstep.state import versions
 from lightstep.state.schema import Managed
 from tests.patience import PATIENCE
 from tests.unit.test_readers import History, Run, assert_ends_as, same, step_of, undisturbed
@@ -132,7 +132,7 @@ def test_weights_are_compared_when_updates_are_done(monkeypatch: pytest.MonkeyPa
     run.train(2)
     run.optimizer.synchronize()
     engine, keeps, compared = run.optimizer.engine, threading.Event(), threading.Event()
-    compute, find_written, copy = engine.backend.lanes.compute, engine.managed.find_written, previous_weights._copy
+    compute, find_written, copy = engine.backend.lanes.compute, engine.managed.find_written, versions._copy
     copied: list[Any] = []
 
     def copy_late(*arguments: Any) -> None:
@@ -157,7 +157,7 @@ def test_weights_are_compared_when_updates_are_done(monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(previous_weights, "_copy", copy_late)
+        patch.setattr(versions, "_copy", copy_late)
         patch.setattr(engine.managed, "find_written", compare)
         compute.record = interrupted
         with pytest.raises(KeyboardInterrupt):

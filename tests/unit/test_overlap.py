@@ -21,7 +21,7 @@ from lightstep.optimizer import overlap
 from lightstep.optimizer.arrivals import Arrivals
 from lightstep.optimizer.link_share import LinkShare
 from lightstep.optimizer.overlap import SpeculativeUpdates
-from lightstep.state import previous_weights
+from lightstep.state import versions
 from lightstep.state.lanes import DEVICE_TO_HOST
 from lightstep.state.record import Record
 from lightstep.state.ring import Ring
@@ -565,7 +565,7 @@ def test_without_device_memory_weights_go_to_the_host_or_the_rest_waits_for_the_
     """It is asked for once: a request in vain takes torch's cache with it."""
     tested, expected = pair(LOOSE, {**OVERLAP, "previous_weights": where})
     with monkeypatch.context() as full:
-        full.setattr(previous_weights, "torch", full_device := FullDevice())
+        full.setattr(versions, "torch", full_device := FullDevice())
         assert tested.train(4) == expected.train(4)
     assert full_device.asked == 1 and bool(verdicts) == (where == "auto")
     tested.optimizer.release_device_memory()
@@ -672,7 +672,7 @@ def test_where_the_ring_has_no_room_for_weights_they_do_not_travel(
         made(self, sizes)
 
     monkeypatch.setattr(Ring, "_allocate", make_slots)
-    monkeypatch.setattr(previous_weights, "torch", FullDevice())
+    monkeypatch.setattr(versions, "torch", FullDevice())
     assert tested.train(4) == expected.train(4)
     assert not verdicts and max(tested.optimizer._backend._ring.sizes) == most
     monkeypatch.undo()

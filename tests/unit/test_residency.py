@@ -529,7 +529,7 @@ def test_too_little_host_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_holds_on_to_staging_memory_that_was_released(backend: str) -> None:
     training = Training({"backend": backend})
     training.train(2)
-    (staging,) = training.optimizer._backend._staging
+    (staging,) = training.optimizer._backend._staging.values()
     buffers = [
         StorageWeakRef(one.untyped_storage()) for one in (staging.masters, *staging._rows.values()) if one.numel()
     ]
