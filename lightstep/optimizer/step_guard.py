@@ -87,10 +87,8 @@ class StepGuard:
         work = self._work
         if work is not None and self.is_busy_here:
             self._refuse(what, work[1])
-        if self._backend.is_lane_thread:
-            self._refuse(what, "a deferred update")
-        if self._backend.is_moving_weights:
-            self._refuse(what, "a copy of weights from or to the host")
+        if (interrupted := self._backend.interrupted_work) is not None:
+            self._refuse(what, interrupted)
 
     def _refuse(self, what: str, work: str) -> None:
         raise RuntimeError(

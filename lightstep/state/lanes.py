@@ -190,22 +190,20 @@ class LanesOfDevices(dict[torch.device, Lanes]):
 
     Args:
         small_pieces: see :class:`CopyLane`.
+
+    Attributes:
+        threads: those of the lanes, by number.
     """
 
     def __init__(self, small_pieces: bool) -> None:
         super().__init__()
         self._small_pieces = small_pieces
-        self._threads: frozenset[int | None] = frozenset()
+        self.threads: frozenset[int | None] = frozenset()
 
     def __missing__(self, device: torch.device) -> Lanes:
         lanes = self[device] = Lanes(device, self._small_pieces)
-        self._threads |= lanes.threads
+        self.threads |= lanes.threads
         return lanes
-
-    @property
-    def is_lane_thread(self) -> bool:
-        """Whether the calling thread is a lane's own, which cannot wait for its own jobs."""
-        return threading.get_ident() in self._threads
 
     def wait_until_idle(self, device: torch.device) -> None:
         """Wait for all work on the device. Memory that several streams use may be freed then."""

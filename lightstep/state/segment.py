@@ -111,8 +111,8 @@ class Segment(Run):
         self.has_master = head.has_master
         self.shape = head.shape if head.owner.whole_tensors else (self.stop - self.first,)
         self.coded = coded_entries(head.owner)
-        self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and is_own_segment(head)
-        self.flat = self.locals[0].view(-1) if self.in_place else None
+        if len(parts) == 1 and self.locals[0].is_contiguous() and is_own_segment(head):
+            self.flat = self.locals[0].view(-1)
         self._in_place_by_part = len(parts) <= _FEW and all(local.is_contiguous() for local in self.locals)
         self._views_in: WeakKeyDictionary[Slot, Views] = WeakKeyDictionary()
         self._has_homes = any(part.owner.home is not None for part in parts)

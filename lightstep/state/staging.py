@@ -1,8 +1,8 @@
-"""Device memory in which the segments of one unit are put together and taken apart."""
+"""Device memory in which the segments of one unit are put together and taken apart, and what splits their masters."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,7 @@ from lightstep.state.lanes import LanesOfDevices
 from lightstep.state.record import Part, Record, Run, coded_entries
 from lightstep.state.schema import aligned
 
-__all__ = ["LARGE", "MasterSplitter", "Staging", "StagingOfDevices", "WeightRow", "is_own_segment"]
+__all__ = ["LARGE", "MasterSplitter", "Splitters", "Staging", "StagingOfDevices", "WeightRow", "is_own_segment"]
 
 LARGE = 1 << 18
 """Parts with at least so many elements are segments of their own: gathering them would cost more than a launch."""
@@ -42,6 +42,27 @@ class MasterSplitter(Protocol):
     def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None: ...
     def nbytes(self) -> int: ...
     def free(self) -> None: ...
+
+
+class Splitters(dict[torch.device, MasterSplitter]):
+    """The splitter of each device, for masters on the parameters' device or on the host; made at the first use."""
+
+    def __init__(self, make: Callable[[torch.device], MasterSplitter]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, device: torch.device) -> MasterSplitter:
+        splitter = self[device] = self._make(device)
+        return splitter
+
+    def nbytes(self) -> int:
+        """Size of their scratch memory on devices."""
+        return sum(splitter.nbytes() for device, splitter in self.items() if device.type != "cpu")
+
+    def free(self) -> None:
+        """Free that memory."""
+        for splitter in self.values():
+            splitter.free()
 
 
 def is_own_segment(part: Part) -> bool:

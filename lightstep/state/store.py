@@ -33,6 +33,7 @@ run concurrently with the caller's own work, submit all work on a unit to the co
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal
@@ -66,7 +67,7 @@ from lightstep.state.schema import Managed, Unit
 from lightstep.state.segment import Segment, Views, segments_of
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
-from lightstep.state.staging import LARGE, MasterSplitter, StagingOfDevices
+from lightstep.state.staging import LARGE, MasterSplitter, Splitters, StagingOfDevices
 from lightstep.state.units import RingPlan, pack_whole
 from lightstep.state.versions import Versions
 from lightstep.state.weight_comparison import WeightComparison
@@ -150,7 +151,7 @@ class Store:
         self._records = Records()
         self._fingerprinted = self._on_host
         self._lanes = LanesOfDevices(self._settings["beside_compute"])
-        self._splitters = _Splitters(self._make_splitter)
+        self._splitters = Splitters(self._make_splitter)
         self._staging = StagingOfDevices(self._lanes)
         # What follows must not refer to the store: that would be a reference cycle.
         self._entries = Entries(self._splitters)
@@ -206,14 +207,18 @@ class Store:
 
     @property
     def is_lane_thread(self) -> bool:
-        """Whether the calling thread is one of the lanes."""
-        return self._lanes.is_lane_thread
+        """Whether the calling thread is one of the lanes, which cannot wait for its own jobs."""
+        return threading.get_ident() in self._lanes.threads
 
     @property
-    def is_moving_weights(self) -> bool:
-        """Whether the calling thread has been interrupted while it moves weights that rest on the host. The lanes may
-        be waiting for that."""
-        return self.host_weights is not None and self.host_weights.is_locked_here
+    def interrupted_work(self) -> str | None:
+        """What the store is in the middle of in the calling thread, for messages. Waiting for it there would never
+        end."""
+        if threading.get_ident() in self._lanes.threads:
+            return "a deferred update"
+        if self.host_weights is not None and self.host_weights.is_locked_here:
+            return "a copy of weights from or to the host"
+        return None
 
     @property
     def failed(self) -> bool:
@@ -985,27 +990,6 @@ class Store:
             self.host_weights.synchronize()
         if self._ring is not None:
             self._ring.reset()
-
-
-class _Splitters(dict[torch.device, MasterSplitter]):
-    """The splitter of each device, for masters on the parameters' device or on the host; made at the first use."""
-
-    def __init__(self, make: Callable[[torch.device], MasterSplitter]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, device: torch.device) -> MasterSplitter:
-        splitter = self[device] = self._make(device)
-        return splitter
-
-    def nbytes(self) -> int:
-        """Size of their scratch memory on devices."""
-        return sum(splitter.nbytes() for device, splitter in self.items() if device.type != "cpu")
-
-    def free(self) -> None:
-        """Free that memory."""
-        for splitter in self.values():
-            splitter.free()
 
 
 def _has_split_master(owner: Managed) -> bool:

@@ -98,7 +98,7 @@ def test_parts_of_what_replicas_send(rank: int, world_size: int) -> None:
         partly += any(owner in left for unit in chosen for owner, _, _ in unit.parts)
     assert partly and tested.optimizer.engine.queue.redone == 0
     last = tested.optimizer.engine.queue.early._arrivals.last_in_backward()
-    assert [record.unit for record in tested.backend._preferred_resident] == last != []
+    assert [record.unit for record in tested.backend._residency._preferred] == last != []
     expected.train(5)
     same_runs(f"rank {rank}", tested, expected)
 

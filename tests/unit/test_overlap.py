@@ -684,7 +684,7 @@ def test_what_is_complete_last_stays_on_the_device_first() -> None:
     tested.train(3)
     backend = tested.optimizer._backend
     last = tested.optimizer.engine.queue.early._arrivals.last_in_backward()
-    assert last and [record.unit for record in backend._by_residency_priority()][: len(last)] == last
+    assert last and [record.unit for record in backend._residency._front(backend._records)][: len(last)] == last
 
 
 def test_updates_in_backward_say_what_stays_first_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -694,7 +694,7 @@ def test_updates_in_backward_say_what_stays_first_too(monkeypatch: pytest.Monkey
     backend = tested.optimizer._backend
     monkeypatch.setattr(Arrivals, "last_in_backward", lambda self: backend.units()[-1:])
     tested.train(1)
-    assert [record.unit for record in backend._preferred_resident] == list(backend.units()[-1:])
+    assert [record.unit for record in backend._residency._preferred] == list(backend.units()[-1:])
 
 
 def test_recomputing_takes_nothing_back(verdicts: Counter[str]) -> None:
