@@ -154,11 +154,12 @@ class StagingOfDevices(dict[torch.device, Staging]):
         self._records: Collection[Record] = ()
         self._masters = self._kept = False
         self.is_steady = False
-        """What only first updates need is not allocated any more."""
+        """There is nothing that only first updates need, or it is not allocated any more."""
 
     def plan(self, records: Collection[Record], masters: bool) -> None:
         """Plan memory for the largest of these records; for joined ``masters``, too, or only when they are needed."""
-        self._records, self._masters, self.is_steady = records, masters, False
+        self._records, self._masters = records, masters
+        self.is_steady = not any(part.owner.fused_update for record in records for part in record.parts)
         self._measure()
 
     def _measure(self) -> None:
