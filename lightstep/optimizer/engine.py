@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.distributed import local_tensor
 from lightstep.error_text import error_text
 from lightstep.optimizer import forks
@@ -32,7 +31,6 @@ from lightstep.optimizer.queue import Factors, Queue, UpdateTime
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.rounded_weights import MasterWeights, check_master_weights
 from lightstep.optimizer.scaling import Scaling
-from lightstep.optimizer.settings import FixedSetting, Setting, check_loss_scale
 from lightstep.optimizer.state_copies import plain
 from lightstep.optimizer.state_edits import Edit, StateEdits
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
@@ -73,11 +71,6 @@ class Engine:
         queue: runs them.
         update_listeners: called when weights may change before ``step()``.
     """
-
-    loss_scale = Setting(check_loss_scale, after=lambda engine: engine.on_loss_scale())
-    max_norm = Setting(lambda given: None if given is None else check_max_norm(given))
-    norm_type = FixedSetting(check_norm_type)
-    clip_layers = FixedSetting(bool)
 
     def __init__(
         self,

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightstep.clipping import check_max_norm, check_norm_type
+from lightstep.error_text import value_text
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.eager import eager, no_grad_no_inference
@@ -22,7 +24,6 @@ from lightstep.optimizer.queue import AT_STEP, UpdateTime
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.rounded_weights import MasterWeights
 from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
-from lightstep.optimizer.settings import EngineAttribute
 from lightstep.optimizer.state_view import StateView
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.split import Splitter
@@ -31,6 +32,48 @@ from lightstep.state.host_weights import HostWeights
 from lightstep.state.schema import Managed
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.store import Store
+
+
+class EngineAttribute:
+    """An attribute of the optimizer that is stored in its engine.
+
+    Lightning Fabric wraps an optimizer in an object that runs the optimizer's methods with itself as ``self``. Both
+    have the same engine.
+
+    Args:
+        check: returns the value to store, or raises.
+        fixed: it cannot change after the set-up.
+    """
+
+    def __init__(self, check: Callable[[Any], Any] | None = None, fixed: bool = False) -> None:
+        self._check, self._fixed = check, fixed
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else getattr(instance.engine, self._name)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        if self._fixed and instance.engine.is_set_up:
+            raise AttributeError(
+                f"{self._name} is {getattr(instance.engine, self._name)!r} and cannot change once the optimizer has "
+                "been set up; to continue with another value, make a new optimizer and load this one's state_dict()"
+            )
+        setattr(instance.engine, self._name, value if self._check is None else self._check(value))
+
+
+def _check_loss_scale(value: Any) -> LossScale:
+    if not isinstance(value, LossScale):
+        raise TypeError(
+            f"loss_scale is {value_text(value)}; a lightstep.LossScale is needed, for example "
+            "lightstep.DynamicLossScale()"
+        )
+    return value
+
+
+def _check_max_norm(given: Any) -> float | None:
+    return None if given is None else check_max_norm(given)
 
 
 class MixedPrecisionOptimizer(BaseOptimizer):
@@ -69,10 +112,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             hyper-parameters, or torch the groups.
     """
 
-    loss_scale = EngineAttribute()
-    max_norm = EngineAttribute()
-    norm_type = EngineAttribute()
-    clip_layers = EngineAttribute()
+    max_norm = EngineAttribute(_check_max_norm)
+    norm_type = EngineAttribute(check_norm_type, fixed=True)
+    clip_layers = EngineAttribute(bool, fixed=True)
     master_weights = EngineAttribute()
     accumulating = EngineAttribute()
     unreduced = EngineAttribute()
@@ -107,10 +149,10 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             classes,
             master_weights=master_weights,
             reduce_float32=reduce_float32,
-            loss_scale=loss_scale or ConstantLossScale(1.0),
-            max_norm=max_norm,
-            norm_type=norm_type,
-            clip_layers=clip_layers,
+            loss_scale=_check_loss_scale(loss_scale or ConstantLossScale(1.0)),
+            max_norm=_check_max_norm(max_norm),
+            norm_type=check_norm_type(norm_type),
+            clip_layers=bool(clip_layers),
             backend=backend or Store(Splitter, home="device"),
             places=places,
             overflow_everywhere=overflow_everywhere,
@@ -124,6 +166,15 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         classes.own_is_used = any(group.get("optimizer_class") is None for group in self.param_groups)
         classes.inspect_groups(self.param_groups)
         self.engine.watch_gradients()
+
+    @property
+    def loss_scale(self) -> LossScale:  # type: ignore[override]
+        return self.engine.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, given: LossScale) -> None:
+        self.engine.loss_scale = _check_loss_scale(given)
+        self.engine.on_loss_scale()
 
     @property
     def _backend(self) -> Store:
