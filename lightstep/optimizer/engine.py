@@ -18,8 +18,6 @@ from torch import Tensor
 
 from lightstep.distributed import local_tensor
 from lightstep.error_text import error_text
-from lightstep.optimizer import forks
-from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.changed_weights import ChangedWeights, Changes
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.eager import eager_backward, no_grad_no_inference
@@ -33,6 +31,7 @@ from lightstep.optimizer.rounded_weights import MasterWeights, check_master_weig
 from lightstep.optimizer.scaling import Scaling
 from lightstep.optimizer.state_copies import plain
 from lightstep.optimizer.state_edits import Edit, StateEdits
+from lightstep.optimizer.step_guard import BrokenStep, watch_forks
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale, ScaledBackward
@@ -107,7 +106,7 @@ class Engine:
         self.norm_type, self.clip_layers = norm_type, clip_layers
         self._check_in_backward_settings()
         self.closed = False
-        forks.watch(self)
+        watch_forks(self)
 
     def _build(self, backend: Store, reduce_float32: bool, places: Places | None) -> None:
         """Make the parts that are never saved."""
@@ -206,7 +205,7 @@ class Engine:
                     torch.accelerator.synchronize(device)
 
     def wait_for_update(self, items: Iterable[Managed] | None = None) -> None:
-        """:meth:`Queue.wait_for_update`, from outside of a step. A fork waits for nothing: see ``forks.py``."""
+        """:meth:`Queue.wait_for_update`, from outside of a step. A fork waits for nothing: see ``step_guard.py``."""
         if self.may_be_pending:
             self._wait(self.queue.wait_for_update, items)
 
@@ -291,22 +290,19 @@ class Engine:
         if not self.loss_scale.is_identity:
             loss, scaled = loss.float() * self.loss_scale.tensor(loss.device), self.scaled_backward.running()
         updating = self.queue.updating(self, retain_graph)
-        with self.gradients.backward(), self._explaining(), scaled, updating, eager_backward():
-            loss.backward(retain_graph=retain_graph)
-        if not accumulates:
+        try:
+            with self.gradients.backward(), scaled, updating, eager_backward():
+                loss.backward(retain_graph=retain_graph)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+        if self.unreduced and not accumulates:
             self.expect_reduction()
 
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
+    def _explain(self, error: RuntimeError) -> None:
         """Explain autograd's refusal of a graph that needs weights from before an update in backward."""
-        try:
-            yield
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            other = self.update_time.without_early
-            if other is None:
-                raise
+        other = self.update_time.without_early
+        if other is not None and "modified by an inplace operation" in str(error):
             raise RuntimeError(
                 f"{error} If that is a weight: with optimizer_state.update: {self.update_time.name} a backward updates "
                 "weights, and another part of the graph, or a graph that was made before, needs the old ones. Run all "
@@ -328,6 +324,7 @@ class Engine:
     # -- what updates in backward need: see :class:`EarlyStep`
 
     def prepare_backward(self, final: bool) -> Sequence[Sequence[Managed]] | None:
+        self.refuse_if_closed()
         if final:
             self._check_in_backward_settings()  # settings may have been changed
             self.refuse_unusable("Load a checkpoint before the next backward")
@@ -451,8 +448,7 @@ class Engine:
             if init_state and not any(item.updated for item in self.managed):
                 self._init_state(gradients, overflow)
                 return result
-            if self.is_set_up:
-                assert self._scaling is not None
+            if self._scaling is not None:
                 values = GroupValues(self.param_groups)
                 scaled = self._scaling.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
                 self._start([Update(own, divisor, factor, overflow, values) for own, divisor, factor in scaled])
@@ -598,7 +594,9 @@ class Engine:
         """Make state for a checkpoint to fill; without one, the first update starts from scratch."""
         initialised = list(gradients)
         self.edits.outdate()
-        self.updater.run(Update(gradients, None, None, overflow, GroupValues(self.param_groups)))
+        update = Update(gradients, None, None, overflow, GroupValues(self.param_groups))
+        update.drop_gradients(update.elsewhere)
+        self.updater.run([update])
         self.backend.synchronize()
         self.managed.mark_provisional(initialised)
 
@@ -612,10 +610,13 @@ class Engine:
         Args:
             adopt: rebuild the masters of weights that somebody else has written to.
         """
-        self.set_up()
-        if not self.is_set_up:
+        self.queue.wait_for_update()
+        if not self.managed.covers(self.param_groups):
+            self.set_up()
+        if self._scaling is None:
             return None
-        self.managed.drop_provisional_state()
+        if self.managed.provisional:
+            self.managed.drop_provisional_state()
         if adopt and self.managed.adopt_outside_changes(self.param_groups):
             self.on_parameters_changed()
         self.backend.prepare()
@@ -832,8 +833,9 @@ class Engine:
             )
 
     def refuse_unusable(self, remedy: str) -> None:
-        self.refuse_if_closed()
-        self.broken.refuse(remedy)
+        if self.closed or self.broken.reason is not None:
+            self.refuse_if_closed()
+            self.broken.refuse(remedy)
 
     def refuse_if_closed(self) -> None:
         if self.closed:

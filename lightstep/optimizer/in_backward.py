@@ -63,7 +63,7 @@ class FinalUpdates(EarlyUpdates):
         if layers is None:
             yield
             return
-        with queue.aborting("the backward in which layers are updated"):
+        try:
             in_lane = self._backend.supports_lanes
             self._arrivals.set_layers(layers, self._backend.units(), batched=in_lane)
             self._backend.prefer_resident(self._arrivals.last_in_backward())
@@ -71,12 +71,14 @@ class FinalUpdates(EarlyUpdates):
             order = self._arrivals.backward_order()
             queue.guard.work("backward()", self._begin, GroupValues(step.param_groups), in_lane, order)
             self._hooks_run = True
-            try:
-                with self._arrivals.listening(partial(self._take_gradient, step)):
-                    yield
-                    queue.guard.work("backward()", self._flush)
-            finally:
-                self._step, self._hooks_run = None, False
+            with self._arrivals.listening(partial(self._take_gradient, step)):
+                yield
+                queue.guard.work("backward()", self._flush)
+        except BaseException as error:
+            queue.abort("the backward in which layers are updated", error)
+            raise
+        finally:
+            self._step, self._hooks_run = None, False
 
     def _take_gradient(self, step: EarlyStep, item: Managed) -> None:
         gradient = step.take(item)
@@ -157,21 +159,27 @@ class FinalUpdates(EarlyUpdates):
         self._refuse_changed_settings(step.param_groups, step.managed.in_other_groups(step.param_groups))
         queue.wait_for_update()
         self._refuse_written(step.managed.find_written(managed))
-        with queue.aborting("the update"):
-            self._step = step
-            with torch.no_grad():
-                for item in managed:
-                    self._take_gradient(step, item)
-            for layer in reversed(range(len(self._arrivals.layers))):
-                if not self._arrivals.is_complete(layer):
-                    self._complete_layer(layer)
-            self._flush()
-            if queue.in_lane:
-                queue.wait_for_caller()
-            queue.schedule([Job(None, (), [item for item in managed if item.is_remote])])
-            queue.submit(queue.num_jobs)
-            queue.wait(queue.num_jobs)
-            self.reset()
+        try:
+            self._complete(step, managed)
+        except BaseException as error:
+            queue.abort("the update", error)
+            raise
+
+    def _complete(self, step: EarlyStep, managed: Sequence[Managed]) -> None:
+        queue, self._step = self._queue, step
+        with torch.no_grad():
+            for item in managed:
+                self._take_gradient(step, item)
+        for layer in reversed(range(len(self._arrivals.layers))):
+            if not self._arrivals.is_complete(layer):
+                self._complete_layer(layer)
+        self._flush()
+        if queue.in_lane:
+            queue.wait_for_caller()
+        queue.schedule([Job(None, (), [item for item in managed if item.is_remote])])
+        queue.submit(queue.num_jobs)
+        queue.wait(queue.num_jobs)
+        self.reset()
 
     def _refuse_changed_settings(self, groups: Sequence[dict[str, Any]], moved: bool) -> None:
         """Refuse hyper-parameters that were changed between the last backward and ``step()``.
@@ -198,14 +206,14 @@ class FinalUpdates(EarlyUpdates):
         Raises:
             RuntimeError: some were: whether before or after their update is not known, and the step counts as failed.
         """
-        if not written:
-            return
-        with self._queue.aborting("the update"):
-            raise RuntimeError(
+        if written:
+            error = RuntimeError(
                 f"{written[0].name} was written to between backward() and step(), and backward has updated weights "
                 "(optimizer_state.update: in_backward). Write to weights after step() or before the last backward, or "
                 "set update: at_step"
             )
+            self._queue.abort("the update", error)
+            raise error
 
 
 IN_BACKWARD = UpdateTime("in_backward", early=FinalUpdates, in_backward=True, without_early=AT_STEP)

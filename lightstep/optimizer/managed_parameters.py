@@ -92,6 +92,7 @@ class ManagedParameters:
 
     Attributes:
         changed: is told what others have written, if somebody asked for what changes.
+        provisional: the parameters with state for a checkpoint to fill.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class ManagedParameters:
         self._watch = ModelWatch()
         self.changed: ChangedWeights | None = None
         self._has_lost_masters = False
+        self.provisional: list[Managed] = []
         self._items: dict[Tensor, Managed] = {}
         self._covered: list[Any] = []  # at the last set-up: each group, followed by its trained parameters
         self._copies: weakref.ref[HostCopyPool] | None = None  # of the last save; the model owns them
@@ -156,8 +158,8 @@ class ManagedParameters:
         return new
 
     def _manage_all(self, groups: Sequence[dict[str, Any]], wanted: Collection[Tensor]) -> bool:
-        listed_parameters = {*wanted, *(p for group in groups for p in _trained(group))}
-        listed = [(p, group) for group in groups for p in group["params"] if p in listed_parameters]
+        wanted = {*wanted, *filter(torch.is_tensor, _groups_and_trained(groups))}
+        listed = [(p, group) for group in groups for p in group["params"] if p in wanted]
         for parameter, group in listed:
             self._refuse_other_class(parameter, group)
         for parameter, group in listed:  # users may replace groups
@@ -276,10 +278,9 @@ class ManagedParameters:
     def find_written(self, items: Iterable[Managed]) -> list[Managed]:
         """The parameters that somebody else has written to, cast or transposed since :meth:`record`, as far as
         :class:`ModelWatch` can tell."""
-        items = list(items)
-        locals_now = _with_locals(items)
-        found = dict.fromkeys(_of_other_forms(locals_now)) | dict(self._watch.touched(_with_versions(locals_now)))
-        others = [item for item in _compared([(item, item.local) for item in items]) if item not in found]
+        present = _present(items)
+        found = dict.fromkeys(_of_other_forms(present)) | dict(self._watch.touched(present))
+        others = [item for item in _compared(present) if item not in found]
         return [*found, *self._backend.changed(others)]
 
     def adopt_writes(self, items: Iterable[Managed], used: Container[Managed]) -> bool:
@@ -301,43 +302,41 @@ class ManagedParameters:
 
     def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Rebuild the masters of weights that somebody else has written; ``True`` if some records were replaced."""
-        locals_now = self._locals()
-        converted = self._convert(groups, locals_now)
+        present = _present(self)
+        converted = _of_other_forms(present)
         if converted:
-            locals_now = self._locals()
-        touched = self._watch.touched(_with_versions(locals_now))
-        moved = {item: local for item, local in touched if self._watch.moved(item, local)}
+            self._convert(groups, converted)
+            present = _present(self)
+        touched = dict(self._watch.touched(present))
+        if touched:
+            self._adopt_moved(touched)
+            self._record_written(touched)
+        suspects = list(dict.fromkeys([*_compared(present), *touched]))
+        written = self._backend.changed(suspects) if suspects else []
+        self._mark(written)
+        for item in written:
+            self._backend.refresh(item)
+        return bool(converted)
+
+    def _adopt_moved(self, touched: Mapping[Managed, Tensor]) -> None:
+        """Some of these parameters may have other memory than in the last step."""
+        moved = {item: local for item, local in touched.items() if self._watch.moved(item, local)}
         if moved:
-            refuse_shared_memory((item.name, local) for item, local in locals_now)
+            refuse_shared_memory((item.name, local) for item, local, _ in _present(self))
         for item, local in moved.items():
             if item.home is None:
                 item.local = local.detach()
             else:
                 item.home.group.adopt_replaced()
-        checked = dict(touched)
-        self._record_written(checked)
-        suspects = list(dict.fromkeys([*_compared(locals_now), *checked]))
-        written = self._backend.changed(suspects) if suspects else []
-        self._mark(written)
-        for item in written:
-            self._backend.refresh(item)
-        return converted
 
-    def _locals(self) -> list[tuple[Managed, Tensor]]:
-        return _with_locals(self)
-
-    def _convert(self, groups: Sequence[dict[str, Any]], locals_now: Iterable[tuple[Managed, Tensor]]) -> bool:
+    def _convert(self, groups: Sequence[dict[str, Any]], converted: Sequence[Managed]) -> None:
         """Carry state over to parameters whose dtype or device has changed (``model.float()``, ``model.to(...)``).
 
-        After a cast, masters are made of the weights. Converted parameters get new records; returns whether there are
-        any.
+        After a cast, masters are made of the weights. Converted parameters get new records.
 
         Raises:
             ValueError: a parameter with state has got another shape; nothing has been changed then.
         """
-        converted = _of_other_forms(locals_now)
-        if not converted:
-            return False
         for old in converted:
             _refuse_new_shape(old)
         self._backend.synchronize()
@@ -358,11 +357,12 @@ class ManagedParameters:
             if new.local.dtype != old.local.dtype:
                 entries.pop("master", None)
             self.load_state(new, entries)
-        return True
 
     def refresh(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Rebuild all masters from the weights; ``True`` if some records were replaced."""
-        converted = self._convert(groups, self._locals())
+        converted = _of_other_forms(_present(self))
+        if converted:
+            self._convert(groups, converted)
         for item in self:
             if item.home is None:
                 item.local = local_tensor(item.param).detach()
@@ -371,7 +371,7 @@ class ManagedParameters:
                 item.home.group.forget()
             self._backend.refresh(item)
         self._record_written(list(self))
-        return converted
+        return bool(converted)
 
     # -- state as it is seen from outside
 
@@ -392,9 +392,10 @@ class ManagedParameters:
         The master itself is not changed: the weights may be replaced for a while only (averages swapped in and out), or
         state has just been loaded and its weights come next.
         """
-        local = local_tensor(item.param)
-        if not _compared([(item, local)]) and not self._watch.touched(_with_versions([(item, local)])):
+        present = _present([item])
+        if not _compared(present) and not self._watch.touched(present):
             return False
+        local = local_tensor(item.param)
         if self._backend.compares_weights and local.data_ptr() == item.resting.data_ptr():
             return False  # the backend has compared them itself
         return not equals_rounded(local, master)
@@ -508,32 +509,32 @@ class ManagedParameters:
             if isinstance(entries.get("step"), Tensor):
                 self.load_state(item, {**entries, "step": torch.zeros_like(entries["step"])})
             item.provisional = True
+            self.provisional.append(item)
 
     def drop_provisional_state(self) -> None:
-        for item in self:
-            if item.provisional:
+        for item in self.provisional:
+            if item.provisional and self._items.get(item.param) is item:
                 master = {key: value for key, value in self._backend.entries(item).items() if key == "master"}
                 self.load_state(item, _copied(master))
+        self.provisional = []
 
 
-def _with_locals(items: Iterable[Managed]) -> list[tuple[Managed, Tensor]]:
-    """Each parameter's present local shard. This runs in every step: for plain parameters it calls nothing."""
-    parameters = [(item, item.param) for item in items]
-    return [(item, p if type(p) is nn.Parameter else local_tensor(p)) for item, p in parameters]
-
-
-def _with_versions(locals_now: Iterable[tuple[Managed, Tensor]]) -> list[tuple[Managed, Tensor, int]]:
-    listed = list(locals_now)
-    versions = versions_of([item for item, _ in listed])
-    return [(item, local, version) for (item, local), version in zip(listed, versions, strict=True)]
-
-
-def _trained(group: Mapping[str, Any]) -> list[Tensor]:
-    return [parameter for parameter in group["params"] if parameter.requires_grad or parameter.grad is not None]
+def _present(items: Iterable[Managed]) -> list[tuple[Managed, Tensor, int]]:
+    """Each parameter's local shard and version, as they are now. It runs in every step: for plain parameters it calls
+    nothing."""
+    listed = list(items)
+    parameters = [item.param for item in listed]
+    locals_now = [p if type(p) is nn.Parameter else local_tensor(p) for p in parameters]
+    return list(zip(listed, locals_now, versions_of(listed), strict=True))
 
 
 def _groups_and_trained(groups: Sequence[dict[str, Any]]) -> list[Any]:
-    return [each for group in groups for each in (group, *_trained(group))]
+    """Each group, followed by the parameters in it that are trained, or have been: they have a gradient."""
+    found: list[Any] = []
+    for group in groups:
+        found.append(group)
+        found += [parameter for parameter in group["params"] if parameter.requires_grad or parameter.grad is not None]
+    return found
 
 
 def _as_parameter(item: Managed, value: Any) -> Any:
@@ -543,10 +544,10 @@ def _as_parameter(item: Managed, value: Any) -> Any:
     return value
 
 
-def _of_other_forms(locals_now: Iterable[tuple[Managed, Tensor]]) -> list[Managed]:
+def _of_other_forms(present: Iterable[tuple[Managed, Tensor, int]]) -> list[Managed]:
     """The parameters that have another shape, dtype or device than in the last step, or their elements in another order
     (``weight.t_()``). It runs in every step."""
-    both = [(item, local, item.local if item.home is None else item.home.on_host) for item, local in locals_now]
+    both = [(item, local, item.local if item.home is None else item.home.on_host) for item, local, _ in present]
     return [
         item
         for item, local, known in both
@@ -557,15 +558,15 @@ def _of_other_forms(locals_now: Iterable[tuple[Managed, Tensor]]) -> list[Manage
     ]
 
 
-def _compared(locals_now: Iterable[tuple[Managed, Tensor]]) -> list[Managed]:
+def _compared(present: Iterable[tuple[Managed, Tensor, int]]) -> list[Managed]:
     """The parameters whose weights are compared with their masters in every step: that finds writes that raise no
     version, too."""
-    return [item for item, local in locals_now if local.device.type == "cpu" and item.home is None]
+    return [item for item, local, _ in present if local.device.type == "cpu" and item.home is None]
 
 
 def _is_unmoved(item: Managed) -> bool:
-    local = local_tensor(item.param)
-    return not _of_other_forms([(item, local)]) and local.data_ptr() == item.resting.data_ptr()
+    present = _present([item])
+    return not _of_other_forms(present) and present[0][1].data_ptr() == item.resting.data_ptr()
 
 
 def _refuse_new_shape(item: Managed) -> None:

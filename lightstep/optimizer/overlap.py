@@ -40,7 +40,6 @@ from torch import Tensor
 from lightstep.optimizer.eager import no_grad_no_inference
 from lightstep.optimizer.early import EarlyUpdates
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.optimizer.link_share import LinkShare, evenly_spaced
 from lightstep.optimizer.queue import (
     NEXT_FORWARD,
     AdoptWrites,
@@ -51,9 +50,8 @@ from lightstep.optimizer.queue import (
     UpdateTime,
     refuse_older_graphs,
 )
-from lightstep.optimizer.speculation import Checksums, Speculation, UpdatedJob
+from lightstep.optimizer.speculation import Checksums, LinkShare, Speculation, UpdatedJob, Verdict, evenly_spaced
 from lightstep.optimizer.unit_updater import Gradients, Update
-from lightstep.optimizer.verdict import Verdict
 from lightstep.state.schema import Managed, Unit, versions_of
 
 __all__ = ["OVERLAP", "SpeculativeUpdates"]
@@ -134,11 +132,14 @@ class SpeculativeUpdates(EarlyUpdates):
         if not (local or shared):
             yield
             return
-        with self._queue.aborting("the backward with speculative updates"):
+        try:
             checksums = self._reserve_checksums({*local, *shared})
             speculation = self._start_speculation(
                 Speculation(local, shared, after_backward, GroupValues(groups), *assumed, checksums)
             )
+        except BaseException as error:
+            self._queue.abort("the backward with speculative updates", error)
+            raise
         try:
             with self._arrivals.listening(partial(self._on_gradient, step.gradients.reader)):
                 yield
@@ -330,19 +331,28 @@ class SpeculativeUpdates(EarlyUpdates):
     def _written_after_update(self, speculation: Speculation) -> Sequence[Managed]:
         if not speculation.submitted or self._updater.broken:
             return ()
-        with self._queue.aborting("the update under way", on_interrupt=False):
-            self._backend.lanes.caller().wait(speculation.done)  # on the CPU they have written only then
+        self._wait_for_updates(speculation)  # on the CPU they have written only then
         updated = (unit for unit in speculation.submitted if self._backend.is_speculative(unit))
         owners = dict.fromkeys(owner for unit in updated for owner in unit.owners)
         return self._find_written(owner for owner in owners if owner in speculation.used)
 
+    def _wait_for_updates(self, speculation: Speculation) -> None:
+        try:
+            self._backend.lanes.caller().wait(speculation.done)
+        except Exception as error:
+            self._queue.abort("the update under way", error)
+            raise
+
     def _roll_back_units(self, speculation: Speculation) -> None:
-        with self._queue.aborting("rolling back speculative updates", on_interrupt=False):  # it can be done again
-            compute = self._backend.lanes.compute
+        compute = self._backend.lanes.compute
+        try:
             for unit in reversed(speculation.submitted):
                 compute.run(partial(self._updater.roll_back, unit))
             compute.record(speculation.done)
             self._queue.wait_for_event(speculation.done, is_end=True)
+        except Exception as error:  # after an interrupt it can be done again
+            self._queue.abort("rolling back speculative updates", error)
+            raise
         if speculation.submitted:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
         speculation.submitted.clear()
@@ -369,8 +379,7 @@ class SpeculativeUpdates(EarlyUpdates):
     def _weights_were_written(self, speculation: Speculation) -> bool:
         """Whether somebody has written to a weight before its update."""
         if self._backend.lanes.device.type == "cpu":  # it is known when the updates are done
-            with self._queue.aborting("the update under way", on_interrupt=False):
-                self._backend.lanes.caller().wait(speculation.done)
+            self._wait_for_updates(speculation)
         return speculation.weights_changed
 
     def start(self, updates: Sequence[Update]) -> bool:
@@ -381,19 +390,26 @@ class SpeculativeUpdates(EarlyUpdates):
         if speculation is None:
             return False
         (update,) = updates
-        with self._queue.aborting("the update under way"):
-            update.values, speculation.update = speculation.values, update
-            update.drop_gradients(update.elsewhere)
-            refuse_older_graphs([item for item in update.gradients if item not in speculation.used])
-            update.note_versions()
-            done = [unit for unit in speculation.submitted if self._backend.is_speculative(unit)]
-            first, speculation.updated = speculation.after_backward, UpdatedJob(done, update)
-            self._schedule(speculation.updated, update, first, self._backward_order(speculation))
-            in_step = 0 if self._backend.peers_wait else self._queue.jobs_in_step
-            self._queue.submit(min(max(1 + len(first), in_step), self._queue.num_jobs - 1))  # not the end
+        try:
+            self._start_others(speculation, update)
+        except BaseException as error:
+            self._queue.abort("the update under way", error)
+            raise
         if self._backend.peers_wait:
             self.resolve(None)
         return True
+
+    def _start_others(self, speculation: Speculation, update: Update) -> None:
+        """Schedule the updates of all other units, and submit the first of them."""
+        update.values, speculation.update = speculation.values, update
+        update.drop_gradients(update.elsewhere)
+        refuse_older_graphs([item for item in update.gradients if item not in speculation.used])
+        update.note_versions()
+        done = [unit for unit in speculation.submitted if self._backend.is_speculative(unit)]
+        first, speculation.updated = speculation.after_backward, UpdatedJob(done, update)
+        self._schedule(speculation.updated, update, first, self._backward_order(speculation))
+        in_step = 0 if self._backend.peers_wait else self._queue.jobs_in_step
+        self._queue.submit(min(max(1 + len(first), in_step), self._queue.num_jobs - 1))  # not the end
 
     def _schedule(self, updated: UpdatedJob, update: Update, first: Sequence[Unit], next_order: Sequence[Unit]) -> None:
         """Schedule the updates of all other units, by the true factor, and the end of the step."""
@@ -468,7 +484,7 @@ class SpeculativeUpdates(EarlyUpdates):
     def _apply_verdict(self, speculation: Speculation, update: Update) -> None:
         """Read the verdict: commit the speculative updates, or roll them back and, unless it is to drop, redo them."""
         verdict = self._verdict.read()
-        with self._queue.aborting("the update under way"):
+        try:
             self._verdict_unread = False
             if verdict == "commit":
                 self._next_pause = max(self._next_pause // 2, 1)
@@ -479,6 +495,9 @@ class SpeculativeUpdates(EarlyUpdates):
                 self._log_verdict(verdict)
                 self._undo(speculation, update, again=verdict == "redo")
             self._speculation = None  # last: until then weights are in between
+        except BaseException as error:
+            self._queue.abort("the update under way", error)
+            raise
 
     def _commit(self, updated: UpdatedJob) -> None:
         self._backend.lanes.compute.run(partial(self._updater.commit, updated.units))
@@ -490,7 +509,7 @@ class SpeculativeUpdates(EarlyUpdates):
         """Roll back what is speculative. What ``step()`` has submitted since is right under every verdict."""
         lanes = self._backend.lanes
         lanes.caller().wait(lanes.compute.record(speculation.done))
-        self._updater.refuse_written(update)
+        self._updater.refuse_written(update, update.gradients)
         updated = UpdatedJob(self._queue.withdraw(), update)
         self._roll_back_units(speculation)
         self._queue.values = None

@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.broken_step import OnError
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.optimizer.step_guard import StepGuard
-from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
+from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update, updates_of
 from lightstep.precision.gradients import GradientAccumulator
 from lightstep.state.host_weights import WeightGroup
 from lightstep.state.lanes import Lane
@@ -309,20 +308,29 @@ class Queue:
             update.drop_gradients(update.elsewhere)
         # The first update of a parameter makes its state: memory is laid out, and the host takes part.
         deferred = self.time.deferred and not any(update.without_state for update in updates)
-        values, elsewhere = updates[0].values, [item for update in updates for item in update.elsewhere]
-        if deferred:
-            values.copy_mutable()
-        with self.aborting("the update under way"):
-            gradients = [item for update in updates for item in update.gradients]
-            self.begin(gradients, values, deferred)
+        try:
             if deferred:
-                refuse_older_graphs(gradients)
-                for update in updates:
-                    update.note_versions()
-            units = self.backend.units()
-            jobs = [Job(unit, updates) for unit in units] if len(updates) == 1 else _jobs_by_layer(units, updates)
-            self.schedule_step([*jobs, Job(None, updates, elsewhere)])
-            self.submit(self.jobs_in_step)
+                self._defer(updates)
+            else:
+                self._end = None
+                self.updater.run(updates)
+        except BaseException as error:
+            self.abort("the update under way", error)
+            raise
+
+    def _defer(self, updates: Sequence[Update]) -> None:
+        """Update all units in the compute lane, while the caller goes on."""
+        values, elsewhere = updates[0].values, [item for update in updates for item in update.elsewhere]
+        gradients = [item for update in updates for item in update.gradients]
+        values.copy_mutable()
+        self.begin(gradients, values, in_lane=True)
+        refuse_older_graphs(gradients)
+        for update in updates:
+            update.note_versions()
+        units = self.backend.units()
+        jobs = [Job(unit, own) for unit, own in zip(units, updates_of(units, updates), strict=True)]
+        self.schedule_step([*jobs, Job(None, updates, elsewhere)])
+        self.submit(self.jobs_in_step)
 
     def overflows(self, updates: Sequence[Update]) -> bool:
         """Whether the step is to be skipped; the host waits for the device."""
@@ -381,10 +389,9 @@ class Queue:
                 self._events.append(self.backend.lanes.event())
 
     def schedule_step(self, jobs: Sequence[Job]) -> None:
-        """Schedule all jobs of a step, the last of which ends it."""
+        """Schedule all jobs of a step in the lane, the last of which ends it."""
         self.schedule(jobs)
-        if self.in_lane:
-            self._arrival_job = self.backend.arrival_jobs(self._completing_job, len(jobs) - 1)
+        self._arrival_job = self.backend.arrival_jobs(self._completing_job, len(jobs) - 1)
 
     def withdraw(self) -> list[Unit]:
         """Forget the step's jobs; returns the units of those that were submitted. The caller must wait for the lane."""
@@ -463,11 +470,17 @@ class Queue:
         if not self.pending:
             return
         sent, last = ([], _ALL) if items is None else self._last_job_of(items)
-        with self.aborting("the update under way"):
+        try:
             self.submit(last + 1 + self._ahead(SUBMIT_AHEAD))
-        with self.aborting("the update under way", on_interrupt=False):
+        except BaseException as error:
+            self.abort("the update under way", error)
+            raise
+        try:
             self.wait(last)
             self.backend.receive(sent)
+        except Exception as error:  # an interrupt during a wait changes nothing
+            self.abort("the update under way", error)
+            raise
 
     def wait_for_step(self) -> None:
         """What the caller does next sees all updates that ``step()`` has decided.
@@ -491,10 +504,13 @@ class Queue:
         sent, last = self._last_job_of(items)
         if last < 0:
             return
-        with self.aborting("the update under way"):
+        try:
             self.submit(last + 1 + self._ahead(SUBMIT_AHEAD))
             self.backend.lanes.caller().wait(self._events[last])
             self.backend.receive(sent)
+        except BaseException as error:
+            self.abort("the update under way", error)
+            raise
 
     def _follow_end(self) -> None:
         if self.may_be_ahead:
@@ -520,21 +536,16 @@ class Queue:
 
     # -- errors
 
-    def aborting(self, what: str, on_interrupt: bool = True) -> OnError:
-        """On an error in the body, drop the rest of the update and mark the step as broken.
+    def abort(self, what: str, error: BaseException) -> None:
+        """After an error: drop the rest of the update, and mark the step as broken.
 
         Args:
-            what: names the body in the error message.
-            on_interrupt: do so on an interrupt, too. An interrupt during a wait changes nothing.
+            what: names what has failed in the message.
         """
-        return OnError(partial(self._abort, what, on_interrupt))
-
-    def _abort(self, what: str, on_interrupt: bool, error: BaseException) -> None:
-        if not on_interrupt and not isinstance(error, Exception):
-            return
         broken = self.updater.broken
         already_broken = bool(broken)
-        half_done = bool(self._scheduled) or (self.early is not None and self.early.is_half_done)
+        begun = bool(self._scheduled) or self.updater.is_running
+        half_done = begun or (self.early is not None and self.early.is_half_done)
         if half_done and not already_broken:
             broken.mark_failed(what, error)
         self.reset()
@@ -548,7 +559,7 @@ class Queue:
         if self.in_lane:
             self.backend.lanes.compute.synchronize()
         self.withdraw()
-        self.values = None
+        self.values, self.updater.is_running = None, False
         for unit in filter(self.backend.is_speculative, self.backend.units()):
             self.backend.drop_speculation(unit)
 
@@ -589,17 +600,6 @@ class Job:
             updater.finish(self._elsewhere, self._next_order)
         else:
             updater.update(self.unit, self.updates)
-
-
-def _jobs_by_layer(units: Sequence[Unit], updates: Sequence[Update]) -> list[Job]:
-    """A job for each unit, with the updates of its parameters.
-
-    Units that ranks update together get all updates: the communication of later units starts with them.
-    """
-    update_of = {item: update for update in updates for item in update.gradients}
-    shared = [any(owner.rows is not None for owner in unit.owners) for unit in units]
-    own = [list(dict.fromkeys(update_of[owner] for owner in unit.owners if owner in update_of)) for unit in units]
-    return [Job(unit, updates if together else mine) for unit, together, mine in zip(units, shared, own, strict=True)]
 
 
 def refuse_older_graphs(items: Iterable[Managed]) -> None:

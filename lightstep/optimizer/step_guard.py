@@ -1,4 +1,4 @@
-"""Who may work on an optimizer now: whose process this is, whose thread, and whether a step is under way.
+"""Who may work on an optimizer: one thread at a time, no fork, and nobody after a step that failed halfway.
 
 *Work* changes weights, state or the queue of updates: ``step()``, a wait that runs deferred updates, a read of one
 parameter's state (it uses the same memory). One thread works at a time, and the others wait for it. Work that is asked
@@ -11,7 +11,9 @@ A backward that updates weights keeps other threads out, too, apart from autogra
 backward, and not the thread that called it.
 
 A forked child has neither the threads nor the streams that updates run in, and a lock may be held there by a thread
-that does not exist. So it is refused before any lock is touched. What it may read: :mod:`lightstep.optimizer.forks`.
+that does not exist. So it is refused before any lock is touched. Data loaders fork their workers, and what these run
+may ask for ``model.dtype``. The updates under way go on in the parent alone. So in a child that was forked meanwhile
+the parameters have shapes and dtypes, wait for nothing, and refuse whatever needs their values.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
+from lightstep.error_text import error_text
+from lightstep.state.schema import Managed
 from lightstep.state.store import Store
 
-__all__ = ["StepGuard"]
+__all__ = ["BrokenStep", "StepGuard", "watch_forks"]
+
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -78,14 +85,14 @@ class StepGuard:
 
     def check(self, what: str) -> None:
         """Raise ``RuntimeError`` in a forked child, and from within work."""
-        if self.is_forked:
+        if os.getpid() != self._process:
             raise RuntimeError(
                 f"{what} in process {os.getpid()}, a fork of process {self._process}, which made the optimizer: a fork "
                 "can neither train with it nor read its state. Do that in the process that made it, or make model and "
                 "optimizer in the process that trains"
             )
         work = self._work
-        if work is not None and self.is_busy_here:
+        if work is not None and work[0] == threading.get_ident():
             self._refuse(what, work[1])
         if (interrupted := self._backend.interrupted_work) is not None:
             self._refuse(what, interrupted)
@@ -108,7 +115,8 @@ class StepGuard:
             RuntimeError: see :meth:`check`.
         """
         self.check(what)
-        with self._first_lock(), self._lock:
+        in_autograd = torch._C._current_graph_task_id() != -1
+        with self._lock if in_autograd else self.backward, self._lock:
             try:  # no call between these lines: a handler's exception there would leave the mark
                 self._work = (threading.get_ident(), what)
                 return body(*arguments, **keywords)
@@ -123,9 +131,137 @@ class StepGuard:
             RuntimeError: see :meth:`check`.
         """
         self.check(what)
-        with self._first_lock(), self._lock:
+        in_autograd = torch._C._current_graph_task_id() != -1
+        with self._lock if in_autograd else self.backward, self._lock:
             yield
 
-    def _first_lock(self) -> threading.RLock:
-        in_autograd = torch._C._current_graph_task_id() != -1
-        return self._lock if in_autograd else self.backward
+
+class BrokenStep:
+    """The reason why a step failed, if one did. It is true until state has been loaded for every parameter.
+
+    Args:
+        managed: all parameters.
+        backend: abandons the step after a failure.
+
+    Attributes:
+        reason: why it failed; ``None``: no step is broken.
+        stops_others: other ranks need this one to go on.
+    """
+
+    def __init__(self, managed: Iterable[Managed], backend: Store) -> None:
+        self._managed, self._backend = managed, backend
+        self.reason: str | None = None
+        self._not_loaded: set[Tensor] = set()
+        self._weights_only = self.stops_others = False
+
+    def __bool__(self) -> bool:
+        return self.reason is not None
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Mark the step as broken: a part of it has failed. The caller raises the error again if this returns.
+
+        Args:
+            what: names the part in the message.
+
+        Raises:
+            RuntimeError: what failed, chained to the error itself, unless that is an interrupt.
+        """
+        message = self.mark_failed(what, error)
+        if self.stops_others and isinstance(error, Exception):
+            message = self.mark(f"{message}; other ranks wait for this one until its process ends")
+        self._backend.abandon()
+        if isinstance(error, Exception):
+            raise RuntimeError(message) from error
+
+    def mark_failed(self, what: str, error: BaseException) -> str:
+        """:meth:`mark` with a reason made of ``what`` and the error."""
+        return self.mark(f"{what} failed ({error_text(error)})")
+
+    def mark(self, reason: str, weights_only: bool = False) -> str:
+        """Mark the step as broken; returns ``reason``.
+
+        Args:
+            weights_only: only weights are affected; masters rebuilt from other weights repair it, too.
+        """
+        self._weights_only = weights_only and (self.reason is None or self._weights_only)
+        self.reason = reason
+        self._not_loaded = {item.param for item in self._managed}
+        return reason
+
+    def mark_loaded(self, parameter: Tensor) -> None:
+        """State has been loaded for this parameter."""
+        self._not_loaded.discard(parameter)
+        if not self._not_loaded:
+            self.reason = None
+
+    def mark_masters_rebuilt(self) -> None:
+        """All masters have been rebuilt from the weights."""
+        if self._weights_only:
+            self.reason = None
+
+    def refuse(self, remedy: str) -> None:
+        """Raise ``RuntimeError`` with the reason and ``remedy`` if a step is broken."""
+        if self.reason is not None:
+            raise RuntimeError(f"{self.reason}; weights and state may be half updated. {remedy}")
+
+
+class _Updates(Protocol):
+    """Updates of some parameters."""
+
+    @property
+    def are_under_way(self) -> bool: ...
+
+    def parameters(self) -> Iterable[Tensor]: ...
+
+
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_handlers: list[Any] = []  # that the interpreter calls after forks: none, or one
+
+
+def watch_forks(updates: _Updates) -> None:
+    """In a child that is forked while ``updates`` are under way, make their parameters refuse reads of their values."""
+    _watched.add(updates)
+    if not _handlers:
+        _handlers.append(_in_child)
+        os.register_at_fork(after_in_child=_in_child)
+
+
+def _in_child() -> None:
+    for updates in list(_watched):
+        if updates.are_under_way:
+            for parameter in updates.parameters():
+                _refuse_values(parameter)
+
+
+def _refuse_values(parameter: Tensor) -> None:
+    known = type(parameter)
+    if not issubclass(known, _NotUpToDate):
+        parameter.__class__ = type(known.__name__, (_NotUpToDate, known), {})
+
+
+class _NotUpToDate:
+    """A parameter in a fork, whose update is going on in the parent."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            name = getattr(func, "__name__", "")
+            if name in _DESCRIPTIONS:
+                return func(*args, **(kwargs or {}))
+            if name == "__get__" and not isinstance(found := func(*args), Tensor):
+                return found
+        what = func.__self__.__name__ if name == "__get__" else name
+        raise RuntimeError(
+            f"{what} of a parameter in process {os.getpid()}, which was forked while the parameter was being updated: "
+            "its values are out of date here. Call optimizer.synchronize() before processes are forked (data loaders "
+            "fork their workers when iteration begins)"
+        )
+
+
+_DESCRIPTIONS = frozenset(
+    getattr(Tensor, name).__name__
+    for name in (
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "get_device", "__len__"),
+        *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "__hash__"),
+    )
+)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.changed_weights import ChangedWeights
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.one_pass import OnePass
 from lightstep.optimizer.shared_updates import SharedUpdates
+from lightstep.optimizer.step_guard import BrokenStep
 from lightstep.precision.adam_batch import Scaling
 from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
 from lightstep.state.schema import Managed, Unit, versions_of
@@ -23,6 +23,8 @@ from lightstep.state.segment import Segment
 from lightstep.state.store import Store
 
 Gradients = dict[Managed, Tensor]
+
+_NOTHING_ELSE = contextlib.nullcontext()
 
 
 @dataclass(eq=False)
@@ -106,6 +108,7 @@ class UnitUpdater:
 
     Attributes:
         changed: finds what updates change, if somebody asked for that.
+        is_running: :meth:`run` has not come to its end.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class UnitUpdater:
         self.broken = broken
         self._record = record
         self.changed: ChangedWeights | None = None
+        self.is_running = False
         self.stage = GradientStage()
         self.shared = SharedUpdates(classes, backend)
         self._one_pass = OnePass(classes, self.stage)
@@ -158,15 +162,23 @@ class UnitUpdater:
 
     # -- one step
 
-    def run(self, update: Update) -> None:
-        """The whole step, here and now."""
-        update.drop_gradients(update.elsewhere)
-        self.begin(update.gradients.keys())
-        for unit in self._backend.units():
-            self.update(unit, [update])
-            update.drop_gradients([owner for owner, _, stop in unit.parts if stop == owner.local.numel()])
-        self.finish(update.elsewhere)
-        self.write_back(update.values)
+    def run(self, updates: Sequence[Update]) -> None:
+        """The whole step, here and now.
+
+        Args:
+            updates: one of all parameters, or one for each layer; all have the same overflow and values.
+        """
+        self.is_running = True
+        self.begin([item for update in updates for item in update.gradients])
+        units = self._backend.units()
+        for unit, own in zip(units, updates_of(units, updates), strict=True):
+            self.update(unit, own)
+            completed = [owner for owner, _, stop in unit.parts if stop == owner.local.numel()]
+            for update in own:
+                update.drop_gradients(completed)
+        self.finish([item for update in updates for item in update.elsewhere])
+        self.write_back(updates[0].values)
+        self.is_running = False
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None, ahead: bool = True) -> None:
         """Begin a step.
@@ -176,11 +188,14 @@ class UnitUpdater:
             order: the order in which units are expected; ``None``: that of the backend.
             ahead: the gradients of later units are complete when an earlier one is updated.
         """
-        with self.broken.guard("the beginning of the update"):
+        try:
             self._backend.begin(managed, order)
             if self._classes.exchanges or self.shared.units:
                 self.shared.begin(managed, order, ahead)
                 self.broken.stops_others = bool(self.shared.units)
+        except BaseException as error:
+            self.broken.fail("the beginning of the update", error)
+            raise
 
     def update(self, unit: Unit, updates: Sequence[Update]) -> None:
         """Update one unit: of one layer, or of several with an update each.
@@ -190,23 +205,43 @@ class UnitUpdater:
                 have the same overflow.
         """
         gradients = updates[0].gradients if len(updates) == 1 else _joined(updates)
-        with self.broken.guard(f"the update of {unit.label}"), self._bringing(unit, gradients), self._comparing(unit):
-            deferred = [update for update in updates if update.versions]
-            for update in deferred:
-                update.refuse_written(unit.owners)
-            if unit in self.shared.positions:
-                segments = self._apply_shared(unit, gradients, updates)
-            else:
-                segments = self._backend.acquire(unit, gradients)
-                for update, own in _divided(segments, updates):
-                    self._apply(own, update)
-            self._backend.release(unit, segments)
-            for update in deferred:
-                update.note_own_writes(unit.owners)
+        deferred = [update for update in updates if update.versions]
+        is_plain = self._host_gradients is None and self.changed is None
+        try:
+            with _NOTHING_ELSE if is_plain else self._around(unit, gradients):
+                for update in deferred:
+                    update.refuse_written(unit.owners)
+                segments = self._update(unit, gradients, updates)
+                for update in deferred:
+                    update.note_own_writes(unit.owners)
+        except BaseException as error:
+            self.broken.fail(f"the update of {unit.label}", error)
+            raise
         owners = [part.owner for segment in segments for part in segment.parts]
         for owner in owners:
             owner.updated = True
         self._record(owners)
+
+    def _update(self, unit: Unit, gradients: Gradients, updates: Sequence[Update]) -> Sequence[Segment]:
+        """Returns what has been updated."""
+        if unit in self.shared.positions:
+            segments: Sequence[Segment] = self._apply_shared(unit, gradients, updates)
+        else:
+            segments = self._backend.acquire(unit, gradients)
+            if len(updates) == 1 and segments:
+                self._apply(segments, updates[0])
+            elif segments:
+                for update, own in _divided(segments, updates):
+                    self._apply(own, update)
+        self._backend.release(unit, segments)
+        return segments
+
+    @contextlib.contextmanager
+    def _around(self, unit: Unit, gradients: Gradients) -> Iterator[None]:
+        """In the body the unit's gradients are on the device, and what it changes is found."""
+        comparing = contextlib.nullcontext() if self.changed is None else self.changed.updating(unit)
+        with self._bringing(unit, gradients), comparing:
+            yield
 
     def _bringing(self, unit: Unit, gradients: Gradients) -> contextlib.AbstractContextManager[None]:
         """In the body the unit's gradients are on the device."""
@@ -214,9 +249,6 @@ class UnitUpdater:
             return contextlib.nullcontext()
         own = {owner.param: gradients[owner] for owner in unit.owners if owner in gradients}
         return self._host_gradients.holding(own, update=True)
-
-    def _comparing(self, unit: Unit) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.changed is None else self.changed.updating(unit)
 
     def _apply_shared(self, unit: Unit, active: Gradients, updates: Sequence[Update]) -> list[Segment]:
         """Update a unit together with other ranks; the communication of later units is started first."""
@@ -245,17 +277,24 @@ class UnitUpdater:
             elsewhere: parameters whose weights other replicas have sent.
             next_order: the order in which the next step is expected to update units; ``None``: that of this step.
         """
-        with self.broken.guard("the end of the update"):
+        try:
             self._backend.finish(next_order)
+        except BaseException as error:
+            self.broken.fail("the end of the update", error)
+            raise
         for item in elsewhere:
             item.updated = True
         self._record(elsewhere)
 
     def write_back(self, values: GroupValues) -> None:
         """See :meth:`GroupClasses.write_back`."""
-        if self._classes.may_write_groups:
-            with self.broken.guard("the end of the update"):
-                self._classes.write_back(values)
+        if not self._classes.may_write_groups:
+            return
+        try:
+            self._classes.write_back(values)
+        except BaseException as error:
+            self.broken.fail("the end of the update", error)
+            raise
 
     # -- speculative updates
 
@@ -265,24 +304,29 @@ class UnitUpdater:
             self._backend.speculate(unit)
             self.update(unit, [update])
 
-    def refuse_written(self, update: Update) -> None:
-        """Mark the step as broken, and raise ``RuntimeError``, if somebody has written to a gradient or a weight."""
-        with self.broken.guard("the update"):
-            update.refuse_written(update.gradients)
+    def refuse_written(self, update: Update, items: Iterable[Managed]) -> None:
+        """Mark the step as broken, and raise ``RuntimeError``, if somebody has written to these."""
+        try:
+            update.refuse_written(items)
+        except BaseException as error:
+            self.broken.fail("the update", error)
+            raise
 
     def complete(self, updates: Sequence[Update], items: list[Managed]) -> None:
         """The updates of these parameters are done: check and drop their gradients."""
         for update in updates:
             if update.versions:
-                with self.broken.guard("the update"):
-                    update.refuse_written(items)
+                self.refuse_written(update, items)
             update.drop_gradients(items)
 
     def roll_back(self, unit: Unit) -> None:
         """Undo :meth:`speculate`."""
         if self._backend.is_speculative(unit):
-            with self.broken.guard(f"rolling back the update of {unit.label}"):
+            try:
                 self._backend.roll_back(unit)
+            except BaseException as error:
+                self.broken.fail(f"rolling back the update of {unit.label}", error)
+                raise
             self._record(unit.owners)
 
     def commit(self, units: Iterable[Unit]) -> None:
@@ -317,6 +361,19 @@ class UnitUpdater:
         return [row.view(segment.shape).to(d) for segment, row, d in zip(segments, rows, dtypes, strict=True)]
 
 
+def updates_of(units: Sequence[Unit], updates: Sequence[Update]) -> Sequence[Sequence[Update]]:
+    """For each unit, the updates of its parameters.
+
+    Units that ranks update together get all updates: the communication of later units starts with them.
+    """
+    if len(updates) == 1:
+        return [updates] * len(units)
+    update_of = {item: update for update in updates for item in update.gradients}
+    shared = [any(owner.rows is not None for owner in unit.owners) for unit in units]
+    own = [list(dict.fromkeys(update_of[owner] for owner in unit.owners if owner in update_of)) for unit in units]
+    return [updates if together else mine for together, mine in zip(shared, own, strict=True)]
+
+
 def _joined(updates: Sequence[Update]) -> Gradients:
     """The gradients of all of the updates."""
     return {item: gradient for update in updates for item, gradient in update.gradients.items()}
@@ -324,7 +381,5 @@ def _joined(updates: Sequence[Update]) -> Gradients:
 
 def _divided(segments: Sequence[Segment], updates: Sequence[Update]) -> list[tuple[Update, Sequence[Segment]]]:
     """Each update with its segments, if it has any: no segment has parts of two updates."""
-    if len(updates) == 1:
-        return [(updates[0], segments)] if segments else []
     pairs = ((update, [s for s in segments if s.parts[0].owner in update.gradients]) for update in updates)
     return [(update, own) for update, own in pairs if own]

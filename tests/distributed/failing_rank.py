@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.optimizer.orthogonalizer import Orthogonalizer
+from lightstep.optimizer.muon import Orthogonalizer
 
 STATE = {"backend": "stream", "update": "overlap", "ring_mib": 0.02}
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightstep.optimizer.orthogonalizer import Orthogonalizer
-from lightstep.optimizer.sharded_muon import orthogonalize
+from lightstep.optimizer.muon import Orthogonalizer, orthogonalize
 from tests.reference.pair import EVERY_TIME, scale_for
 from tests.unit.test_rules import MUON, RMS, MuonPair
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightstep.optimizer.link_share import LinkShare, evenly_spaced
+from lightstep.optimizer.speculation import LinkShare, evenly_spaced
 
 LAYERS = 10
 LATE, ON_TIME, EARLY = 4.0, 0.25, -0.25

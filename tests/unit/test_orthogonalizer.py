@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightstep.optimizer import orthogonalizer
-from lightstep.optimizer.orthogonalizer import Graph, Orthogonalizer
-from lightstep.optimizer.sharded_muon import orthogonalize
+from lightstep.optimizer import muon
+from lightstep.optimizer.muon import Graph, Orthogonalizer, orthogonalize
 
 GROUP: dict[str, Any] = {"ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5, "eps": 1e-7}
 MEMORY = torch.empty(24 * 40, dtype=torch.bfloat16)
@@ -47,8 +46,8 @@ class Recorder:
 
 def prepared(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> tuple[Orthogonalizer, Recorder]:
     recorder = Recorder(fault)
-    monkeypatch.setattr(orthogonalizer, "_can_record", lambda device: True)
-    monkeypatch.setattr(orthogonalizer, "_Recorder", lambda device: recorder)
+    monkeypatch.setattr(muon, "_can_record", lambda device: True)
+    monkeypatch.setattr(muon, "_Recorder", lambda device: recorder)
     return Orthogonalizer(), recorder
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import lightstep
 from lightstep.optimizer import overlap
 from lightstep.optimizer.arrivals import Arrivals
-from lightstep.optimizer.link_share import LinkShare
 from lightstep.optimizer.overlap import SpeculativeUpdates
+from lightstep.optimizer.speculation import LinkShare
 from lightstep.state import versions
 from lightstep.state.lanes import DEVICE_TO_HOST
 from lightstep.state.record import Record
