@@ -163,3 +163,18 @@ def test_weights_are_compared_when_updates_are_done(monkeypatch: pytest.MonkeyPa
         with pytest.raises(KeyboardInterrupt):
             run.step()
     go_on(run, history)
+
+
+def test_a_step_that_ends_between_two_units_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("resident", layers=LAYERS)
+    run.step()
+
+    def interrupted(items: Iterable[Managed]) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.optimizer.engine.updater, "_record", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+    with pytest.raises(RuntimeError, match="half updated"):
+        run.step()
