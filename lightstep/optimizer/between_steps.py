@@ -27,8 +27,7 @@ from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.queue import Queue, UpdateTime
 from lightstep.optimizer.rounded_weights import MasterWeights, check_master_weights
 from lightstep.optimizer.scaling import Scaling
-from lightstep.optimizer.state_copies import plain
-from lightstep.optimizer.state_edits import Edit, StateEdits
+from lightstep.optimizer.state_edits import Edit, StateEdits, plain
 from lightstep.optimizer.step_guard import BrokenStep, watch_forks
 from lightstep.optimizer.unit_updater import UnitUpdater
 from lightstep.precision.gradients import GradientAccumulator
@@ -136,11 +135,15 @@ class BetweenSteps:
 
         def is_awaited(parameter: Tensor, gradient: Tensor) -> bool:
             engine = own()
-            return engine is not None and engine.queue.awaits(engine.managed.get(parameter), gradient)
+            early = None if engine is None else engine.queue.early
+            item = None if engine is None else engine.managed.get(parameter)
+            return early is not None and item is not None and early.awaits(item, gradient)
 
         def is_first(parameter: Tensor) -> bool:
             engine = own()
-            return engine is not None and engine.queue.is_first(engine.managed.get(parameter))
+            early = None if engine is None else engine.queue.early
+            item = None if engine is None else engine.managed.get(parameter)
+            return early is not None and item is not None and early.is_first(item)
 
         def is_accumulating() -> bool:
             engine = own()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class Engine(BetweenSteps):
         self.unreduced = self.unreduced or accumulates
         if self.scaled_backward.unscaled:
             self._allow_dropped_gradients()
-        scaled: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        scaled: AbstractContextManager[None] = nullcontext()
         if not self.loss_scale.is_identity:
             loss, scaled = loss.float() * self.loss_scale.tensor(loss.device), self.scaled_backward.running()
         updating = self.queue.updating(self, retain_graph)
@@ -214,7 +215,8 @@ class Engine(BetweenSteps):
         assert self._scaling is not None
         self._refuse_late_edits()
         self._refuse_late_parameters()
-        self.queue.complete(self)
+        assert self.queue.early is not None
+        self.queue.early.complete(self)
         if self.host_gradients is not None:
             self.host_gradients.wait_until_measured()
         if not self._scaling.stored_norms:
@@ -330,9 +332,9 @@ class Engine(BetweenSteps):
     def _can_use_speculation(self, gradients: Gradients) -> bool:
         """Whether the speculative updates of all parameters that are trained now may count; if not, they are rolled
         back or :meth:`_prepare` does so."""
-        return bool(gradients) and self.queue.validate_speculation(
-            gradients, self.param_groups, self.managed.adopt_writes
-        )
+        early = self.queue.early
+        assert early is not None
+        return bool(gradients) and early.validate(gradients, self.param_groups, self.managed.adopt_writes)
 
     def _check_measured(self, measured: Measured) -> Measured:
         """What :meth:`grad_norm` has measured; parameters may have been edited, cast or moved since."""
@@ -378,7 +380,8 @@ class Engine(BetweenSteps):
         if self.host_gradients is not None and self._scaling is not None:
             self._scaling.reset_norms()
         self._measured, self.unreduced, self.scaled_backward.unscaled = None, False, False
-        self.queue.drop_gradients()
+        if self.queue.early is not None:
+            self.queue.early.drop_gradients()
 
     def refuse_wrong_gradients(self) -> None:
         """Refuse those of unscaled losses, and those that have not been reduced over the ranks."""

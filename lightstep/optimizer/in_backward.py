@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.early import EarlyUpdates
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.optimizer.queue import AT_STEP, EarlyStep, Job, Queue, UpdateTime, refuse_older_graphs
+from lightstep.optimizer.queue import AT_STEP, Early, EarlyStep, Job, Queue, UpdateTime, refuse_older_graphs
 from lightstep.optimizer.unit_updater import Gradients, Update
 from lightstep.state.schema import Managed
 
 __all__ = ["IN_BACKWARD", "FinalUpdates"]
 
 
-class FinalUpdates(EarlyUpdates):
+class FinalUpdates(Early):
     """Schedules the units of a layer with its last gradient. A step that did not begin in backward runs in ``step()``.
 
     On an accelerator the stream that produces a layer's gradients waits for the update of the layer before, so that the
@@ -50,7 +49,7 @@ class FinalUpdates(EarlyUpdates):
         return self._any_updated
 
     @contextlib.contextmanager
-    def _updating(self, step: EarlyStep) -> Iterator[None]:
+    def updating(self, step: EarlyStep) -> Iterator[None]:
         """A step begins; the last backward runs in the body, and layers are updated as it completes their gradients."""
         queue = self._queue
         if queue.started:

@@ -38,11 +38,11 @@ from typing import Any
 from torch import Tensor
 
 from lightstep.optimizer.eager import no_grad_no_inference
-from lightstep.optimizer.early import EarlyUpdates
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.queue import (
     NEXT_FORWARD,
     AdoptWrites,
+    Early,
     EarlyStep,
     Factors,
     Job,
@@ -70,7 +70,7 @@ _A_HABIT = 3
 """The number of rollbacks before ``step()`` that is worth a warning: something undoes updates in every step."""
 
 
-class SpeculativeUpdates(EarlyUpdates):
+class SpeculativeUpdates(Early):
     """Updates units speculatively in backward; all other updates are deferred by the queue.
 
     After a step that was rolled back, speculation pauses for a number of steps that would have been committed: one,
@@ -107,7 +107,7 @@ class SpeculativeUpdates(EarlyUpdates):
         return self._speculation is not None and item in self._speculation.first
 
     @contextlib.contextmanager
-    def _updating(self, step: EarlyStep) -> Iterator[None]:
+    def updating(self, step: EarlyStep) -> Iterator[None]:
         """The last backward of a step runs in the body; units are updated as it completes their gradients.
 
         Weights that somebody else has written to since the last step are left to ``step()``: they may be written back

@@ -7,7 +7,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightstep.optimizer.arrivals import Arrivals
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.optimizer.step_guard import StepGuard
@@ -88,13 +89,20 @@ class EarlyStep(Protocol):
 
 
 class Early(ABC):
-    """Updates units in backward, when their gradients are complete: an :class:`UpdateTime` says which ones and how.
+    """Updates units in backward, when their gradients are complete: subclasses say which ones, and by which factor.
+
+    Args:
+        queue: holds this object, so this one must not hold it: a weak reference.
 
     Attributes:
         is_half_done: an error now leaves some units updated and others not.
         is_speculating: there are updates that may still be rolled back.
         awaits_step: these updates' ``step()`` has not been called yet.
     """
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue, self._updater, self._backend = queue, queue.updater, queue.backend
+        self._arrivals = Arrivals()
 
     @property
     @abstractmethod
@@ -109,20 +117,42 @@ class Early(ABC):
         return False
 
     @abstractmethod
-    def updating(self, step: EarlyStep, retain_graph: bool) -> contextlib.AbstractContextManager[None]:
+    def updating(self, step: EarlyStep) -> contextlib.AbstractContextManager[None]:
         """The last backward of a step runs in the body.
 
         Args:
             step: what the engine does for it.
-            retain_graph: there may be a second backward through the same graph.
         """
+
+    def _begin(self, values: GroupValues, in_lane: bool, order: Sequence[Unit]) -> list[Managed]:
+        """Begin a step that updates all layers; returns their parameters."""
+        everything = [item for layer in self._arrivals.layers for item in layer]
+        values.copy_mutable()
+        self._queue.begin(everything, values, in_lane, order, ahead=False)
+        return everything
+
+    def _second_gradient(self, item: Managed) -> RuntimeError:
+        """For a parameter that has been updated in this backward already."""
+        assert self._queue.time.without_early is not None
+        return RuntimeError(
+            f"a second gradient of {item.name} arrived in one backward, after it was updated: reentrant activation "
+            "checkpointing does that to parameters that are used several times (use use_reentrant=False), and a loss "
+            "of sharded weights themselves does it beside that of the model (give each a backward of its own); or set "
+            f"optimizer_state.update: {self._queue.time.without_early.name}"
+        )
 
     def complete(self, step: EarlyStep) -> None:
         """In ``step()``, if it has started in backward: update what is left."""
         raise AssertionError("no step has started")
 
     def validate(self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites) -> bool:
-        """See :meth:`Queue.validate_speculation`."""
+        """Whether a step with these gradients and hyper-parameters may use the speculative updates.
+
+        If not, they are rolled back.
+
+        Raises:
+            RuntimeError: somebody has written to a weight after its speculative update, and read a value that is gone.
+        """
         return False
 
     def start(self, updates: Sequence[Update]) -> bool:
@@ -144,11 +174,11 @@ class Early(ABC):
         return True
 
     def awaits(self, item: Managed, gradient: Tensor) -> bool:
-        """See :meth:`Queue.awaits`."""
+        """Whether an update in backward is still to be submitted that reads this gradient of a parameter."""
         return False
 
     def is_first(self, item: Managed) -> bool:
-        """See :meth:`Queue.is_first`."""
+        """Whether ``step()`` will update this parameter before all others."""
         return False
 
     def drop_gradients(self) -> None:  # noqa: B027  (an optional hook)
@@ -158,9 +188,9 @@ class Early(ABC):
     def reset(self) -> None:
         """The step has failed: forget it."""
 
-    @abstractmethod
     def close(self) -> None:
         """Remove the hooks from the parameters."""
+        self._arrivals.close()
 
 
 @dataclass(frozen=True)
@@ -257,43 +287,24 @@ class Queue:
 
     # -- backward
 
-    def updating(self, step: EarlyStep, retain_graph: bool) -> contextlib.AbstractContextManager[None]:
-        """A backward runs in the body; if it is a step's last one, units may be updated: see :class:`Early`."""
-        if self.early is None or step.accumulating is not False:
-            return contextlib.nullcontext()
-        return self.early.updating(step, retain_graph)
+    @contextlib.contextmanager
+    def updating(self, step: EarlyStep, retain_graph: bool) -> Iterator[None]:
+        """A backward runs in the body. If it is a step's last one, units may be updated (:class:`Early`), and other
+        threads wait until it ends.
 
-    def drop_gradients(self) -> None:
-        """Drop gradients that wait for others of their layer (``zero_grad``)."""
-        if self.early is not None:
-            self.early.drop_gradients()
-
-    def awaits(self, item: Managed | None, gradient: Tensor) -> bool:
-        """Whether an update in backward is still to be submitted that reads this gradient of a parameter."""
-        return self.early is not None and item is not None and self.early.awaits(item, gradient)
-
-    def is_first(self, item: Managed | None) -> bool:
-        """Whether ``step()`` will update this parameter before all others."""
-        return self.early is not None and item is not None and self.early.is_first(item)
+        Args:
+            step: what the engine does for it.
+            retain_graph: there may be a second backward through the same graph. Nothing is updated speculatively then:
+                it would need the old weights.
+        """
+        is_last = step.accumulating is False and (self.time.in_backward or not retain_graph)
+        if self.early is None or not is_last:
+            yield
+            return
+        with self.guard.backward, self.early.updating(step):
+            yield
 
     # -- whole steps
-
-    def complete(self, step: EarlyStep) -> None:
-        """Complete a step that has :attr:`started`."""
-        assert self.early is not None
-        self.early.complete(step)
-
-    def validate_speculation(
-        self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites
-    ) -> bool:
-        """Whether a step with these gradients and hyper-parameters may use the speculative updates.
-
-        If not, they are rolled back.
-
-        Raises:
-            RuntimeError: somebody has written to a weight after its speculative update, and read a value that is gone.
-        """
-        return self.early is not None and self.early.validate(gradients, groups, adopt_writes)
 
     def start(self, updates: Sequence[Update]) -> None:
         """Update all units, now or later.

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightstep.optimizer.engine import Engine
 from lightstep.optimizer.group_values import KEPT, copied
-from lightstep.optimizer.state_copies import noticing, plain
-from lightstep.optimizer.state_edits import Reading, Standing
+from lightstep.optimizer.state_edits import Reading, Standing, noticing, plain
 
 __all__ = ["Entries", "StateView"]
 
