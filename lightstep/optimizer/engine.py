@@ -16,7 +16,7 @@ from lightstep.optimizer.eager import eager_backward, no_grad_no_inference
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places
-from lightstep.optimizer.queue import Factors
+from lightstep.optimizer.queue import Early, Factors
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.scaling import Scaling
 from lightstep.optimizer.unit_updater import Gradients, Update
@@ -97,11 +97,11 @@ class Engine(BetweenSteps):
         if final:
             self._check_in_backward_settings()  # settings may have been changed
             self.refuse_unusable("Load a checkpoint before the next backward")
-        edits_weights = self._edits_weights()
+        edits_weights = bool(self.edits) and self._edits_weights()
         if final and edits_weights:
             self._refuse_weight_edits()
         with no_grad_no_inference():
-            if not edits_weights:  # else step() does it, and takes updates back: this backward needs the old weights
+            if self.edits and not edits_weights:  # step() applies those of weights: backward needs the old ones
                 self.settle_edits()
             scaling = self.guard.work("backward()", self._prepare, adopt=final)
         if scaling is None:
@@ -114,7 +114,7 @@ class Engine(BetweenSteps):
 
     @property
     def may_speculate(self) -> bool:
-        return self.is_set_up and not self.clip_layers and not self.broken
+        return self._scaling is not None and not self.clip_layers and self.broken.reason is None
 
     def unclipped_factors(self) -> Factors:
         assert self._scaling is not None
@@ -154,7 +154,7 @@ class Engine(BetweenSteps):
             if self.edits:
                 self.apply_edits()
             gradients, norm, overflow = self._measure()
-            self.updater.reserve_stage_for(gradients)  # if that fails, step() may be called again
+            self.updater.reserve_stage(gradients)  # if that fails, step() may be called again
             self._used = [item.param for item in gradients]
             self._measured = None  # from here on the step owns the gradients
             self.gradients.consume()
@@ -276,8 +276,8 @@ class Engine(BetweenSteps):
         scaling, gradients = self._scaling, None
         if self._host_weights is not None:
             self._host_weights.rest()
-        if self.queue.has_open_speculation:
-            gradients = self._gradients_of_speculation()
+        if self.queue.early is not None and self.queue.early.awaits_step:
+            gradients = self._gradients_of_speculation(self.queue.early)
         if gradients is None:
             scaling, gradients = self._prepare(), self._collect_gradients()
         if not gradients:
@@ -324,17 +324,12 @@ class Engine(BetweenSteps):
                 with host.holding({item.param: gradient}):
                     scaling.add_norms({item: gradient}, self.loss_scale)
 
-    def _gradients_of_speculation(self) -> Gradients | None:
-        """All gradients, if the speculative updates may count."""
+    def _gradients_of_speculation(self, early: Early) -> Gradients | None:
+        """All gradients, if the speculative updates of all parameters that are trained now may count; if not, they are
+        rolled back, or :meth:`_prepare` does so."""
         gradients = self._collect_gradients() if self.managed.covers(self.param_groups) else {}
-        return gradients if self._can_use_speculation(gradients) else None
-
-    def _can_use_speculation(self, gradients: Gradients) -> bool:
-        """Whether the speculative updates of all parameters that are trained now may count; if not, they are rolled
-        back or :meth:`_prepare` does so."""
-        early = self.queue.early
-        assert early is not None
-        return bool(gradients) and early.validate(gradients, self.param_groups, self.managed.adopt_writes)
+        may_count = bool(gradients) and early.validate(gradients, self.param_groups, self.managed.adopt_writes)
+        return gradients if may_count else None
 
     def _check_measured(self, measured: Measured) -> Measured:
         """What :meth:`grad_norm` has measured; parameters may have been edited, cast or moved since."""
@@ -343,8 +338,9 @@ class Engine(BetweenSteps):
                 "gradients arrived between grad_norm() and step(), and are not in the norm: call step() or zero_grad() "
                 "before the next backward"
             )
-        fits = self.queue.has_open_speculation and self.managed.covers(self.param_groups)
-        if fits and self._can_use_speculation(measured.gradients):
+        early, gradients = self.queue.early, measured.gradients
+        fits = early is not None and early.awaits_step and self.managed.covers(self.param_groups) and bool(gradients)
+        if early is not None and fits and early.validate(gradients, self.param_groups, self.managed.adopt_writes):
             return measured
         self._prepare()
         items = ((self.managed.get(item.param), gradient) for item, gradient in measured.gradients.items())

@@ -289,10 +289,12 @@ class ManagedParameters:
         Returns ``False``, and changes nothing, if one of them is in ``used``, or was moved or cast.
         """
         written = self.find_written(items)
+        if not written:
+            return True
         if any(item in used for item in written) or not self.are_unmoved(written):
             return False
         self._record_written(written)
-        for item in self._backend.changed(written) if written else ():
+        for item in self._backend.changed(written):
             self._backend.refresh(item)
         return True
 
@@ -313,7 +315,8 @@ class ManagedParameters:
             self._record_written(touched)
         suspects = list(dict.fromkeys([*_compared(present), *touched]))
         written = self._backend.changed(suspects) if suspects else []
-        self._mark(written)
+        if written:
+            self._mark(written)
         for item in written:
             self._backend.refresh(item)
         return bool(converted)

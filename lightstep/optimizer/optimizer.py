@@ -168,7 +168,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.engine.watch_gradients()
 
     @property
-    def loss_scale(self) -> LossScale:  # type: ignore[override]
+    def loss_scale(self) -> LossScale:
         return self.engine.loss_scale
 
     @loss_scale.setter

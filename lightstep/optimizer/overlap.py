@@ -120,7 +120,7 @@ class SpeculativeUpdates(Early):
         managed, groups = step.managed, step.param_groups
         with no_grad_no_inference():
             written = managed.find_written(managed)
-            if not managed.are_unmoved(written):  # they will get other records
+            if written and not managed.are_unmoved(written):  # they will get other records
                 written = list(managed)
         self._find_written, assumed = managed.find_written, step.unclipped_factors()
         self._update_pause()
@@ -133,9 +133,10 @@ class SpeculativeUpdates(Early):
             yield
             return
         try:
-            checksums = self._reserve_checksums({*local, *shared})
+            self._checksums = self._checksums or Checksums(self._backend.lanes.device)
+            self._checksums.reserve(len({owner for unit in (*local, *shared) for owner in unit.owners}))
             speculation = self._start_speculation(
-                Speculation(local, shared, after_backward, GroupValues(groups), *assumed, checksums)
+                Speculation(local, shared, after_backward, GroupValues(groups), *assumed, self._checksums)
             )
         except BaseException as error:
             self._queue.abort("the backward with speculative updates", error)
@@ -204,12 +205,6 @@ class SpeculativeUpdates(Early):
             )
         return found
 
-    def _reserve_checksums(self, units: Iterable[Unit]) -> Checksums:
-        """Memory for the checksums of all gradients that updates of these units use."""
-        self._checksums = self._checksums or Checksums(self._backend.lanes.device)
-        self._checksums.reserve(len({owner for unit in units for owner in unit.owners}))
-        return self._checksums
-
     def _start_speculation(self, speculation: Speculation) -> Speculation:
         self._updater.reserve_stage()
         self._speculation, speculation.done = speculation, self._backend.lanes.event()
@@ -248,7 +243,8 @@ class SpeculativeUpdates(Early):
         if self._arrivals.count_layer(layer):
             units = self._arrivals.units_of[self._arrivals.batch_of[layer]]
             self._speculate(speculation, [unit for unit in reversed(units) if unit in speculation.local])
-            speculation.let_go([owner for unit in units for owner in unit.owners])
+            if self._backend.host_weights is not None:
+                speculation.let_go([owner for unit in units for owner in unit.owners])
 
     def _speculate_shared(self, speculation: Speculation, flush: bool = False) -> None:
         """Update the next shared units whose layers are complete.

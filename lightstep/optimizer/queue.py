@@ -225,8 +225,9 @@ class Queue:
 
     Callers outside of this room pass the guard first; only what hooks call in backward passes it here.
 
-    A unit's update is a *job*. It is first *scheduled*, then *submitted*: to the compute lane, or run at once on the
-    caller's stream. A job in the lane counts as submitted until the caller has waited for it.
+    A step that is not deferred is run at once (:meth:`UnitUpdater.run`). In others a unit's update is a *job*. It is
+    first *scheduled*, then *submitted*: to the compute lane, or, if updates in backward have no lane, run at once. What
+    is in the lane counts as submitted until the caller has waited for it.
 
     Jobs are submitted some way ahead of the forward and not all at once: see :data:`SUBMIT_IN_STEP`. But replicas that
     send each other weights submit all jobs in ``step()``. Otherwise one replica that reads alone (``if rank == 0:
@@ -279,11 +280,6 @@ class Queue:
     def may_be_ahead(self) -> bool:
         """Whether the current stream may be ahead of updates that another one has waited for."""
         return self._end is not None and self.backend.lanes.caller().stream not in self._streams_behind_end
-
-    @property
-    def has_open_speculation(self) -> bool:
-        """Whether there are speculative updates whose ``step()`` has not been called yet."""
-        return self.early is not None and self.early.awaits_step
 
     # -- backward
 
@@ -498,7 +494,7 @@ class Queue:
 
         Speculative updates for a step that has not been called yet stay as they are.
         """
-        if not self.has_open_speculation:
+        if self.early is None or not self.early.awaits_step:
             self.wait_for_update()
 
     def wait_on_stream(self, items: Iterable[Managed]) -> None:

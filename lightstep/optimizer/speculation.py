@@ -24,6 +24,16 @@ from lightstep.state.store import Store
 
 __all__ = ["Checksums", "LinkShare", "Speculation", "UpdatedJob", "UsedGradients", "Verdict", "evenly_spaced"]
 
+logger = logging.getLogger(__name__)
+
+_COMMIT, _REDO, _DROP = range(3)
+_CHANGED, _OVERRULED = 4, 8  # added to these, for :meth:`Verdict.reason`
+
+_STEP = 0.05
+"""By so much the fraction of units in backward grows at first."""
+_HELD = 16
+"""Backwards before more is tried again, after one that was late: with each share other units are laid out anew."""
+
 
 class Checksums:
     """Memory for checksums of gradients at two moments; kept for all steps.
@@ -211,10 +221,6 @@ class UpdatedJob(Job):
         return
 
 
-_COMMIT, _REDO, _DROP = range(3)
-_CHANGED, _OVERRULED = 4, 8  # added to these, for :meth:`Verdict.reason`
-
-
 class Verdict:
     """``commit`` (factor and gradients are those that were assumed), ``redo`` (they are not) or ``drop`` (overflow)."""
 
@@ -278,14 +284,6 @@ class Verdict:
         if self._event is not None:
             self._event.synchronize()
         return int(self._code)
-
-
-logger = logging.getLogger(__name__)
-
-_STEP = 0.05
-
-_HELD = 16
-"""Backwards before more is tried again, after one that was late: with each share other units are laid out anew."""
 
 
 class LinkShare:
@@ -393,6 +391,8 @@ class LinkShare:
 def evenly_spaced(units: Sequence[Unit], fraction: float) -> list[Unit]:
     """This fraction of the units, evenly spaced. Neighbours whose weights rest on the host together stay together:
     weights and gradients of all of them cross the link for the update of one."""
+    if fraction == 1:
+        return list(units)
     parts = [list(part) for _, part in groupby(units, key=_what_crosses)]
     chosen = (part for n, part in enumerate(parts) if int((n + 1) * fraction + 0.5) > int(n * fraction + 0.5))
     return [unit for part in chosen for unit in part]

@@ -132,33 +132,25 @@ class UnitUpdater:
 
     # -- memory
 
-    def reserve_stage(self) -> None:
-        """Allocate memory in which the gradients of any unit can be copied and scaled.
+    def reserve_stage(self, gradients: Gradients | None = None) -> None:
+        """Allocate the memory in which gradients are copied and scaled; nothing else changes.
+
+        Args:
+            gradients: it is needed for those of these that cannot be scaled in place, unless there is some already.
+                ``None``: for those of any unit.
 
         Raises:
             torch.OutOfMemoryError: there is no room.
         """
         units = self._backend.units()
-        if units:
-            self._reserve_stage(units, units[0].owners[0].local.device)
-
-    def reserve_stage_for(self, gradients: Gradients) -> None:
-        """Allocate the memory in which these gradients are scaled, unless there is some; nothing else changes.
-
-        Raises:
-            torch.OutOfMemoryError: there is no room.
-        """
-        if self.stage.is_reserved:
-            return
-        staged = {item for item, gradient in gradients.items() if not scalable_in_place(gradient)}
-        units = [unit for unit in self._backend.units() if any(owner in staged for owner in unit.owners)]
-        if units:
-            self._reserve_stage(units, next(iter(staged)).local.device)
-
-    def _reserve_stage(self, units: Sequence[Unit], device: torch.device) -> None:
-        largest = max(unit.elements for unit in units)
+        if gradients is not None:
+            if self.stage.is_reserved:
+                return
+            staged = {item for item, gradient in gradients.items() if not scalable_in_place(gradient)}
+            units = [unit for unit in units if any(owner in staged for owner in unit.owners)] if staged else []
+        largest = max((unit.elements for unit in units), default=0)
         if largest:
-            self.stage.reserve(largest, device)
+            self.stage.reserve(largest, units[0].owners[0].local.device)
 
     # -- one step
 
