@@ -396,8 +396,7 @@ class Engine(BetweenSteps):
         self.scaled_backward.unscaled = left
 
     def expect_reduction(self) -> None:
-        if self.unreduced:
-            self.unreduced = bool(self._keeps_unreduced())
+        self.unreduced = bool(self._keeps_unreduced())
 
     def expect_unreduced(self) -> None:
         if self._overflow_everywhere is True and not self.unreduced:

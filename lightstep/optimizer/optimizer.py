@@ -437,7 +437,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.engine.replace_state(parameter, entries)
 
     def expect_reduction(self) -> None:
-        self.engine.expect_reduction()
+        if self.engine.unreduced:
+            self.engine.expect_reduction()
 
     def expect_unreduced(self) -> None:
         self.engine.expect_unreduced()

@@ -216,7 +216,7 @@ class SpeculativeUpdates(Early):
     def _backward_order(self, speculation: Speculation) -> list[Unit]:
         """The order in which a backward with these updates, and the step after it, are expected to submit them."""
         shared = iter(speculation.shared_order)
-        order = (unit for unit in self._arrivals.backward_order() if unit in speculation)
+        order = (unit for unit in self._arrivals.backward_order() if unit in speculation.units)
         return [
             *(next(shared) if unit in speculation.shared else unit for unit in order),
             *speculation.after_backward,
@@ -364,19 +364,15 @@ class SpeculativeUpdates(Early):
         speculation = self._speculation
         if speculation is None:
             return False
+        if self._backend.lanes.device.type == "cpu":  # what others have written is known when the updates are done
+            self._wait_for_updates(speculation)
         if not speculation.values.matches(groups):
             self.roll_back("hyper-parameters were changed")
         elif [item for item in gradients if not item.updated] or not speculation.used.are_in(gradients):
             self.roll_back("gradients were changed")
-        elif self._weights_were_written(speculation) or not adopt_writes(gradients, speculation.used):
+        elif speculation.weights_changed or not adopt_writes(gradients, speculation.used):
             self.roll_back("weights were written to")
         return self._speculation is not None
-
-    def _weights_were_written(self, speculation: Speculation) -> bool:
-        """Whether somebody has written to a weight before its update."""
-        if self._backend.lanes.device.type == "cpu":  # it is known when the updates are done
-            self._wait_for_updates(speculation)
-        return speculation.weights_changed
 
     def start(self, updates: Sequence[Update]) -> bool:
         speculation = self._speculation

@@ -133,6 +133,7 @@ class Speculation:
         checksums: memory for those of gradients.
 
     Attributes:
+        units: those of ``local`` and ``shared``.
         first: the parameters of the units that ``step()`` submits first.
         shared_order: the units of ``shared``, in order.
         shared_queue: those of them that have not been submitted yet.
@@ -157,6 +158,7 @@ class Speculation:
         checksums: Checksums,
     ) -> None:
         self.local, self.shared = frozenset(local), frozenset(shared)
+        self.units = self.local | self.shared
         self.shared_order, self.shared_queue = tuple(shared), deque(shared)
         self.after_backward = after_backward
         self.first = frozenset(owner for unit in after_backward for owner in unit.owners)
@@ -171,9 +173,6 @@ class Speculation:
         self._own_versions: dict[Managed, int] = {}  # versions of weights as our own updates left them
         self._no_overflow: Tensor | None = None
         self._scalings: dict[torch.device, Scaling] = {}
-
-    def __contains__(self, unit: Unit) -> bool:
-        return unit in self.local or unit in self.shared
 
     def run(self, updater: UnitUpdater, unit: Unit, update: Update, versions: Sequence[int]) -> None:
         """Update one unit, in the compute lane.
