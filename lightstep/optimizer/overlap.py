@@ -50,7 +50,7 @@ from lightstep.optimizer.queue import (
     UpdateTime,
     refuse_older_graphs,
 )
-from lightstep.optimizer.speculation import Checksums, LinkShare, Speculation, UpdatedJob, Verdict, evenly_spaced
+from lightstep.optimizer.speculation import Checksums, LinkShare, Speculation, Verdict, evenly_spaced
 from lightstep.optimizer.unit_updater import Gradients, Update
 from lightstep.state.schema import Managed, Unit, versions_of
 
@@ -398,14 +398,14 @@ class SpeculativeUpdates(Early):
         refuse_older_graphs([item for item in update.gradients if item not in speculation.used])
         update.note_versions()
         done = [unit for unit in speculation.submitted if self._backend.is_speculative(unit)]
-        first, speculation.updated = speculation.after_backward, UpdatedJob(done, update)
+        first, speculation.updated = speculation.after_backward, Job(None, [update], done=done)
         self._schedule(speculation.updated, update, first, self._backward_order(speculation))
         in_step = 0 if self._backend.peers_wait else self._queue.jobs_in_step
         self._queue.submit(min(max(1 + len(first), in_step), self._queue.num_jobs - 1))  # not the end
 
-    def _schedule(self, updated: UpdatedJob, update: Update, first: Sequence[Unit], next_order: Sequence[Unit]) -> None:
+    def _schedule(self, updated: Job, update: Update, first: Sequence[Unit], next_order: Sequence[Unit]) -> None:
         """Schedule the updates of all other units, by the true factor, and the end of the step."""
-        known = {*updated.units, *first}
+        known = {*updated.done, *first}
         left = [unit for unit in self._backend.units() if unit not in known]
         self._queue.begin(update.gradients.keys(), update.values, True, [*first, *left])
         jobs = [*(Job(unit, [update]) for unit in first), updated, *(Job(unit, [update]) for unit in left)]
@@ -491,8 +491,8 @@ class SpeculativeUpdates(Early):
             self._queue.abort("the update under way", error)
             raise
 
-    def _commit(self, updated: UpdatedJob) -> None:
-        self._backend.lanes.compute.run(partial(self._updater.commit, updated.units))
+    def _commit(self, updated: Job) -> None:
+        self._backend.lanes.compute.run(partial(self._updater.commit, updated.done))
         if self._backend.peers_wait:
             self._queue.record_again(updated.number)  # commits send weights: who receives others' waits for that
             self._queue.submit(self._queue.jobs_in_step)
@@ -502,7 +502,7 @@ class SpeculativeUpdates(Early):
         lanes = self._backend.lanes
         lanes.caller().wait(lanes.compute.record(speculation.done))
         self._updater.refuse_written(update, update.gradients)
-        updated = UpdatedJob(self._queue.withdraw(), update)
+        updated = Job(None, [update], done=self._queue.withdraw())
         self._roll_back_units(speculation)
         self._queue.values = None
         update.note_own_writes(update.gradients)

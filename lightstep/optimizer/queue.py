@@ -577,11 +577,12 @@ class Queue:
 
 
 class Job:
-    """The update of one unit, or (``unit`` is ``None``) the end of the step.
+    """The update of one unit. Without one it is the end of the step, or stands for units that are ``done``.
 
     Args:
         updates: those of the unit's parameters.
         elsewhere, next_order: see :meth:`UnitUpdater.finish`.
+        done: units that are updated already: whoever waits for the job waits for the work in the lane before it.
 
     Attributes:
         number: its position in the step.
@@ -596,17 +597,19 @@ class Job:
         updates: Sequence[Update],
         elsewhere: Collection[Managed] = (),
         next_order: Sequence[Unit] | None = None,
+        done: Sequence[Unit] | None = None,
     ) -> None:
-        self.number, self.unit, self.updates, self.is_end = -1, unit, updates, unit is None
-        self.owners = [] if unit is None else unit.owners
+        self.number, self.unit, self.updates, self.done = -1, unit, updates, done or ()
+        self.is_end = unit is None and done is None
+        self.owners = [owner for each in self.done for owner in each.owners] if unit is None else unit.owners
         self._elsewhere, self._next_order = elsewhere, next_order
         self.completed: list[Managed] = []
 
     def run(self, updater: UnitUpdater) -> None:
-        if self.unit is None:
-            updater.finish(self._elsewhere, self._next_order)
-        else:
+        if self.unit is not None:
             updater.update(self.unit, self.updates)
+        elif self.is_end:
+            updater.finish(self._elsewhere, self._next_order)
 
 
 def refuse_older_graphs(items: Iterable[Managed]) -> None:

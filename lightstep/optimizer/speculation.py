@@ -22,7 +22,7 @@ from lightstep.state.schema import Managed, Unit, versions_of
 from lightstep.state.staging import MasterSplitter
 from lightstep.state.store import Store
 
-__all__ = ["Checksums", "LinkShare", "Speculation", "UpdatedJob", "UsedGradients", "Verdict", "evenly_spaced"]
+__all__ = ["Checksums", "LinkShare", "Speculation", "UsedGradients", "Verdict", "evenly_spaced"]
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class Speculation:
         self.gradients: Gradients = {}
         self.used = UsedGradients(checksums)
         self.submitted: list[Unit] = []
-        self.updated: UpdatedJob | None = None
+        self.updated: Job | None = None
         self.done: Any = None
         self.weights_changed = self.invalid = False
         self.update: Update | None = None
@@ -206,18 +206,6 @@ class Speculation:
             self._no_overflow = torch.zeros((), dtype=torch.float32, device=device)
         scaling = self.divisor, self.factor, self._no_overflow
         return Update(gradients, *scaling, self.values, keep_gradients=True, scalings=self._scalings)
-
-
-class UpdatedJob(Job):
-    """Stands for units that are updated already: whoever waits for it waits for the work in the lane before it."""
-
-    def __init__(self, units: Sequence[Unit], update: Update) -> None:
-        super().__init__(None, [update])
-        self.units, self.is_end = units, False
-        self.owners = [owner for unit in units for owner in unit.owners]
-
-    def run(self, updater: UnitUpdater) -> None:
-        return
 
 
 class Verdict:
