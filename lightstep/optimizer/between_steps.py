@@ -516,15 +516,12 @@ class BetweenSteps:
         """Complete pending updates, remove the hooks from the parameters, and free all memory."""
         self.guard.check("close()")
         try:
-            self._finish()
+            self.guard.work("close()", self._finish)
         finally:
             self.backend.close()
             self.classes.close()
 
     def _finish(self) -> None:
-        self.guard.work("close()", self._finish_here)
-
-    def _finish_here(self) -> None:
         with no_grad_no_inference():
             try:
                 self.queue.wait_for_update()
@@ -552,7 +549,7 @@ class BetweenSteps:
 
     def _finish_or_warn(self) -> None:
         try:
-            self._finish()
+            self.guard.work("close()", self._finish)
             self.backend.synchronize()  # other streams may still use memory that is freed now
         except Exception as error:
             logger.warning("the last update of a deleted optimizer failed: %s", error_text(error))
