@@ -149,7 +149,13 @@ class BetweenSteps:
             engine = own()
             return engine is not None and engine.accumulating is True
 
-        gradients.on_arrival, gradients.is_awaited, gradients.is_first = measure, is_awaited, is_first
+        def forget(parameters: Sequence[Tensor]) -> None:
+            engine = own()
+            if engine is not None and engine._scaling is not None:
+                engine._scaling.forget_norms(engine.managed.lookup(parameters))
+
+        gradients.on_arrival, gradients.on_drop = measure, forget
+        gradients.is_awaited, gradients.is_first = is_awaited, is_first
         gradients.is_accumulating = is_accumulating
         return gradients
 

@@ -36,6 +36,7 @@ class HostGradients:
 
     Attributes:
         on_arrival: called with the parameters and their gradients so far, which are on the device until it returns.
+        on_drop: called with the parameters whose gradients have been dropped before a step used them.
         is_awaited: called with a parameter and its gradient on the device: whether an update in backward is still to be
             submitted that reads it. It waits for other layers, if a unit has parameters of several.
         is_accumulating: whether another micro-batch follows in this step, as far as anybody has said.
@@ -57,7 +58,9 @@ class HostGradients:
         self.is_first: Callable[[Tensor], bool] = lambda parameter: False
         self._staying: dict[Tensor, Tensor | None] = {}  # what is on the device alone; ``None``: in its field
         self._measured = weights.lanes.event()
+        self.on_drop: Callable[[Sequence[Tensor]], object] = lambda parameters: None
         add_keeper(self)
+        weights.taken.add(self)
 
     def set_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Take the gradients of exactly these parameters."""
@@ -240,6 +243,15 @@ class HostGradients:
         earlier = self._stored[parameter]
         with self.holding({parameter: earlier}):
             yield earlier if parameter.grad is None else self._sum(parameter, earlier)
+
+    def drop(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Drop the gradients of these parameters; returns the parameters that had one."""
+        dropped = [parameter for parameter in parameters if self._stored.pop(parameter, None) is not None]
+        for parameter in dropped:
+            self._staying.pop(parameter, None)
+        if dropped:
+            self.on_drop(dropped)
+        return dropped
 
     def clear(self) -> None:
         """The gradients have been consumed or dropped."""

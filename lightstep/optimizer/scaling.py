@@ -136,6 +136,11 @@ class Scaling:
         """Forget the norms of an earlier step."""
         self._norms.clear()
 
+    def forget_norms(self, items: Iterable[Managed]) -> None:
+        """Forget the norms of gradients that have been dropped."""
+        for item in items:
+            self._norms.pop(item, None)
+
     def add_norms(self, gradients: Gradients, loss_scale: LossScale) -> None:
         """Store the norms of gradients that will be freed before the end of the step."""
         norms = self._tensor_norms(list(gradients.values()), loss_scale)

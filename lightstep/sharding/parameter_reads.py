@@ -172,12 +172,21 @@ class AwaitedParameters(dict[str, "nn.Parameter | None"]):
         if torch.compiler.is_dynamo_compiling():  # first: dynamo guards on everything that is read
             return
         is_stale = self.steps != DeferredUpdates.steps
-        if not (is_stale or self.groups) or _is_zero_grad(sys._getframe(2)):
+        if not (is_stale or self.groups):
+            return
+        if (call := _call_of_zero_grad(sys._getframe(2))) is not None:
+            self._drop_gradients(call.f_locals.get("set_to_none", True))
             return
         if is_stale:
             wait_for((self,))
         for group in self.groups:
             group.settle()
+
+    def _drop_gradients(self, set_to_none: bool) -> None:
+        """``module.zero_grad()`` does not see gradients that have been taken to the host."""
+        own = [parameter for parameter in dict.values(self) if parameter is not None]
+        for weights in dict.fromkeys(group.owner for group in self.groups if group.is_owned):
+            weights.drop_gradients(own, set_to_none)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:  # every forward reads so: without another call
         if not torch.compiler.is_dynamo_compiling() and (self.steps != DeferredUpdates.steps or self.groups):
@@ -213,8 +222,9 @@ class AwaitedParameters(dict[str, "nn.Parameter | None"]):
         return dict, (self.copy(),)
 
 
-def _is_zero_grad(frame: Any) -> bool:
-    """Whether the caller is ``module.zero_grad()``, of any module around the model: it reads ``p.grad`` and not ``p``.
+def _call_of_zero_grad(frame: Any) -> Any:
+    """The frame of ``module.zero_grad()``, of any module around the model, if that is the caller: it reads ``p.grad``
+    and not ``p``.
 
     Plain loops call it right after ``step()``, where waiting would leave nothing to overlap with the next forward. It
     is found among the frames by its code object. If torch changes the call one day, it waits like any other reader.
@@ -222,9 +232,9 @@ def _is_zero_grad(frame: Any) -> bool:
     code = getattr(nn.Module.zero_grad, "__code__", None)
     for _ in range(6):  # items <- named_parameters' lambda <- _named_members <- named_parameters <- parameters <- it
         if frame is None or frame.f_code is code:
-            return frame is not None
+            return frame
         frame = frame.f_back
-    return False
+    return None
 
 
 def await_reads(modules: Iterable[nn.Module], updates: DeferredUpdates) -> list[AwaitedParameters]:

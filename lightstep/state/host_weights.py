@@ -26,7 +26,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,11 @@ class WeightGroup:
             rest.copy_(local)
             self._put(number, rest)
         owner.add(self)
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether the model is still there."""
+        return self._owner() is not None
 
     @property
     def owner(self) -> HostWeights:
@@ -293,7 +298,7 @@ class WeightGroup:
         Raises:
             RuntimeError: the reader is a signal handler or a finalizer, which interrupts what moves them.
         """
-        if self._owner() is None:  # the model is gone, but for some of its modules
+        if not self.is_owned:  # the model is gone, but for some of its modules
             self.weights.settle()
             return
         if self.owner.is_locked_here:
@@ -343,6 +348,13 @@ class WeightHome:
         return (field.as_likes if dtype == self.on_host.dtype else field.on_device)[self.number]
 
 
+class TakenGradients(Protocol):
+    """Gradients that have been taken out of ``p.grad``."""
+
+    def drop(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Drop those of these parameters; returns the parameters that had one."""
+
+
 class HostWeights:
     """All groups of one model.
 
@@ -359,6 +371,7 @@ class HostWeights:
         waits: those of the streams that read weights and make gradients, for the copies from and to the host.
         stalls: those of the stream that computes for these, if they are others.
         staying: gradients that are on the device alone.
+        taken: gradients of these weights, of each optimizer.
         gradient_dtype: that of the gradients that the host has to have room for, as far as it is known; ``None``: the
             parameters'.
     """
@@ -373,6 +386,7 @@ class HostWeights:
         self._present: OrderedDict[Field, None] = OrderedDict()  # the one that will be needed last comes first
         self.staying = StayingFields(device, gradients_gib)
         self.gradient_dtype: torch.dtype | None = None
+        self.taken: weakref.WeakSet[TakenGradients] = weakref.WeakSet()
         self.groups: list[WeightGroup] = []
         self._homes: dict[nn.Parameter, WeightHome] = {}
 
@@ -389,6 +403,12 @@ class HostWeights:
     def home_of(self, parameter: Tensor) -> WeightHome | None:
         """``None`` if the parameter is none of these."""
         return self._homes.get(parameter)  # type: ignore[call-overload]
+
+    def drop_gradients(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
+        """What ``zero_grad`` does to gradients of these parameters that are not in ``p.grad``."""
+        for parameter in [parameter for taken in list(self.taken) for parameter in taken.drop(parameters)]:
+            if not set_to_none and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     # -- how long the model waits
 

@@ -541,6 +541,20 @@ def set_gradients_before(run: Training, folder: Path) -> None:
     run.optimizer.step()
 
 
+def zero_gradients_of_modules(run: Training, folder: Path) -> None:
+    """As in plain loops that drop a micro-batch, or the gradients of some modules; what is set later counts."""
+    run.optimizer.backward(run.loss(4))
+    run.model.zero_grad()
+    run.optimizer.backward(run.loss(5))
+    run.model.blocks[1].zero_grad()
+    run.model.head.zero_grad()
+    run.model.head.weight.grad = torch.full_like(run.model.head.weight, 0.125)
+    run.optimizer.step()
+    run.optimizer.backward(run.loss(4))
+    run.model.blocks[0].zero_grad(set_to_none=False)
+    run.optimizer.step()
+
+
 def measure_the_norm(run: Training, folder: Path) -> None:
     run.optimizer.backward(run.loss(4))
     norm = run.optimizer.grad_norm()
@@ -701,7 +715,7 @@ ACTIONS: list[Callable[[Training, Path], None]] = [
     *(read_weights, evaluate, forward_without_backward, write_in_place, replace_data, write_data_and_say_so),
     *(load_own_weights, read_state, save_and_load, save_meanwhile, release_memory, drop_gradients, plain_backwards),
     *(zero_gradients, set_gradients_before, measure_the_norm, two_forwards, regularise, fail, freeze),
-    *(change_the_rate, average_weights, interrupt_and_save, change_gradients),
+    *(change_the_rate, average_weights, interrupt_and_save, change_gradients, zero_gradients_of_modules),
 ]
 
 
