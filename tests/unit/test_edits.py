@@ -865,3 +865,16 @@ def test_writes_are_found_by_their_versions_too(
         setup.optimizer.close()
     assert found[0].keys() == found[1].keys()
     assert [key for key, value in found[0].items() if not torch.equal(value, found[1][key])] == []
+
+
+@pytest.mark.parametrize("backend", EVERY_TIME)
+def test_a_parameter_starts_anew_with_its_master(backend: str) -> None:
+    """What docs/streaming.md says: the master is part of the state, and can be assigned again."""
+    pair = Pair(*TWO_GROUPS["AdamW"], backend=backend)
+    pair.train(3)
+    parameter, other = pair.model.head.weight, pair.reference_model.head.weight
+    master = pair.optimizer.state[parameter]["master"].clone()
+    del pair.optimizer.state[parameter]
+    pair.optimizer.state[parameter]["master"] = master
+    del pair.reference.optimizer.state[pair.reference.masters[other]]
+    pair.train(3)
