@@ -952,3 +952,20 @@ def test_a_graph_that_needs_weights_from_before_their_update_is_explained(
         act(tested)
     if update == "overlap":
         assert_same(weights(tested), before)
+
+
+def test_a_spare_slab_that_a_snapshot_has_taken_is_none_for_updates_in_backward(verdicts: Counter[str]) -> None:
+    """What could be reserved for them is asked again."""
+    tested, expected = pair()
+    tested.train(3)
+    backend = tested.optimizer._backend
+    wanted = {item: {"exp_avg"} for item in tested.optimizer.engine.managed}
+    snapshot = backend.pin(wanted, lambda parameter: parameter.detach().clone, None)
+    assert snapshot is not None and backend._versions.pinned
+    tested.train(3)
+    snapshot.close()
+    before = verdicts.total()
+    tested.train(3)
+    assert verdicts.total() > before
+    expected.train(9)
+    assert_same(tested.snapshot(), expected.snapshot())
