@@ -64,12 +64,20 @@ class SumsAside:
         self._newest: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # arguments of `add_reduced` in this backward
         self._totals: dict[Tensor, Tensor] = {}  # sums of what `add_reduced` got, while they are not in p.grad
         self._set_totals: dict[Tensor, Tensor] = {}  # those that p.grad was set to
+        self._beside: list[Tensor] = []  # the parameters with both, a total and a p.grad, after the last backward
 
     def set_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Sum the gradients of exactly these parameters."""
         self._parameters = parameters
         own = weakref.ref(self)
         self._hooks.set_parameters(parameters, _weak_hook(own, SumsAside.before), _weak_hook(own, SumsAside._after))
+
+    def forget_dropped(self) -> None:
+        """Between backwards: who has set ``p.grad`` to ``None`` (``model.zero_grad()``) has dropped the total, too."""
+        for parameter in self._beside:
+            if parameter.grad is None and parameter not in self._earlier:
+                self._totals.pop(parameter, None)
+        self._beside = []
 
     def begin(self) -> None:
         """A backward begins.
@@ -78,6 +86,7 @@ class SumsAside:
         fp32 sums are taken out of it and leave zeros behind.
         """
         self._hooks.restore()
+        self.forget_dropped()
         if runs_compiled() and any(p.grad is not None for p in self._parameters):
             raise RuntimeError(
                 "compiled autograd over several processes with precision.reduce 'float32': it would add gradients in "
@@ -192,6 +201,7 @@ class SumsAside:
             self._merge(parameter)
         if parameters is None:
             self._set_grads_to_totals()
+            self._beside = list(self._totals)
 
     def _update_totals(self) -> None:
         """Add what the reduction has passed. DDP leaves no copy if it has seen no gradient on any rank, but an earlier

@@ -168,6 +168,8 @@ class GradientAccumulator:
         sums, self._collected = self._sums, list(parameters)
         if sums is None:
             return _locals(parameters)
+        if isinstance(sums, SumsAside):
+            sums.forget_dropped()
         sums.complete()
         totals = sums.totals()
         for parameter in parameters:

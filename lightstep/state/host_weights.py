@@ -702,7 +702,7 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
 
 def _holders(tensor: Tensor) -> int:
     """How many tensors there are with this one's storage, and itself."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
 

@@ -254,3 +254,25 @@ def test_hooks_of_the_user_see_the_result_of_a_reduction_and_leave_it_in_fp32(ra
         assert {flat.dtype for flat in seen} == {torch.float32}
         assert_same(runs[:2])
     assert len(seen) == 2 + 3
+
+
+@on_ranks(2, "kind", ["ddp", "fsdp2"])
+def test_zero_grad_of_the_model_drops_what_is_kept_beside_a_penalty(rank: int, world_size: int, kind: str) -> None:
+    """The penalty, which is not reduced, is in ``p.grad``, and the reduced gradient beside it."""
+    runs = [Run(rank, world_size, FSDP2 if kind == "fsdp2" else {"kind": kind}, RESIDENT) for _ in range(2)]
+
+    def penalty(run: Run, factor: float) -> Tensor:
+        parameters: Any = run.model.parameters()
+        shards = [shard.to_local() if kind == "fsdp2" else shard for shard in parameters]
+        return torch.stack([shard.float().sum() for shard in shards]).sum() * factor
+
+    for number, run in enumerate(runs):
+        for step in range(3):
+            if number and step:
+                run.optimizer.backward(run.loss(1))
+                run.optimizer.backward(penalty(run, 1.0))
+                run.model.zero_grad()
+            run.optimizer.backward(run.loss())
+            run.optimizer.backward(penalty(run, 0.5))
+            run.step()
+    assert_same(runs)
