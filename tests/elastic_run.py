@@ -164,7 +164,7 @@ def _checksum(strategy: lightstep.Strategy, model: nn.Module, optimizer: Any) ->
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    content: bytes = tensor.view(-1).view(torch.uint8).numpy().tobytes()
+    content: bytes = tensor.cpu().view(-1).view(torch.uint8).numpy().tobytes()
     return content
 
 

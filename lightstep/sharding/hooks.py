@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["NO_BACKWARD", "ModuleHook", "called_modules", "weakly"]
+__all__ = ["NO_BACKWARD", "ModuleHook", "called_modules", "inputs_on", "weakly"]
 
 NO_BACKWARD = -1
 """torch's number of the graph task, where none runs."""
@@ -31,6 +32,15 @@ def called_modules(model: nn.Module) -> list[nn.Module]:
     if "forward" in vars(model) or type(model).forward is not nn.Module.forward:
         return [model]
     return [called for child in model.children() for called in called_modules(child)]
+
+
+def inputs_on(device: torch.device, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """A pre-hook with keywords that moves a forward's inputs to the device, as FSDP2 does with those of its root."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return tree_map_only(Tensor, move, arguments), tree_map_only(Tensor, move, named)
 
 
 class ModuleHook:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from lightstep.distributed import like, local_tensor
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.sharding.fsdp_groups import ParameterGroup, parameter_groups, sharded_modules
-from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, called_modules, weakly
+from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, called_modules, inputs_on, weakly
 from lightstep.sharding.parameter_reads import await_host
 from lightstep.sharding.weight_visits import AHEAD, VisitOrder, refuse_other_tensors
 from lightstep.state.host_weights import HostWeights, WeightGroup, groups_of, require_room
@@ -233,6 +233,8 @@ class ShardVisits:
         for number, module in enumerate(called_modules(model)):
             begin = ShardVisits._begin_part if number else ShardVisits._begin_forward
             module.register_forward_pre_hook(ModuleHook(weakly(self, begin)), prepend=True)
+            # FSDP2 moves the inputs of what is called first. `generate` moves them back, to where weights rest.
+            module.register_forward_pre_hook(ModuleHook(partial(inputs_on, self.weights.device)), with_kwargs=True)
 
     @contextlib.contextmanager
     def initialising(self) -> Iterator[None]:

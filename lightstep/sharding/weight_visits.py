@@ -18,17 +18,17 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import refuse_shared_memory
-from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, called_modules, weakly
+from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, called_modules, inputs_on, weakly
 from lightstep.sharding.parameter_reads import await_host
 from lightstep.sharding.preparation import experts_of, transformer_blocks
 from lightstep.state.host_weights import HostWeights, WeightGroup, require_room
@@ -134,7 +134,7 @@ class WeightVisits:
             module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
             module.register_forward_hook(end, always_call=True)
 
-    def _begin(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _begin(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """A forward of the whole model: its inputs are moved to the device, as FSDP2 moves them."""
         if torch._C._current_graph_task_id() == NO_BACKWARD:
             self._thread = threading.get_ident()
@@ -142,8 +142,7 @@ class WeightVisits:
             self.weights.forget_idle()
             self._forward.start()
             self._is_running = True
-        move = _to(self.weights.device)
-        return tree_map_only(Tensor, move, arguments), tree_map_only(Tensor, move, named)
+        return inputs_on(self.weights.device, module, arguments, named)
 
     def is_foreign(self) -> bool:
         """Whether another thread runs the model: it may be in the middle of an iteration."""
@@ -340,7 +339,3 @@ def _is_called(models: Collection[nn.Module]) -> bool:
     while frame is not None and not (frame.f_code is code and frame.f_locals.get("self") in models):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
-
-
-def _to(device: torch.device) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.to(device, non_blocking=True)

@@ -41,6 +41,9 @@ _PLACES = 64
 
 _PLAIN = (bool, int, float, str, type(None))
 
+_CLOSED: dict[Any, Any] = {}
+"""What a segment that is not open has prepared."""
+
 CPU_VECTOR = 16
 """A part whose size is not a multiple of this ends its segment on the CPU. torch's fused kernels compute the elements
 after the last whole vector with other instructions, which give other bits."""
@@ -95,7 +98,7 @@ class Segment(Run):
             each in fp32.
         group: the live entry of ``optimizer.param_groups``.
         prepared: what the update has made of :meth:`pieces`, by its own keys, without a reference to segments. It is
-            kept as long as the record is at the same place.
+            kept as long as the record is at the same place; nothing while the segment is closed.
         kept_values: the base optimizer's entries that are not in the record, as they were before the update.
         may_write_values: they may be written to, because the update is not rolled back.
         fingerprints: the unit's fingerprints (int32) while the segment is open; those of its parts begin at
@@ -119,7 +122,7 @@ class Segment(Run):
         self._views_with_weights: WeakKeyDictionary[Slot, dict[tuple[int, ...], Views]] = WeakKeyDictionary()
         self._views: Views | None = None
         self._history: History | None = None
-        self.prepared: dict[Any, Any] = {}
+        self.prepared: dict[Any, Any] = _CLOSED
         self.kept_values: dict[str, Any] = {}
         self.may_write_values = True
         self._values: dict[str, Any] | None = None
@@ -411,7 +414,7 @@ class Segment(Run):
         left = self._pending_weight_copies() if self._written else self._write_class(self._views)
         is_modified = self._written or self._master is not None
         self.fingerprinted = self.fingerprinted or not (is_modified and self.has_master and self.has_state)
-        self._state, self._views, self._master = {}, None, None
+        self._state, self._views, self._master, self.prepared = {}, None, None, _CLOSED  # they refer to the slot
         return left
 
     def _write_class(self, views: Views) -> tuple[list[Tensor], list[Tensor]]:

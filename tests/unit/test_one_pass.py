@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from lightstep.optimizer import arithmetic, one_pass, queue
 from lightstep.optimizer.moments import Moments
 from lightstep.precision import adam_batch, adam_kernel
 from lightstep.precision.moments import BFloat16, CodedInBFloat16
-from lightstep.state import segment, staging, store
+from lightstep.state import record, segment, staging, store
 from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair, every_value
 from tests.distributed.models import TinyTransformer
@@ -224,6 +225,24 @@ def test_betas_whose_corrections_never_end_are_left_alone() -> None:
     steps = torch.tensor([1.0, 7.0, 10_000.0])
     assert torch.equal(table[0, steps.long()], 1 - torch.pow(torch.tensor(0.9), steps))
     assert table[:, -1].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.usefixtures("one_pass_on_cpu")
+@every_value(backend=["resident", "stream"])
+def test_nobody_keeps_memory_of_state_that_is_released(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers: list[weakref.ref[torch.UntypedStorage]] = []
+    make = record.Slot.__init__
+
+    def spy(slot: record.Slot, buffer: torch.Tensor) -> None:
+        buffers.append(weakref.ref(buffer.untyped_storage()))
+        make(slot, buffer)
+
+    monkeypatch.setattr(record.Slot, "__init__", spy)
+    pair = Pair(*TWO_GROUPS["AdamW"], backend=backend)
+    pair.train(3)
+    pair.optimizer.release_device_memory()
+    assert buffers
+    assert not any(buffer() is not None for buffer in buffers)
 
 
 @pytest.fixture(name="plans")
