@@ -20,23 +20,7 @@ if not torch.accelerator.is_available():
 
 # By the one process that ranks and examples are forked from. (GPUs cannot be used after a fork: ranks that see some
 # import these themselves.) Only the last list counts: no other module may set one.
-multiprocessing.set_forkserver_preload(
-    [
-        "pytest",
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
-        "transformers.trainer",
-        "transformers.models.llama.modeling_llama",
-        "deepspeed",
-        "lightstep.strategy.base",
-        "lightstep.sharding",
-        "lightstep.checkpoint",
-        "tests.rollout_faults",
-        "tests.snippets",
-        "tests.distributed.models",
-    ]
-)
+multiprocessing.set_forkserver_preload(["tests.preload"])
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +47,14 @@ def inputs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightstep.state.host_activations.HostActivations.SMALLEST", 1)
 
 
+def pytest_configure() -> None:
+    """The collector takes a fifth of the time of imports, and finds nothing there."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """The collector, which some tests call, need not look at a million objects of imported modules each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     collect_seldom()

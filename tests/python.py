@@ -68,8 +68,10 @@ def _ask(requests: IO[str], answers: IO[str], line: str) -> str:
 
 def _next_request(level: int, requests: IO[str], answers: IO[str]) -> dict[str, Any] | None:
     """In a fork, what to do there. In the processes that fork nothing, when nobody asks any more."""
+    gc.disable()
     importlib.import_module(IMPORTS[level])
     gc.freeze()  # an interpreter that ends collects a million objects otherwise
+    gc.enable()
     following: tuple[IO[str], IO[str]] | None = None
     while line := requests.readline():
         request: dict[str, Any] = json.loads(line)
