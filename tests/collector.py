@@ -14,3 +14,10 @@ def collect_seldom() -> None:
     """
     if not torch.accelerator.is_available():
         gc.set_threshold(10_000, 20, 50)
+
+
+def collect_and_skip() -> None:
+    """Collect, and never look at what is left again. On a GPU it is looked at: a cycle may come to hold memory."""
+    gc.collect()
+    if not torch.accelerator.is_available():
+        gc.freeze()

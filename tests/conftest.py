@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.collector import collect_seldom
+from tests.collector import collect_and_skip, collect_seldom
 from tests.small_units import make_units_small
 
 torch.set_num_threads(1)
@@ -26,6 +27,13 @@ multiprocessing.set_forkserver_preload(["tests.preload"])
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collector_starts_afresh() -> Iterator[None]:
+    """What a module leaves is not looked at in the next ones: transformers' Trainer, for one, collects in every run."""
+    yield
+    collect_and_skip()
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.collector import collect_seldom
+from tests.collector import collect_and_skip, collect_seldom
 from tests.patience import PATIENCE
 from tests.ports import free_port
 from tests.small_units import make_units_small
@@ -210,9 +210,9 @@ def _run(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # groups that a cycle keeps, and their threads
         with suppress(ImportError):  # torch keeps what it found out about a mesh for the next one that is equal to it
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
             _clear_sharding_prop_cache()
+        collect_and_skip()  # groups that a cycle keeps, and their threads
     tell(True, result)
