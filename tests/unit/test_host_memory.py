@@ -176,53 +176,45 @@ def test_a_slab_left_open_is_unlocked_at_exit() -> None:
 # -----------------------------------------------------------------------------------------------------
 
 
-def fake_system(
-    root: Path, *, available_kib: int | None, cgroup: str = "", files: dict[str, str] | None = None
-) -> dict[str, Path]:
-    proc, groups = root / "proc", root / "cgroup"
+SYSTEMS: dict[str, tuple[int | None, int | None, str, dict[str, str]]] = {
+    "without any source": (None, None, "", {}),
+    "without cgroups": (1000 * 1024, 1000, "", {}),
+    "version 2, at every level": (
+        350_000, 9999, "0::/a/b\n",
+        {
+            "a/b/memory.max": "max\n", "a/b/memory.current": "5\n", "a/memory.max": "1000000\n",
+            "a/memory.current": "700000\n", "a/memory.stat": "anon 1\ninactive_file 50000\n",
+        },
+    ),
+    "version 1, with the host's path": (
+        50_000, 9999, "9:cpu:/x\n4:memory:/docker/abc\n",
+        {
+            "memory/memory.limit_in_bytes": "500000\n", "memory/memory.usage_in_bytes": "600000\n",
+            "memory/memory.stat": "total_inactive_file 150000\n",
+        },
+    ),
+    "version 1, unlimited": (
+        7 * 1024, 7, "4:memory:/\n",
+        {"memory/memory.limit_in_bytes": "9223372036854771712\n", "memory/memory.usage_in_bytes": "1\n"},
+    ),
+}  # fmt: skip
+"""Bytes that are free, MemAvailable in KiB, the process' cgroups, and their files."""
+
+
+@pytest.mark.parametrize(("free", "available", "cgroup", "files"), SYSTEMS.values(), ids=SYSTEMS)
+def test_free_memory(
+    tmp_path: Path, free: int | None, available: int | None, cgroup: str, files: dict[str, str]
+) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
-    if available_kib is not None:
-        (proc / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {available_kib} kB\n")
+    if available is not None:
+        (proc / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {available} kB\n")
     if cgroup:
         (proc / "self" / "cgroup").write_text(cgroup)
-    for name, text in (files or {}).items():
+    for name, text in files.items():
         (groups / name).parent.mkdir(parents=True, exist_ok=True)
         (groups / name).write_text(text)
-    return {"proc": proc, "cgroup": groups}
-
-
-def test_free_memory_without_any_source_is_unknown(tmp_path: Path) -> None:
-    assert available_bytes(**fake_system(tmp_path, available_kib=None)) is None
-
-
-def test_free_memory_without_cgroups_is_mem_available(tmp_path: Path) -> None:
-    assert available_bytes(**fake_system(tmp_path, available_kib=1000)) == 1000 * 1024
-
-
-def test_cgroup_v2_limits_count_at_every_level(tmp_path: Path) -> None:
-    files = {
-        "a/b/memory.max": "max\n",
-        "a/b/memory.current": "5\n",
-        "a/memory.max": "1000000\n",
-        "a/memory.current": "700000\n",
-        "a/memory.stat": "anon 1\ninactive_file 50000\n",
-    }
-    assert available_bytes(**fake_system(tmp_path, available_kib=9999, cgroup="0::/a/b\n", files=files)) == 350000
-
-
-def test_cgroup_v1_limits_count_also_when_the_path_is_the_hosts(tmp_path: Path) -> None:
-    files = {
-        "memory/memory.limit_in_bytes": "500000\n",
-        "memory/memory.usage_in_bytes": "600000\n",
-        "memory/memory.stat": "total_inactive_file 150000\n",
-    }
-    system = fake_system(tmp_path, available_kib=9999, cgroup="9:cpu:/x\n4:memory:/docker/abc\n", files=files)
-    assert available_bytes(**system) == 50000
-
-
-def test_an_unlimited_cgroup_v1_is_no_limit(tmp_path: Path) -> None:
-    files = {"memory/memory.limit_in_bytes": "9223372036854771712\n", "memory/memory.usage_in_bytes": "1\n"}
-    assert available_bytes(**fake_system(tmp_path, available_kib=7, cgroup="4:memory:/\n", files=files)) == 7 * 1024
+    assert available_bytes(proc=proc, cgroup=groups) == free
 
 
 def test_this_machine_gives_an_answer_or_none() -> None:
