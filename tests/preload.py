@@ -11,6 +11,7 @@ import importlib
 
 MODULES = (
     "pytest",
+    "hypothesis",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
