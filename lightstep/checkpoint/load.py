@@ -266,10 +266,7 @@ def _dry_run(matched: Match) -> None:
         _refuse_different(saved, named, names)
     targets = [replace(target, allocate=None, on_filled=lambda _: None) for target in matched.tensors]
     if optimizer is not None and saved.optimizer is not None:
-        values, saved_names = saved.optimizer["values"], matched.saved_names
-        optimizer.prepare_to_load(
-            name for name, wanted in matched.entries.items() if wanted or values.get(saved_names[name])
-        )
+        _prepare(matched, optimizer, saved.optimizer)
         for name, wanted in matched.entries.items():
             if optimizer.keeps_state(name):
                 targets += [
@@ -279,6 +276,18 @@ def _dry_run(matched: Match) -> None:
     matched.cache = ChunkCache(_cache_bytes())
     read_tensors(saved.data, saved.index, targets, matched.cache)
     matched.cache.close()
+
+
+def _prepare(matched: Match, optimizer: OptimizerContent, saved: Mapping[str, Any]) -> None:
+    """Set the optimizer up for what will be loaded."""
+    entries = {
+        name: {*wanted, *saved["values"].get(matched.saved_names[name], {})} for name, wanted in matched.entries.items()
+    }
+    groups = {number: saved["groups"][origin] for number, origin in enumerate(matched.groups) if origin >= 0}
+    try:
+        optimizer.prepare_to_load({name: names for name, names in entries.items() if names}, groups)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _refuse_different(saved: SavedCheckpoint, named: NamedTensor, names: Sequence[str]) -> None:

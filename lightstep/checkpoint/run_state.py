@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -277,10 +277,29 @@ class OptimizerContent:
         else:
             self.optimizer.state.pop(parameter, None)
 
-    def prepare_to_load(self, names: Iterable[str]) -> None:
-        """Have the optimizer manage these parameters, frozen ones included: their state will be loaded."""
-        if hasattr(self.optimizer, "managed"):
-            self.optimizer.managed(also=[self.parameters[name] for name in names])
+    def prepare_to_load(
+        self, entries: Mapping[str, Collection[str]], hyperparameters: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """Have the optimizer manage these parameters, frozen ones included: their state will be loaded.
+
+        Args:
+            entries: the names of their entries.
+            hyperparameters: what will be loaded into groups, by their numbers.
+
+        Raises:
+            ValueError: a parameter cannot have these entries. Nothing has been loaded.
+        """
+        if not hasattr(self.optimizer, "prepare_to_load"):
+            return
+        settings = [
+            {
+                key: value
+                for key, value in hyperparameters.get(number, {}).items()
+                if key not in _RUNTIME_OPTIONS and not isinstance(live.get(key), Tensor)
+            }
+            for number, live in enumerate(self.optimizer.param_groups)
+        ]
+        self.optimizer.prepare_to_load({self.parameters[name]: names for name, names in entries.items()}, settings)
 
     def set_hyperparameters(self, group: int, saved: Mapping[str, Any]) -> None:
         """Load a group's hyper-parameters. A tensor learning rate is written in place."""

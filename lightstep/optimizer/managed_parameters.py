@@ -428,8 +428,12 @@ class ManagedParameters:
             settings: what will be loaded into the parameter's group; which entries there are depends on it.
         """
         self._check_shapes(item, entries)
-        self._check_complete(item, entries, settings or {})
-        self._moments.refuse_late(item, entries, self._classes, settings or {})
+        self.check_names(item, entries, settings or {})
+
+    def check_names(self, item: Managed, entries: Collection[str], settings: Mapping[str, Any]) -> None:
+        """:meth:`check_state` as far as it depends on the names of the entries alone."""
+        self._check_complete(item, entries, settings)
+        self._moments.refuse_late(item, entries, self._classes, settings)
 
     def _check_shapes(self, item: Managed, entries: Mapping[str, Any], remedy: str = "") -> None:
         for key, entry in entries.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from lightstep.optimizer.param_groups import Place, plain_numbers
 from lightstep.optimizer.queue import AT_STEP, UpdateTime
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.rounded_weights import MasterWeights
-from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
+from lightstep.optimizer.serialization import load_torch_state_dict, prepare_to_load, snapshot
 from lightstep.optimizer.state_view import StateView
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.split import Splitter
@@ -378,6 +378,18 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """
         self.engine.guard.work("setting up the optimizer", self.engine.set_up, also)
         return list(self.engine.managed)
+
+    def prepare_to_load(self, entries: Mapping[Tensor, Collection[str]], settings: Sequence[Mapping[str, Any]]) -> None:
+        """Set the optimizer up, if necessary, for state that will be loaded.
+
+        Args:
+            entries: the names of its entries, by parameter; frozen ones of the groups may be among them.
+            settings: the hyper-parameters that will be loaded into each group: which entries there are depends on them.
+
+        Raises:
+            ValueError: a parameter cannot have these entries under these settings. Nothing has been loaded.
+        """
+        prepare_to_load(self.engine, entries, settings)
 
     def parameter_state(self, parameter: Tensor) -> dict[str, Any]:
         """Copies of ``state[parameter]``; DTensors for a DTensor; ``{}`` without state.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -130,6 +130,18 @@ def _check_states(
         engine.managed.check_state(item, states.get(item.param, {}), loaded[id(item.group)])
 
 
+def prepare_to_load(
+    engine: Engine, entries: Mapping[Tensor, Collection[str]], settings: Sequence[Mapping[str, Any]]
+) -> None:
+    """See :meth:`MixedPrecisionOptimizer.prepare_to_load`."""
+    loaded = {id(live): own for live, own in zip(engine.param_groups, settings, strict=True)}
+    with nullcontext() if engine.is_set_up else _previewing(engine, settings):
+        items = _items(engine, entries)
+    for item in items:
+        if item.param in entries:
+            engine.managed.check_names(item, entries[item.param], loaded[id(item.group)])
+
+
 @contextmanager
 def _previewing(engine: Engine, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """In the body the groups have these settings: which entries a parameter has, depends on them (amsgrad)."""
@@ -153,7 +165,7 @@ def _load_states(engine: Engine, states: Mapping[Tensor, Mapping[str, Any]]) -> 
         engine.replace_state(item.param, states.get(item.param, {}))
 
 
-def _items(engine: Engine, states: Mapping[Tensor, Mapping[str, Any]]) -> Sequence[Managed]:
+def _items(engine: Engine, states: Mapping[Tensor, Collection[str]]) -> Sequence[Managed]:
     """All managed parameters, and frozen ones that get state."""
     frozen = [parameter for parameter, entries in states.items() if entries and not parameter.requires_grad]
     engine.guard.work("setting up the optimizer", engine.set_up, frozen)

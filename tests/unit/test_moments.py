@@ -8,6 +8,7 @@ import itertools
 import logging
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 import lightstep
+from lightstep.checkpoint.errors import CheckpointError
 from lightstep.distributed import Window
 from lightstep.optimizer.moments import Moments
 from lightstep.plan.cost import cost
@@ -566,8 +568,10 @@ class OwnNames(torch.optim.SGD):
     ("optimizer_class", "given"),
     [(torch.optim.AdamW, {"amsgrad": True}), (torch.optim.RMSprop, {"centered": True, "momentum": 0.9})],
 )
-@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
-def test_moments_that_loaded_settings_bring(optimizer_class: Any, given: dict[str, Any], moments: str) -> None:
+@pytest.mark.parametrize(("moments", "checkpoint"), [("bfloat16", False), ("int8", True)])
+def test_moments_that_loaded_settings_bring(
+    optimizer_class: Any, given: dict[str, Any], moments: str, checkpoint: bool, tmp_path: Path
+) -> None:
     """They are kept in fewer bits as if the optimizer had been made with these settings, or refused."""
     strategy = lightstep.Strategy.load(
         {"precision": {"parameters": "bfloat16"}, "optimizer_state": {"moments": moments, "backend": "bulk"}}
@@ -584,14 +588,23 @@ def test_moments_that_loaded_settings_bring(optimizer_class: Any, given: dict[st
             optimizer.backward(model(torch.randn(4, 32, generator=generator).bfloat16()).float().square().sum())
             optimizer.step()
 
+    def load_expected(model: nn.Module, optimizer: Any) -> None:
+        if checkpoint:
+            strategy.load_checkpoint(tmp_path, model, optimizer)
+        else:
+            optimizer.load_state_dict(expected[1].state_dict())
+            model.load_state_dict(expected[0].state_dict())
+
     expected, resumed, late = make(**given), make(), make()
     train(*expected, range(2))
-    resumed[0].load_state_dict(expected[0].state_dict())
-    resumed[1].load_state_dict(expected[1].state_dict())
+    strategy.save_checkpoint(tmp_path, *expected)
+    load_expected(*resumed)
     train(*late, range(1))
     before = copy.deepcopy(late[1].state_dict())
-    with pytest.raises(ValueError, match=f"moments: {moments} cannot keep it in fewer bits any more"):
-        late[1].load_state_dict(expected[1].state_dict())
+    with pytest.raises(
+        (ValueError, CheckpointError), match=f"moments: {moments} cannot keep it in fewer bits any more"
+    ):
+        load_expected(*late)
     assert str(late[1].state_dict()) == str(before)
     train(*expected, range(2, 8))
     train(*resumed, range(2, 8))
