@@ -370,13 +370,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """Whether a class of its groups is not element-wise: state may have another shape than its parameter."""
         return self.engine.classes.whole_tensors
 
-    def managed(self, also: Collection[Tensor] = ()) -> list[Managed]:
-        """The records of the trainable parameters, in group order; sets the optimizer up if necessary.
-
-        Args:
-            also: frozen parameters of the groups that are about to get state.
-        """
-        self.engine.guard.work("setting up the optimizer", self.engine.set_up, also)
+    def managed(self) -> list[Managed]:
+        """The records of the trainable parameters, in group order; sets the optimizer up if necessary."""
+        self.engine.guard.work("setting up the optimizer", self.engine.set_up)
         return list(self.engine.managed)
 
     def prepare_to_load(self, entries: Mapping[Tensor, Collection[str]], settings: Sequence[Mapping[str, Any]]) -> None:
