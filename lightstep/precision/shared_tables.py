@@ -22,9 +22,9 @@ class SharedTable:
 
     def read(self) -> Tensor:
         """The tensor, for work on the current stream."""
-        if self._event is not None:
-            if self._event.query():
-                self._event = None  # complete: nobody has to wait any more
-            else:
-                torch.accelerator.current_stream(self._tensor.device).wait_event(self._event)
+        event = self._event  # another thread may find that it is complete
+        if event is not None and not event.query():
+            torch.accelerator.current_stream(self._tensor.device).wait_event(event)
+        elif event is not None:
+            self._event = None  # nobody has to wait any more
         return self._tensor
