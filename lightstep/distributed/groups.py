@@ -7,7 +7,7 @@ import datetime
 import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 _GLOO_FREES_TENSORS_S = 0.1
 
 
-def initialized() -> bool:
-    """Whether a default process group exists."""
-    return dist.is_available() and dist.is_initialized()
+initialized: Callable[[], bool] = dist.is_initialized if dist.is_available() else bool
+"""Whether a default process group exists."""
 
 
 def rank() -> int:

@@ -152,6 +152,10 @@ class BaseArithmetic:
             return self._default_fused[device]
         return bool(group.get("fused"))
 
+    def is_fused_adam(self, group: Mapping[str, Any], device: torch.device) -> bool:
+        """Whether it is torch's own AdamW or Adam, and runs fused."""
+        return self.optimizer_class in ADAMS and self.is_fused(group, device)
+
     def has_one_pass_kernel(self, device: torch.device) -> bool:
         """Whether a kernel replaces this class's step together with scaling, joining and splitting."""
         return self.optimizer_class in ADAMS and self._default_fused[device] and fused_kernel_on(device) is not None

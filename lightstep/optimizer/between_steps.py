@@ -195,7 +195,7 @@ class BetweenSteps:
             if self.managed.set_up(self.param_groups, also):
                 self.on_parameters_changed()
             for parameter, entries in left.items():  # as torch keeps it: the parameter may come back
-                if self.edits.get(parameter) is None:
+                if parameter not in self.edits.unapplied:
                     self.edits.replace(parameter, entries)
 
     def on_parameters_changed(self) -> None:
@@ -402,7 +402,7 @@ class BetweenSteps:
         Raises:
             ValueError: some of it cannot be a parameter's state. Nothing has been changed, and the edits are kept.
         """
-        if not self.edits:
+        if not self.edits.unapplied:
             return
         listed, edits = self._listed_edits(), self.edits.take()
         try:
@@ -419,7 +419,7 @@ class BetweenSteps:
         """:meth:`apply_edits` from outside of a step."""
         if self.queue.started:
             self._refuse_late_edits()
-        if self.edits:
+        if self.edits.unapplied:
             self.guard.work("changing state", self.apply_edits)
 
     def _apply_edits(self, edits: dict[Tensor, Edit]) -> None:
@@ -437,8 +437,9 @@ class BetweenSteps:
 
     def _listed_edits(self) -> dict[Tensor, Edit]:
         """Those of parameters that are in a group: state of others waits until they are in one."""
-        listed = [p for group in self.param_groups for p in group["params"]] if self.edits else ()
-        return {parameter: edit for parameter in listed if (edit := self.edits.get(parameter)) is not None}
+        edits = self.edits.unapplied
+        listed = [p for group in self.param_groups for p in group["params"]] if edits else ()
+        return {parameter: edits[parameter] for parameter in listed if parameter in edits}
 
     def _edits_weights(self) -> bool:
         """Whether the next edits write to parameters, which are their own masters."""

@@ -16,13 +16,12 @@ from torch import Tensor
 from lightstep.distributed import MatrixExchange, Rows
 from lightstep.error_text import value_text
 from lightstep.optimizer.arithmetic import BaseArithmetic
-from lightstep.optimizer.group_values import GroupValues
+from lightstep.optimizer.group_values import CLASS, GroupValues
 from lightstep.state.schema import Managed
 from lightstep.state.segment import Segment
 
 __all__ = ["GroupClasses", "class_name", "constructor_arguments", "kept_by_class"]
 
-CLASS = "optimizer_class"
 _SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 _NO_SETTINGS = frozenset({"params", "param_names", "name", CLASS}) | _SCHEDULERS
 Group = Mapping[str, Any]
@@ -39,6 +38,7 @@ class GroupClasses:
         own: the arithmetic of the optimizer's own class.
         own_is_used: a new group may name no class, and has the optimizer's own then.
         in_backward: updates run in backward, where ranks cannot update a parameter together.
+        version: another number after each :meth:`prepare`.
         may_write_groups: some class may write to its groups in a step, or count steps elsewhere: torch's own do not.
         exchanges: between ranks that do so, by process group; they exist from the set-up on.
 
@@ -48,7 +48,7 @@ class GroupClasses:
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
         self.own, self.own_is_used = BaseArithmetic(optimizer_class, hyperparameters), True
-        self.in_backward = False
+        self.in_backward, self.version = False, 0
         self.exchanges: dict[Any, MatrixExchange] = {}
         self._named: dict[str, BaseArithmetic] = {class_name(optimizer_class): self.own}
         self.may_write_groups = not self.own.is_torchs_own
@@ -160,6 +160,7 @@ class GroupClasses:
     def prepare(self, items: Sequence[Managed], groups: Sequence[Group]) -> None:
         """Find out how the classes run on the parameters' devices, and set each parameter's schema."""
         schemas = {}
+        self.version += 1
         for arithmetic, own in self.by_class(groups).items():
             updated = [item for item in items if self.arithmetic_for(item.group) is arithmetic]
             for device in {item.local.device for item in items}:  # each class is prepared for all devices
@@ -183,11 +184,16 @@ class GroupClasses:
         """See :meth:`BaseArithmetic.problem_without`."""
         return self.arithmetic_for(item.group).problem_without(missing, item.param, item.local.device, settings)
 
-    # -- one step
+    # -- one step; until the next `prepare`, the answers depend on :attr:`GroupValues.kinds` alone
 
     def skips_on_device(self, device: torch.device, groups: Sequence[Group]) -> bool:
         """Whether all classes can skip a step on the device, without the host."""
         return all(self.arithmetic_for(group).skips_on_device(device, group) for group in groups)
+
+    def fused_adam(self, group: Group, device: torch.device) -> type[torch.optim.Optimizer] | None:
+        """The group's class if it is torch's own AdamW or Adam, fused on the device."""
+        arithmetic = self.arithmetic_for(group)
+        return arithmetic.optimizer_class if arithmetic.is_fused_adam(group, device) else None
 
     def apply(
         self, segments: Sequence[Segment], gradients: Sequence[Tensor], overflow: Tensor, values: GroupValues

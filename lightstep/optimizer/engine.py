@@ -44,6 +44,8 @@ class Engine(BetweenSteps):
         super()._build(backend, reduce_float32, places)
         self._measured: Measured | None = None
         self._used: list[Tensor] = []  # the parameters that had a gradient in the last step
+        self._skips_on_device = False
+        self._known_to_skip: Any = None  # what that depends on
 
     # -- backward
 
@@ -55,7 +57,8 @@ class Engine(BetweenSteps):
             )
         self.guard.check("backward()")
         self.guard.trainer = threading.get_ident()
-        self.wait_for_update()  # it may still read gradients from memory that the next ones will be written to
+        if self.may_be_pending:  # updates may still read gradients from memory that the next ones will be written to
+            self.wait_for_update()
         self.watch_gradients()  # parameters may have been cast, frozen or unfrozen
         if self._host_weights is not None:
             self._host_weights.rest()
@@ -67,9 +70,11 @@ class Engine(BetweenSteps):
         if self.scaled_backward.unscaled:
             self._allow_dropped_gradients()
         scaled: AbstractContextManager[None] = nullcontext()
+        updating: AbstractContextManager[None] = nullcontext()
         if not self.loss_scale.is_identity:
             loss, scaled = loss.float() * self.loss_scale.tensor(loss.device), self.scaled_backward.running()
-        updating = self.queue.updating(self, retain_graph)
+        if self.queue.early is not None:
+            updating = self.queue.updating(self, self.queue.early, retain_graph)
         try:
             with self.gradients.backward(), scaled, updating, eager_backward():
                 loss.backward(retain_graph=retain_graph)
@@ -97,11 +102,11 @@ class Engine(BetweenSteps):
         if final:
             self._check_in_backward_settings()  # settings may have been changed
             self.refuse_unusable("Load a checkpoint before the next backward")
-        edits_weights = bool(self.edits) and self._edits_weights()
+        edits_weights = bool(self.edits.unapplied) and self._edits_weights()
         if final and edits_weights:
             self._refuse_weight_edits()
         with no_grad_no_inference():
-            if self.edits and not edits_weights:  # step() applies those of weights: backward needs the old ones
+            if self.edits.unapplied and not edits_weights:  # step() edits weights: backward needs the old ones
                 self.settle_edits()
             scaling = self.guard.work("backward()", self._prepare, adopt=final)
         if scaling is None:
@@ -109,7 +114,8 @@ class Engine(BetweenSteps):
         if final:
             scaling.reset_norms()
             self._used = []
-        self.edits.outdate()
+        if self.edits.readings:
+            self.edits.outdate()
         return scaling.layers
 
     @property
@@ -151,15 +157,16 @@ class Engine(BetweenSteps):
         with no_grad_no_inference():
             if self.queue.started:
                 return self._complete(loss)
-            if self.edits:
+            if self.edits.unapplied:
                 self.apply_edits()
             gradients, norm, overflow = self._measure()
-            self.updater.reserve_stage(gradients)  # if that fails, step() may be called again
+            if not self.updater.stage.is_reserved:
+                self.updater.reserve_stage(gradients)  # if that fails, step() may be called again
             self._used = [item.param for item in gradients]
             self._measured = None  # from here on the step owns the gradients
             self.gradients.consume()
             self.scaled_backward.unscaled = False
-            scale = self.loss_scale.tensor(norm.device).clone()
+            scale = None if self.loss_scale.is_identity else self.loss_scale.tensor(norm.device).clone()
             result = StepResult(norm, overflow, scale, loss, self.queue.redone, self.queue.rolled_back)
             if init_state and not any(item.updated for item in self.managed):
                 self._init_state(gradients, overflow)
@@ -168,7 +175,7 @@ class Engine(BetweenSteps):
                 values = GroupValues(self.param_groups)
                 scaled = self._scaling.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
                 self._start([Update(own, divisor, factor, overflow, values) for own, divisor, factor in scaled])
-            if not self.loss_scale.is_identity:
+            if scale is not None:
                 self.loss_scale.update(overflow)
             if self._host_weights is not None:
                 self._end_step(self._host_weights)
@@ -183,7 +190,8 @@ class Engine(BetweenSteps):
         weights.fit_staying()
 
     def _start(self, updates: list[Update]) -> None:
-        self.edits.outdate()
+        if self.edits.readings:
+            self.edits.outdate()
         if self._skips(updates):
             self.queue.skip()
         else:
@@ -196,9 +204,11 @@ class Engine(BetweenSteps):
 
         That is so for classes without ``found_inf``, and before there is state.
         """
-        devices = {item.local.device for update in updates for item in update.gradients}
-        on_device = all(self.classes.skips_on_device(device, self.param_groups) for device in devices)
-        on_host = not on_device or any(update.without_state for update in updates)
+        known = updates[0].values.kinds, self.classes.version
+        if known != self._known_to_skip:
+            devices, self._known_to_skip = self.managed.devices, known
+            self._skips_on_device = all(self.classes.skips_on_device(one, self.param_groups) for one in devices)
+        on_host = not self._skips_on_device or any(update.without_state for update in updates)
         return on_host and self.queue.overflows(updates)
 
     def _run_closure(self, closure: Callable[[], Any]) -> Any:
@@ -226,7 +236,8 @@ class Engine(BetweenSteps):
         self.scaled_backward.unscaled = False
         if self._host_weights is not None:
             self._end_step(self._host_weights)
-        return StepResult(norm, overflow, self.loss_scale.tensor(norm.device).clone(), loss)
+        scale = None if self.loss_scale.is_identity else self.loss_scale.tensor(norm.device).clone()
+        return StepResult(norm, overflow, scale, loss)
 
     def _refuse_late_parameters(self) -> None:
         """Refuse gradients of parameters that were frozen, or in no group, in the last backward."""
@@ -243,7 +254,8 @@ class Engine(BetweenSteps):
     def _init_state(self, gradients: Gradients, overflow: Tensor) -> None:
         """Make state for a checkpoint to fill; without one, the first update starts from scratch."""
         initialised = list(gradients)
-        self.edits.outdate()
+        if self.edits.readings:
+            self.edits.outdate()
         update = Update(gradients, None, None, overflow, GroupValues(self.param_groups))
         update.drop_gradients(update.elsewhere)
         self.updater.run([update])
@@ -310,7 +322,7 @@ class Engine(BetweenSteps):
         return self._scaling
 
     def _collect_gradients(self) -> Gradients:
-        items = list(self.managed)
+        items = list(self.managed.by_parameter.values())
         found = zip(items, self.gradients.collect([item.param for item in items]), strict=True)
         present = {item: gradient for item, gradient in found if gradient is not None}
         if self.host_gradients is not None:  # most are empty, and none is shared

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["KEPT", "GroupValues", "copied", "equal_settings", "same_value", "settings_of"]
+__all__ = ["CLASS", "KEPT", "GroupValues", "copied", "equal_settings", "same_value", "settings_of"]
 
+CLASS = "optimizer_class"
+"""An entry of a group: the name of its class, if that is not the optimizer's own."""
 KEPT = "kept_by_class"
 """An entry of a group: what classes keep outside groups and parameters, by class (:meth:`GroupValues.kept`)."""
 
@@ -21,18 +23,23 @@ class GroupValues:
 
     All units of a step see the values of its beginning. So a class that counts in its groups (schedule-free methods
     do), in attributes of its own, or in ``self.state["k"]`` (MADGRAD does), counts steps and not units.
+
+    Attributes:
+        initial: each group's settings at the beginning, by the group's ``id``; only to be read.
+        kinds: what decides how each group's class runs, likewise: its name, ``fused`` and ``foreach``.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self._groups = list(groups)
-        self._initial = {id(group): settings_of(group) for group in groups}
+        self.initial = {id(group): settings_of(group) for group in groups}
+        self.kinds = {id(group): (group.get(CLASS), group.get("fused"), group.get("foreach")) for group in groups}
         self._written: dict[int, dict[str, Any]] = {}
         self._updated: set[int] = set()
 
     def changed(self, groups: Sequence[dict[str, Any]]) -> list[str]:
         """The names of settings that somebody has changed since. A tensor on an accelerator counts as unchanged: the
         host does not wait for it."""
-        known = [(group, self._initial[id(group)]) for group in groups if id(group) in self._initial]
+        known = [(group, self.initial[id(group)]) for group in groups if id(group) in self.initial]
         return sorted(
             {
                 key
@@ -45,7 +52,7 @@ class GroupValues:
 
     def copy_mutable(self) -> None:
         """Copy the groups' tensors (a learning rate) and lists (betas): later writes to them do not reach this step."""
-        for settings in self._initial.values():
+        for settings in self.initial.values():
             settings.update({key: copied(value) for key, value in settings.items()})
 
     def settings(self, group: dict[str, Any], tensors: bool = False) -> dict[str, Any]:
@@ -55,19 +62,19 @@ class GroupValues:
             tensors: copy tensors, too. torch's own classes only read them.
         """
         mutable = (list, dict, Tensor) if tensors else (list, dict)
-        settings = {key: copied(v) if type(v) in mutable else v for key, v in self._initial[id(group)].items()}
+        settings = {key: copied(v) if type(v) in mutable else v for key, v in self.initial[id(group)].items()}
         settings.pop(KEPT, None)
         return settings
 
     def kept(self, name: str) -> dict[str, Any]:
         """A copy of what a class keeps: the entries of its ``state`` under keys that are no parameters, and the
         attributes that its steps have changed. They are saved with a group."""
-        return copied(self._initial[id(self._keeper(name))].get(KEPT, {}).get(name, {}))
+        return copied(self.initial[id(self._keeper(name))].get(KEPT, {}).get(name, {}))
 
     def record_kept(self, name: str, kept: Mapping[str, Any]) -> None:
         """Record what the class keeps after an update."""
         keeper = id(self._keeper(name))
-        before = self._written.setdefault(keeper, {}).get(KEPT, self._initial[keeper].get(KEPT, {}))
+        before = self._written.setdefault(keeper, {}).get(KEPT, self.initial[keeper].get(KEPT, {}))
         self._written[keeper][KEPT] = {**before, name: kept}
 
     def _keeper(self, name: str) -> dict[str, Any]:
@@ -82,7 +89,7 @@ class GroupValues:
             seen: the dictionary that the optimizer had.
         """
         self._updated.add(id(group))
-        initial = self._initial[id(group)]
+        initial = self.initial[id(group)]
         changed = {
             key: value
             for key, value in seen.items()
@@ -99,7 +106,7 @@ class GroupValues:
     def matches(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a step that begins now would see the same values."""
         now = [settings_of(group) for group in groups]
-        then = [self._initial.get(id(group), {}) for group in groups]
+        then = [self.initial.get(id(group), {}) for group in groups]
         return len(groups) == len(self._groups) and all(
             a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
             for a, b in zip(now, then, strict=True)
@@ -120,7 +127,7 @@ def _is_as_given(value: Any, given: Any, initial: Any) -> bool:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names", "optimizer_class")}
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", CLASS)}
 
 
 def equal_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,48 +37,27 @@ InitialMasters = Callable[..., Tensor | None]
 """Called with a parameter; returns its fp32 values if they are known, and with ``keep=True`` keeps them."""
 
 
-class ModelWatch:
-    """Detects writes to parameters by their version counters and addresses, at no cost.
+class Look(NamedTuple):
+    """How parameters are now, compared with the last :meth:`ManagedParameters.record`.
 
-    Every in-place operation increments a tensor's version counter, and another storage has another address. A write
-    through ``p.data`` does not increment it. On the CPU all parameters are therefore compared with their masters, which
-    costs little compared to the step. On an accelerator call ``optimizer.refresh_master_weights()`` after such writes.
+    Attributes:
+        converted: they have another shape, dtype or device, or their elements in another order (``weight.t_()``).
+        touched: those with another version or address, and their local tensors.
+        compared: those whose weights are compared with their masters in every step.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[Managed, tuple[int, int]] = {}  # version and address
-
-    def record(self, parameters: Iterable[tuple[Managed, int, int]]) -> None:
-        """Remember the present version and address of each parameter."""
-        for key, version, address in parameters:
-            self._seen[key] = version, address
-
-    def touched(self, parameters: Iterable[tuple[Managed, Tensor, int]]) -> list[tuple[Managed, Tensor]]:
-        """Those that do not have the version and address of the last :meth:`record`.
-
-        Args:
-            parameters: keys, local tensors, and versions.
-        """
-        seen, listed = self._seen, list(parameters)
-        addresses = map(Tensor.data_ptr, [local for _, local, _ in listed])
-        return [
-            (key, local)
-            for (key, local, version), address in zip(listed, addresses, strict=True)
-            if key not in seen or seen[key] != (version, address)
-        ]
-
-    def moved(self, key: Managed, local: Tensor) -> bool:
-        """Whether the parameter has another address than at the last :meth:`record`, or none, since it is empty."""
-        seen = self._seen.get(key)
-        return seen is None or seen[1] != local.data_ptr() or not local.numel()
-
-    def forget(self, key: Managed) -> None:
-        """Forget the parameter: it counts as written to, whatever its version."""
-        self._seen.pop(key, None)
+    converted: list[Managed]
+    touched: dict[Managed, Tensor]
+    compared: list[Managed]
 
 
 class ManagedParameters:
     """The parameters of an optimizer's groups that are trained, or have been; set up as late as possible.
+
+    What others write to weights is found by version counters and addresses, at no cost: every in-place operation
+    increments a tensor's version counter, and another storage has another address. A write through ``p.data`` does not
+    increment it. On the CPU all weights are therefore compared with their masters, which costs little compared to the
+    step. On an accelerator call ``optimizer.refresh_master_weights()`` after such writes.
 
     Args:
         classes: the optimizer classes of the groups.
@@ -91,6 +70,7 @@ class ManagedParameters:
         rounding_seed: of the noise for stochastic rounding.
 
     Attributes:
+        by_parameter: the records, in the order of the model.
         changed: is told what others have written, if somebody asked for what changes.
         provisional: the parameters with state for a checkpoint to fill.
     """
@@ -114,27 +94,27 @@ class ManagedParameters:
         self._places = places
         self._initial_masters = initial_masters
         self._loaded_masters: dict[Tensor, Tensor] = {}  # loaded before the set-up, without other state
-        self._watch = ModelWatch()
+        self._seen: dict[Managed, tuple[int, int]] = {}  # version and address
         self.changed: ChangedWeights | None = None
         self._has_lost_masters = False
         self.provisional: list[Managed] = []
-        self._items: dict[Tensor, Managed] = {}
+        self.by_parameter: dict[Tensor, Managed] = {}
         self._covered: list[Any] = []  # at the last set-up: each group, followed by its trained parameters
         self._copies: weakref.ref[HostCopyPool] | None = None  # of the last save; the model owns them
 
     def __iter__(self) -> Iterator[Managed]:
-        return iter(self._items.values())
+        return iter(self.by_parameter.values())
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.by_parameter)
 
     def get(self, parameter: object) -> Managed | None:
         """The record of one parameter; ``None`` if it is not managed (yet)."""
-        return self._items.get(parameter)  # type: ignore[call-overload]
+        return self.by_parameter.get(parameter)  # type: ignore[call-overload]
 
     def lookup(self, parameters: Iterable[Tensor]) -> list[Managed]:
         """The records of those parameters that are managed."""
-        return [item for item in map(self._items.get, parameters) if item is not None]
+        return [item for item in map(self.by_parameter.get, parameters) if item is not None]
 
     @property
     def devices(self) -> set[torch.device]:
@@ -153,7 +133,7 @@ class ManagedParameters:
         after its gradient has arrived is updated once more, as in torch.
         """
         covered = _groups_and_trained(groups)
-        new = self._manage_all(groups, {*self._items, *also})
+        new = self._manage_all(groups, {*self.by_parameter, *also})
         self._covered = covered
         return new
 
@@ -163,15 +143,16 @@ class ManagedParameters:
         for parameter, group in listed:
             self._refuse_other_class(parameter, group)
         for parameter, group in listed:  # users may replace groups
-            if parameter in self._items:
-                self._items[parameter].group = group
-        if not listed or (len(listed) == len(self._items) and all(p in self._items for p, _ in listed)):
+            if parameter in self.by_parameter:
+                self.by_parameter[parameter].group = group
+        if not listed or (len(listed) == len(self.by_parameter) and all(p in self.by_parameter for p, _ in listed)):
             return False
         self._classes.inspect_groups(groups)
         places = self.places()
-        items = [self._items.get(p) or self._manage(p, group, places.get(p), i) for i, (p, group) in enumerate(listed)]
+        known = self.by_parameter
+        items = [known.get(p) or self._manage(p, group, places.get(p), i) for i, (p, group) in enumerate(listed)]
         refuse_shared_memory((item.name, item.resting) for item in items)
-        new = [item for item in items if item.param not in self._items]
+        new = [item for item in items if item.param not in known]
         self._classes.prepare(items, groups)
         self._moments.set_up(items, self._classes, self._rounding_seed)
         set_up_rounding(items, self._classes, self._rounding_seed)
@@ -179,7 +160,7 @@ class ManagedParameters:
         in_order_of_use = sorted(items, key=lambda item: place.get(item.param, len(place)))
         self._backend.register(in_order_of_use)  # all of them, or it raises
         items.sort(key=lambda item: places[item.param].number if item.param in places else len(places))
-        self._items = {item.param: item for item in items}
+        self.by_parameter = {item.param: item for item in items}
         self._record_written(new)
         for item in new:
             self._init_master(item)
@@ -194,7 +175,7 @@ class ManagedParameters:
         return {item.param: self.state_of(item) for item in removed}
 
     def _refuse_other_class(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        item, theirs = self._items.get(parameter), self._classes.arithmetic_for(group)
+        item, theirs = self.by_parameter.get(parameter), self._classes.arithmetic_for(group)
         if item is not None and self._classes.arithmetic_for(item.group) is not theirs:
             raise ValueError(
                 f"{item.name} was moved to a parameter group of {theirs.name}, and its state is that of "
@@ -254,7 +235,8 @@ class ManagedParameters:
         """Record that the optimizer has written the parameters (to ``item.local``, even if they have moved since)."""
         listed = list(items)
         resting = [item.local if item.home is None else item.home.on_host for item in listed]
-        self._watch.record(zip(listed, versions_of(listed), map(Tensor.data_ptr, resting), strict=True))
+        found = zip(versions_of(listed), map(Tensor.data_ptr, resting), strict=True)
+        self._seen.update(zip(listed, found, strict=True))
 
     def _record_written(self, items: Collection[Managed]) -> None:
         """:meth:`record` after somebody else has written the parameters."""
@@ -272,16 +254,36 @@ class ManagedParameters:
 
     def in_other_groups(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether some managed parameter has another group than at the last set-up."""
-        listed = ((self._items.get(p), group) for group in groups for p in group["params"])
+        listed = ((self.by_parameter.get(p), group) for group in groups for p in group["params"])
         return any(item is not None and item.group is not group for item, group in listed)
 
+    def _look(self, items: Iterable[Managed]) -> Look:
+        """It runs in every step: for plain parameters it calls next to nothing."""
+        look, seen, listed = Look([], {}, []), self._seen, list(items)
+        parameters = [item.param for item in listed]
+        locals_now = [p if type(p) is nn.Parameter else local_tensor(p) for p in parameters]
+        present = zip(listed, locals_now, versions_of(listed), map(Tensor.data_ptr, locals_now), strict=True)
+        for item, local, version, address in present:
+            known = item.local if item.home is None else item.home.on_host
+            if (
+                local.dtype != known.dtype
+                or local.device != known.device
+                or local.shape != known.shape
+                or (item.has_equal_sizes and local.stride() != known.stride())
+            ):
+                look.converted.append(item)
+            if item not in seen or seen[item] != (version, address):
+                look.touched[item] = local
+            if item.home is None and local.device.type == "cpu":
+                look.compared.append(item)
+        return look
+
     def find_written(self, items: Iterable[Managed]) -> list[Managed]:
-        """The parameters that somebody else has written to, cast or transposed since :meth:`record`, as far as
-        :class:`ModelWatch` can tell."""
-        present = _present(items)
-        found = dict.fromkeys(_of_other_forms(present)) | dict(self._watch.touched(present))
-        others = [item for item in _compared(present) if item not in found]
-        return [*found, *self._backend.changed(others)]
+        """The parameters that somebody else has written to, cast or transposed since :meth:`record`, as far as versions
+        and addresses tell."""
+        look = self._look(items)
+        found = dict.fromkeys([*look.converted, *look.touched])
+        return [*found, *self._backend.changed(item for item in look.compared if item not in found)]
 
     def adopt_writes(self, items: Iterable[Managed], used: Container[Managed]) -> bool:
         """Rebuild the masters of those weights that somebody else has written to in place, while others are updated.
@@ -300,37 +302,44 @@ class ManagedParameters:
 
     def are_unmoved(self, items: Iterable[Managed]) -> bool:
         """Whether these parameters have the memory, shape and dtype that they had in the last step."""
-        return all(map(_is_unmoved, items))
+        listed = list(items)
+        return not self._look(listed).converted and all(
+            local_tensor(item.param).data_ptr() == item.resting.data_ptr() for item in listed
+        )
 
     def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Rebuild the masters of weights that somebody else has written; ``True`` if some records were replaced."""
-        present = _present(self)
-        converted = _of_other_forms(present)
-        if converted:
-            self._convert(groups, converted)
-            present = _present(self)
-        touched = dict(self._watch.touched(present))
-        if touched:
-            self._adopt_moved(touched)
-            self._record_written(touched)
-        suspects = list(dict.fromkeys([*_compared(present), *touched]))
+        look = self._look(self.by_parameter.values())
+        is_converted = bool(look.converted)
+        if is_converted:
+            self._convert(groups, look.converted)
+            look = self._look(self.by_parameter.values())
+        if look.touched:
+            self._adopt_moved(look.touched)
+            self._record_written(look.touched)
+        suspects = dict.fromkeys([*look.compared, *look.touched])
         written = self._backend.changed(suspects) if suspects else []
         if written:
             self._mark(written)
         for item in written:
             self._backend.refresh(item)
-        return bool(converted)
+        return is_converted
 
     def _adopt_moved(self, touched: Mapping[Managed, Tensor]) -> None:
         """Some of these parameters may have other memory than in the last step."""
-        moved = {item: local for item, local in touched.items() if self._watch.moved(item, local)}
+        moved = {item: local for item, local in touched.items() if self._has_moved(item, local)}
         if moved:
-            refuse_shared_memory((item.name, local) for item, local, _ in _present(self))
+            refuse_shared_memory((item.name, local_tensor(item.param)) for item in self)
         for item, local in moved.items():
             if item.home is None:
                 item.local = local.detach()
             else:
                 item.home.group.adopt_replaced()
+
+    def _has_moved(self, item: Managed, local: Tensor) -> bool:
+        """Whether a parameter has another address than at the last :meth:`record`, or none, since it is empty."""
+        seen = self._seen.get(item)
+        return seen is None or seen[1] != local.data_ptr() or not local.numel()
 
     def _convert(self, groups: Sequence[dict[str, Any]], converted: Sequence[Managed]) -> None:
         """Carry state over to parameters whose dtype or device has changed (``model.float()``, ``model.to(...)``).
@@ -344,17 +353,17 @@ class ManagedParameters:
             _refuse_new_shape(old)
         self._backend.synchronize()
         carried = {item: self._backend.gather(item) for item in converted}
-        before = self._items
-        self._items = {parameter: item for parameter, item in before.items() if item not in carried}
+        before = self.by_parameter
+        self.by_parameter = {parameter: item for parameter, item in before.items() if item not in carried}
         for item in converted:
-            self._watch.forget(item)
+            self._seen.pop(item, None)
         try:
-            self._manage_all(groups, {*self._items, *(item.param for item in converted)})
+            self._manage_all(groups, {*self.by_parameter, *(item.param for item in converted)})
         except BaseException:
-            self._items = before
+            self.by_parameter = before
             raise
         for old, entries in carried.items():
-            new = self._items.get(old.param)
+            new = self.by_parameter.get(old.param)
             if new is None:  # no longer in the groups
                 continue
             if new.local.dtype != old.local.dtype:
@@ -363,7 +372,7 @@ class ManagedParameters:
 
     def refresh(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Rebuild all masters from the weights; ``True`` if some records were replaced."""
-        converted = _of_other_forms(_present(self))
+        converted = self._look(self).converted
         if converted:
             self._convert(groups, converted)
         for item in self:
@@ -395,8 +404,8 @@ class ManagedParameters:
         The master itself is not changed: the weights may be replaced for a while only (averages swapped in and out), or
         state has just been loaded and its weights come next.
         """
-        present = _present([item])
-        if not _compared(present) and not self._watch.touched(present):
+        look = self._look([item])
+        if not look.compared and not look.touched:
             return False
         local = local_tensor(item.param)
         if self._backend.compares_weights and local.data_ptr() == item.resting.data_ptr():
@@ -410,8 +419,8 @@ class ManagedParameters:
         copies: HostCopyPool | None,
     ) -> Snapshot | None:
         """See :meth:`Store.pin`; parameters replaced, moved or cast since the last step are left out."""
-        found = ((self._items.get(parameter), keys) for parameter, keys in wanted.items())
-        kept = {item: keys for item, keys in found if item is not None and _is_unmoved(item)}
+        found = ((self.by_parameter.get(parameter), keys) for parameter, keys in wanted.items())
+        kept = {item: keys for item, keys in found if item is not None and self.are_unmoved([item])}
         self._copies = self._copies if copies is None else weakref.ref(copies)
         return self._backend.pin(kept, weight_of, copies)
 
@@ -497,7 +506,7 @@ class ManagedParameters:
         if initial is not None:
             self._backend.set_initial_master(item, initial.detach().float().clone())
         # The next step compares master and weight: the model may be loaded before or after its optimizer.
-        self._watch.forget(item)
+        self._seen.pop(item, None)
         self._mark([item])
 
     def _log_lost_masters(self) -> None:
@@ -520,19 +529,10 @@ class ManagedParameters:
 
     def drop_provisional_state(self) -> None:
         for item in self.provisional:
-            if item.provisional and self._items.get(item.param) is item:
+            if item.provisional and self.by_parameter.get(item.param) is item:
                 master = {key: value for key, value in self._backend.entries(item).items() if key == "master"}
                 self.load_state(item, _copied(master))
         self.provisional = []
-
-
-def _present(items: Iterable[Managed]) -> list[tuple[Managed, Tensor, int]]:
-    """Each parameter's local shard and version, as they are now. It runs in every step: for plain parameters it calls
-    nothing."""
-    listed = list(items)
-    parameters = [item.param for item in listed]
-    locals_now = [p if type(p) is nn.Parameter else local_tensor(p) for p in parameters]
-    return list(zip(listed, locals_now, versions_of(listed), strict=True))
 
 
 def _groups_and_trained(groups: Sequence[dict[str, Any]]) -> list[Any]:
@@ -549,31 +549,6 @@ def _as_parameter(item: Managed, value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim() and value.shape == item.local.shape:
         return like(item.param, value)
     return value
-
-
-def _of_other_forms(present: Iterable[tuple[Managed, Tensor, int]]) -> list[Managed]:
-    """The parameters that have another shape, dtype or device than in the last step, or their elements in another order
-    (``weight.t_()``). It runs in every step."""
-    both = [(item, local, item.local if item.home is None else item.home.on_host) for item, local, _ in present]
-    return [
-        item
-        for item, local, known in both
-        if local.dtype != known.dtype
-        or local.device != known.device
-        or local.shape != known.shape
-        or (item.has_equal_sizes and local.stride() != known.stride())
-    ]
-
-
-def _compared(present: Iterable[tuple[Managed, Tensor, int]]) -> list[Managed]:
-    """The parameters whose weights are compared with their masters in every step: that finds writes that raise no
-    version, too."""
-    return [item for item, local, _ in present if local.device.type == "cpu" and item.home is None]
-
-
-def _is_unmoved(item: Managed) -> bool:
-    present = _present([item])
-    return not _of_other_forms(present) and present[0][1].data_ptr() == item.resting.data_ptr()
 
 
 def _refuse_new_shape(item: Managed) -> None:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Window
-from lightstep.optimizer.arithmetic import ADAMS
 from lightstep.optimizer.classes import GroupClasses
-from lightstep.optimizer.group_values import GroupValues
+from lightstep.optimizer.group_values import CLASS, GroupValues
 from lightstep.precision.adam_batch import (
     AdamBatch,
     AdamCall,
@@ -52,8 +51,8 @@ class OnePass:
     def __init__(self, classes: GroupClasses, stage: GradientStage) -> None:
         self._classes, self._stage = classes, stage
         self._values: GroupValues | None = None  # of the step
-        self._known: dict[int, AdamSettings | None] = {}  # by group, in this step
-        self._calls: dict[tuple[int, int], AdamCall] = {}  # by group and scaling, which they refer to, in this step
+        self._calls: dict[tuple[int, int], AdamCall | None] = {}  # by group and scaling, in this step
+        self._adams: dict[Any, type | None] = {}  # see :meth:`GroupClasses.fused_adam`
 
     def update(
         self,
@@ -72,19 +71,21 @@ class OnePass:
         if kernels is None:
             return list(segments)
         if self._values is not values:
-            self._values, self._known, self._calls = values, {}, {}
-        settings = [self._settings_of(segment, values) for segment in segments]
-        form, scaled = _form(segments, gradients, settings), _scaled_by(scaling)
+            self._values, self._calls = values, {}
+        calls = [self._call_for(segment, scaling) for segment in segments]
+        # A unit has a plan for each case: an update in backward assumes a factor of 1, one in the next forward has a
+        # factor on the device, and the unit can have either in turn.
+        form, scaled = _form(segments, gradients, calls), (scaling.divisor is not None, scaling.factor is not None)
         plan = segments[0].prepared.get(scaled)
         if plan is None or any(segment.prepared.get(scaled) is not plan for segment in segments) or plan.form != form:
-            plan = self._plan(kernels, segments, gradients, settings, scaling, form)
+            plan = self._plan(kernels, segments, gradients, calls, form, scaled)
         if any(segments[i].gather() is not row for i, row in plan.gathered):  # the memory for rows is another one
-            plan = self._plan(kernels, segments, gradients, settings, scaling, form)
+            plan = self._plan(kernels, segments, gradients, calls, form, scaled)
             for i, _ in plan.gathered:
                 segments[i].gather()
         if plan.batches:
             counters = [segments[i].kept_values["step"] for i in plan.updated]
-            self._run(kernels, plan, segments, gradients, scaling)
+            self._run(kernels, plan, segments, gradients, calls)
             self._count(segments, plan.updated, counters, scaling)
         return [segments[i] for i in plan.left]
 
@@ -94,14 +95,16 @@ class OnePass:
         plan: _Plan,
         segments: Sequence[Segment],
         gradients: Sequence[Sequence[Tensor]],
-        scaling: Scaling,
+        calls: Sequence[AdamCall | None],
     ) -> None:
         for batch, places, numbers in plan.batches:
+            call = calls[numbers[0]]
+            assert call is not None
             rows = [
                 gradients[i][j] if j is not None else self._stage.gathered(segments[i], gradients[i]) for i, j in places
             ]
             steps = [segments[i].kept_values["step"] for i, _ in places]
-            batch.update(kernels, rows, steps, self._call_for(segments[numbers[0]].group, scaling))
+            batch.update(kernels, rows, steps, call)
             for i in numbers:
                 segments[i].written(batch.fingerprints is not None)
 
@@ -120,17 +123,17 @@ class OnePass:
         kernels: ModuleType,
         segments: Sequence[Segment],
         gradients: Sequence[Sequence[Tensor]],
-        settings: Sequence[AdamSettings | None],
-        scaling: Scaling,
+        calls: Sequence[AdamCall | None],
         form: Any,
+        scaled: tuple[bool, bool],
     ) -> _Plan:
         """A plan for these segments. It is kept with their memory."""
         left: list[int] = []
         gathered: list[tuple[int, Tensor]] = []
         found: dict[tuple[Any, ...], list[tuple[Row, AdamMemory]]] = {}  # by group and kind
-        for i, (segment, own, group) in enumerate(zip(segments, gradients, settings, strict=True)):
+        for i, (segment, own, call) in enumerate(zip(segments, gradients, calls, strict=True)):
             alike = all(gradient.is_contiguous() and gradient.dtype == own[0].dtype for gradient in own)
-            memories = None if group is None else _memories(segment, group.amsgrad, alike)
+            memories = None if call is None else _memories(segment, call.settings.amsgrad, alike)
             if memories is None:
                 left.append(i)
                 continue
@@ -148,56 +151,49 @@ class OnePass:
         batches = []
         for (_, unmarked, dtype, *_), rows in found.items():
             numbers = list(dict.fromkeys(i for (i, _), _ in rows))
-            group = settings[numbers[0]]
-            assert group is not None
+            call = calls[numbers[0]]
+            assert call is not None
             batch = AdamBatch([memory for _, memory in rows], None if unmarked else segments[numbers[0]].fingerprints)
-            if runs_in_one_pass(kernels, kind_of(batch, dtype, group, scaling)):
+            if runs_in_one_pass(kernels, kind_of(batch, dtype, call.settings, call.scaling)):
                 batches.append(_Planned(batch, [place for place, _ in rows], numbers))
             else:
                 left += numbers
         updated = [i for one in batches for i in one.segments]
         plan = _Plan(form, batches, updated, sorted(left), [one for one in gathered if one[0] in updated])
         for segment in segments:
-            segment.prepared[_scaled_by(scaling)] = plan
+            segment.prepared[scaled] = plan
         return plan
 
-    def _call_for(self, group: dict[str, Any], scaling: Scaling) -> AdamCall:
-        """What the updates of a group with this scaling have in common."""
-        key = id(group), id(scaling)
-        call = self._calls.get(key)
-        if call is None:
-            settings = self._known[key[0]]
-            assert settings is not None
-            call = self._calls[key] = AdamCall(settings, scaling)
-        return call
+    def _call_for(self, segment: Segment, scaling: Scaling) -> AdamCall | None:
+        """What the updates of the segment's group with this scaling have in common, in the whole step; ``None`` if the
+        kernel does not support the group's settings."""
+        key = id(segment.group), id(scaling)
+        if key not in self._calls:
+            settings = self._settings(segment)
+            self._calls[key] = None if settings is None else AdamCall(settings, scaling)
+        return self._calls[key]
 
-    def _settings_of(self, segment: Segment, values: GroupValues) -> AdamSettings | None:
-        """The settings of the segment's group, which are the same in the whole step."""
-        key = id(segment.group)
-        if key not in self._known:
-            self._known[key] = self._settings(segment, values)
-        return self._known[key]
-
-    def _settings(self, segment: Segment, values: GroupValues) -> AdamSettings | None:
-        """The settings of the segment's group; ``None`` if the kernel does not support them."""
-        arithmetic = self._classes.arithmetic_for(segment.group)
-        group = values.settings(segment.group)
-        if arithmetic.optimizer_class not in ADAMS or not arithmetic.is_fused(group, segment.device):
+    def _settings(self, segment: Segment) -> AdamSettings | None:
+        assert self._values is not None
+        device, number = segment.device, id(segment.group)
+        group, kind = self._values.initial[number], self._values.kinds[number]
+        key = device, kind, self._classes.version
+        if key not in self._adams:
+            self._adams[key] = self._classes.fused_adam({**group, CLASS: kind[0]}, device)
+        adam = self._adams[key]
+        if adam is None:
             return None
         lr, (beta1, beta2), decay, eps = group["lr"], group["betas"], group["weight_decay"], group["eps"]
-        on_device = isinstance(lr, Tensor) and lr.device == segment.device and lr.dtype == torch.float32
-        if not (on_device or _is_number(lr)) or not all(map(_is_number, (beta1, beta2, decay, eps))):
+        on_device = isinstance(lr, Tensor) and lr.device == device and lr.dtype == torch.float32
+        numbers = (beta1, beta2, decay, eps) if on_device else (lr, beta1, beta2, decay, eps)
+        if not all(isinstance(number, (int, float)) for number in numbers):
             return None
-        decoupled = group.get("decoupled_weight_decay", arithmetic.optimizer_class is torch.optim.AdamW)
+        decoupled = group.get("decoupled_weight_decay", adam is torch.optim.AdamW)
         rate = lr if on_device else float(lr)
         beta1, beta2, decay, eps = map(float, (beta1, beta2, decay, eps))  # the kernel is compiled for floats
-        if corrections(beta1, beta2, segment.device) is None:
+        if corrections(beta1, beta2, device) is None:
             return None
         return AdamSettings(rate, beta1, beta2, decay, eps, decoupled, group["maximize"], bool(group["amsgrad"]))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
 
 
 class _Planned(NamedTuple):
@@ -226,23 +222,17 @@ class _Plan(NamedTuple):
 def _form(
     segments: Sequence[Segment],
     gradients: Sequence[Sequence[Tensor]],
-    settings: Sequence[AdamSettings | None],
+    calls: Sequence[AdamCall | None],
 ) -> tuple[Any, ...]:
-    """What a plan depends on, apart from the segments' memory and :func:`_scaled_by`. Values that schedulers change
-    (learning rate, betas, decay) are arguments of the kernel."""
+    """What a plan depends on, apart from the segments' memory and what gradients are scaled by. Values that schedulers
+    change (learning rate, betas, decay) are arguments of the kernel."""
     fingerprints = next((one.fingerprints.data_ptr() for one in segments if one.fingerprints is not None), 0)
     return (
-        [None if one is None else (isinstance(one.lr, Tensor), one.weight_decay == 0, *one[5:]) for one in settings],
+        [None if call is None else call.kind for call in calls],
         [segment.parts[0].keys for segment in segments],
         [(gradient.dtype, gradient.is_contiguous()) for own in gradients for gradient in own],
         fingerprints,
     )
-
-
-def _scaled_by(scaling: Scaling) -> tuple[bool, bool]:
-    """Whether gradients are divided, and multiplied. A unit has a plan for each case: an update in backward assumes a
-    factor of 1, one in the next forward has a factor on the device, and the unit can have either in turn."""
-    return scaling.divisor is not None, scaling.factor is not None
 
 
 def _memories(segment: Segment, amsgrad: bool, by_part: bool) -> list[AdamMemory] | None:

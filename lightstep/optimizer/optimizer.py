@@ -225,7 +225,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
-        return self.engine.step(closure, init_state=_is_state_initialization(self))
+        has_state = any(item.updated for item in self.engine.managed.by_parameter.values())
+        return self.engine.step(closure, init_state=not has_state and _is_state_initialization())
 
     @eager
     def grad_norm(self) -> Tensor:
@@ -574,14 +575,13 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 self.load_parameter_state(parameter, values)
 
 
-def _is_state_initialization(optimizer: torch.optim.Optimizer) -> bool:
+def _is_state_initialization() -> bool:
     """Whether ``torch.distributed.checkpoint`` calls ``step()`` to make state, with zero gradients and ``lr`` 0.
 
     A user's own step may look just like that (warm-up from 0, advantages that are all zero) and must count. So the
     caller is looked for among the frames: ``_init_optim_state``, which restores the groups after the step.
     """
-    if any(item.updated for item in optimizer.engine.managed):  # type: ignore[attr-defined]
-        return False
+
     frame: Any = sys._getframe(1)
     for _ in range(20):  # wrappers of hooks, schedulers, accelerate and Fabric come between
         if frame is None:

@@ -284,9 +284,9 @@ class Queue:
     # -- backward
 
     @contextlib.contextmanager
-    def updating(self, step: EarlyStep, retain_graph: bool) -> Iterator[None]:
-        """A backward runs in the body. If it is a step's last one, units may be updated (:class:`Early`), and other
-        threads wait until it ends.
+    def updating(self, step: EarlyStep, early: Early, retain_graph: bool) -> Iterator[None]:
+        """A backward runs in the body. If it is a step's last one, ``early`` may update units, and other threads wait
+        until it ends.
 
         Args:
             step: what the engine does for it.
@@ -294,10 +294,10 @@ class Queue:
                 it would need the old weights.
         """
         is_last = step.accumulating is False and (self.time.in_backward or not retain_graph)
-        if self.early is None or not is_last:
+        if not is_last:
             yield
             return
-        with self.guard.backward, self.early.updating(step):
+        with self.guard.backward, early.updating(step):
             yield
 
     # -- whole steps

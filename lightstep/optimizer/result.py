@@ -30,7 +30,7 @@ class StepResult:
         self,
         grad_norm: Tensor,
         overflow: Tensor,
-        loss_scale: Tensor,
+        loss_scale: Tensor | None,
         loss: Any = None,
         redone: int = 0,
         rolled_back: int = 0,
@@ -49,7 +49,7 @@ class StepResult:
     @property
     def loss_scale(self) -> float:
         """The scale this step used; reading it waits for the device."""
-        return float(self._loss_scale)
+        return 1.0 if self._loss_scale is None else float(self._loss_scale)
 
     def __bool__(self) -> bool:
         return self.applied

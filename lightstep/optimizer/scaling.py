@@ -91,7 +91,9 @@ class Scaling:
         self, norm_of: GradientNorm, norms: Sequence[Tensor | None], loss_scale: LossScale
     ) -> tuple[Tensor, Tensor]:
         norm, overflow = norm_of.combine(norms)
-        return norm / loss_scale.tensor(norm.device) if self._divided_later(loss_scale) else norm, overflow
+        if not loss_scale.is_identity and self._divided_later(loss_scale):
+            norm = norm / loss_scale.tensor(norm.device)
+        return norm, overflow
 
     def _divided_later(self, loss_scale: LossScale) -> bool:
         """Whether dividing the norm by the scale, not the gradients, gives the same bits.
@@ -101,14 +103,14 @@ class Scaling:
         rounded.
         """
         exact = self._half and self._norm_type in (1, 2, math.inf)
-        return exact and loss_scale.power_of_two and not loss_scale.is_identity
+        return exact and loss_scale.power_of_two
 
     def unclipped_factors(self, loss_scale: LossScale, device: torch.device) -> tuple[Factor, Factor]:
         """``(divisor, factor)`` of a step that clips nothing."""
-        return _factors(loss_scale, loss_scale.tensor(device).clone(), None)
+        return _factors(None if loss_scale.is_identity else loss_scale.tensor(device).clone(), loss_scale, None)
 
     def factors(
-        self, gradients: Gradients, norm: Tensor, loss_scale: LossScale, scale: Tensor, max_norm: float | None
+        self, gradients: Gradients, norm: Tensor, loss_scale: LossScale, scale: Factor, max_norm: float | None
     ) -> list[tuple[Gradients, Factor, Factor]]:
         """The gradients that are scaled alike, with ``(divisor, factor)`` of
         :class:`~lightstep.optimizer.unit_updater.Update`: all of them, or those of each layer.
@@ -116,18 +118,18 @@ class Scaling:
         Args:
             norm: the global norm, unscaled.
             loss_scale: the scale of the gradients.
-            scale: its value in this step, 0-dim fp32.
+            scale: its value in this step, 0-dim fp32; ``None`` is 1.
             max_norm: ``None`` clips nothing.
         """
         if max_norm is None or not self._clip_layers:
             coefficient = None if max_norm is None else clip_coefficient(norm, max_norm)
-            return [(gradients, *_factors(loss_scale, scale, coefficient))]
+            return [(gradients, *_factors(scale, loss_scale, coefficient))]
         found = []
         for layer, norm_of_layer in zip(self.layers, self._layer_norms, strict=True):
             norms = self._norms_of(layer, gradients, loss_scale)
-            layer_norm = self._combine(norm_of_layer, norms, loss_scale)[0].to(scale.device)
+            layer_norm = self._combine(norm_of_layer, norms, loss_scale)[0].to(norm.device)
             own = {item: gradients[item] for item in layer if item in gradients}
-            found.append((own, *_factors(loss_scale, scale, clip_coefficient(layer_norm, max_norm))))
+            found.append((own, *_factors(scale, loss_scale, clip_coefficient(layer_norm, max_norm))))
         return found
 
     # -- one layer at a time
@@ -164,9 +166,9 @@ class Scaling:
         device = next(iter(gradients.values())).device
         norms = [self._norms.get(item) if item in gradients else None for item in self.layers[number]]
         norm = self._combine(self._layer_norms[number], norms, loss_scale)[0].to(device)
-        scale = loss_scale.tensor(device)
+        scale = None if loss_scale.is_identity else loss_scale.tensor(device)
         coefficient = None if max_norm is None else clip_coefficient(norm, max_norm)
-        return *_factors(loss_scale, scale, coefficient), (~norm.isfinite()).float()
+        return *_factors(scale, loss_scale, coefficient), (~norm.isfinite()).float()
 
 
 def _measured(items: Sequence[Managed]) -> list[Tensor]:
@@ -179,9 +181,9 @@ def _measured(items: Sequence[Managed]) -> list[Tensor]:
     return found
 
 
-def _factors(loss_scale: LossScale, scale: Tensor, coefficient: Factor) -> tuple[Factor, Factor]:
+def _factors(scale: Factor, loss_scale: LossScale, coefficient: Factor) -> tuple[Factor, Factor]:
     """``(divisor, factor)``: one multiplication, unless dividing by the scale is inexact."""
-    if loss_scale.is_identity:
+    if scale is None:
         return None, coefficient
     if not loss_scale.power_of_two:
         return scale, coefficient

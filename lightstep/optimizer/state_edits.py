@@ -5,7 +5,7 @@ What is read of the state are copies that notice when they are written to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NoReturn, cast
@@ -91,31 +91,27 @@ class Edit:
 
 
 class StateEdits:
-    """The edits of all parameters, and what has been read."""
+    """The edits of all parameters, and what has been read.
+
+    Attributes:
+        unapplied: the edits.
+        readings: what somebody holds of the state as it is now.
+    """
 
     def __init__(self) -> None:
-        self._edits: dict[Tensor, Edit] = {}
-        self._readings: WeakValueDictionary[Tensor, Reading] = WeakValueDictionary()
-
-    def __bool__(self) -> bool:
-        return bool(self._edits)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(list(self._edits))
-
-    def get(self, parameter: Any) -> Edit | None:
-        return self._edits.get(parameter)
+        self.unapplied: dict[Tensor, Edit] = {}
+        self.readings: WeakValueDictionary[Tensor, Reading] = WeakValueDictionary()
 
     def reading(self, parameter: Tensor) -> Reading:
         """The current reading of a parameter."""
-        found = self._readings.get(parameter)
+        found = self.readings.get(parameter)
         if found is None:
-            found = self._readings[parameter] = Reading(self, parameter)
+            found = self.readings[parameter] = Reading(self, parameter)
         return found
 
     def change(self, parameter: Tensor, new: Mapping[str, Any], gone: Collection[str]) -> None:
         """Assign and delete some entries."""
-        edit = self._edits.setdefault(parameter, Edit({}))
+        edit = self.unapplied.setdefault(parameter, Edit({}))
         edit.entries.update(new)
         for key in gone:
             edit.entries.pop(key, None)
@@ -124,30 +120,30 @@ class StateEdits:
     def replace(self, parameter: Tensor, entries: dict[str, Any]) -> None:
         """Replace all entries; what was read of them is the user's own."""
         self.release([parameter])
-        self._edits[parameter] = Edit(entries, whole=True)
+        self.unapplied[parameter] = Edit(entries, whole=True)
 
     def release(self, parameters: Iterable[Tensor]) -> None:
         """State was loaded for these: what was read and edited before is the user's own."""
         for parameter in parameters:
-            self._edits.pop(parameter, None)
-            reading = self._readings.pop(parameter, None)
+            self.unapplied.pop(parameter, None)
+            reading = self.readings.pop(parameter, None)
             if reading is not None:
                 reading.standing = Standing.RELEASED
 
     def outdate(self) -> None:
         """The state is about to be updated."""
-        for reading in list(self._readings.values()):
+        for reading in list(self.readings.values()):
             reading.standing = Standing.OUTDATED
-        self._readings.clear()
+        self.readings.clear()
 
     def take(self) -> dict[Tensor, Edit]:
         """Remove and return all edits."""
-        edits, self._edits = self._edits, {}
+        edits, self.unapplied = self.unapplied, {}
         return edits
 
     def put_back(self, edits: Mapping[Tensor, Edit]) -> None:
         """Edits that were taken could not be applied."""
-        self._edits = {**edits, **self._edits}
+        self.unapplied = {**edits, **self.unapplied}
 
 
 _REPLACES_MEMORY = ("__set__", "resize_", "resize_as_")

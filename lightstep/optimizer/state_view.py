@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
         if isinstance(parameter, str):
             return self._shared()[parameter]
         edits = self._engine.edits
-        edit, reading = edits.get(parameter), edits.reading(parameter)
+        edit, reading = edits.unapplied.get(parameter), edits.reading(parameter)
 
         def unedited() -> dict[str, Any]:
             return {key: reading.copies.get(key, value) for key, value in self._engine.read_state(parameter).items()}
@@ -57,7 +57,8 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
     def __contains__(self, parameter: object) -> bool:
         if isinstance(parameter, str):
             return parameter in self._shared()
-        edit, item = self._engine.edits.get(parameter), self._engine.managed.get(parameter)
+        edit = self._engine.edits.unapplied.get(cast(Tensor, parameter))
+        item = self._engine.managed.get(parameter)
         if edit is not None and (edit.whole or edit.entries):
             return bool(edit.entries)
         return item is not None and item.updated
@@ -69,7 +70,7 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
         return copied({key: value for each in classes for key, value in each["state"].items()})
 
     def __iter__(self) -> Iterator[Tensor]:
-        listed = dict.fromkeys([*(item.param for item in self._engine.managed), *self._engine.edits])
+        listed = dict.fromkeys([*(item.param for item in self._engine.managed), *self._engine.edits.unapplied])
         return (parameter for parameter in listed if parameter in self)
 
     def __len__(self) -> int:

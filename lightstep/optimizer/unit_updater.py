@@ -136,16 +136,13 @@ class UnitUpdater:
         """Allocate the memory in which gradients are copied and scaled; nothing else changes.
 
         Args:
-            gradients: it is needed for those of these that cannot be scaled in place, unless there is some already.
-                ``None``: for those of any unit.
+            gradients: it is needed for those of these that cannot be scaled in place; ``None``: for those of any unit.
 
         Raises:
             torch.OutOfMemoryError: there is no room.
         """
         units = self._backend.units()
         if gradients is not None:
-            if self.stage.is_reserved:
-                return
             staged = {item for item, gradient in gradients.items() if not scalable_in_place(gradient)}
             units = [unit for unit in units if any(owner in staged for owner in unit.owners)] if staged else []
         largest = max((unit.elements for unit in units), default=0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightstep.distributed import Window
 from lightstep.precision.shared_tables import SharedTable
-from lightstep.precision.triton_launch import is_aligned
+from lightstep.precision.triton_launch import ALIGNMENT, is_aligned
 
 __all__ = ["AdamBatch", "AdamCall", "AdamMemory", "AdamSettings", "AdamTensors", "Noise", "Scaling", "corrections"]
 
@@ -183,39 +183,36 @@ class AdamCall:
     """The kernel's arguments that all runs of a group have in common in a step.
 
     Attributes:
-        scaling: as given; the call keeps it, so that no other one has its ``id``.
+        settings, scaling: as given; the call keeps the scaling, so that no other one has its ``id``.
         shared: ``overflow``, ``corrections``, ``learning_rate``, ``divisor``, ``factor``.
         numbers: ``lr``, ``beta1``, ``beta2``, ``weight_decay``, ``eps``, and the length of ``corrections``.
         constants: whether weights decay, apart from the gradient, and whether the step goes up.
+        kind: what the memory that an update needs depends on: the constants, and whether there is a largest moment.
         form: calls with the same number are of one form: constants, and dtypes and alignments of :attr:`shared`.
     """
 
-    __slots__ = ("constants", "form", "numbers", "scaling", "shared")
+    __slots__ = ("constants", "form", "kind", "numbers", "scaling", "settings", "shared")
 
     def __init__(self, settings: AdamSettings, scaling: Scaling) -> None:
-        self.scaling, lr = scaling, settings.lr
-        table = corrections(settings.beta1, settings.beta2, scaling.overflow.device)
-        assert table is not None
+        self.settings, self.scaling, lr = settings, scaling, settings.lr
+        known = corrections(settings.beta1, settings.beta2, scaling.overflow.device)
+        assert known is not None
+        table = known.read() if known.complete is None else known.complete
         rate = lr if isinstance(lr, Tensor) else None
         self.shared: tuple[Tensor | None, ...] = (scaling.overflow, table, rate, scaling.divisor, scaling.factor)
         self.numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
         self.constants = settings.weight_decay != 0, settings.decoupled, settings.maximize
-        tensors = [None if one is None else (one.dtype, is_aligned(one.data_ptr())) for one in self.shared]
+        self.kind = rate is not None, settings.amsgrad, *self.constants
+        tensors = [None if one is None else (one.dtype, one.data_ptr() % ALIGNMENT == 0) for one in self.shared]
         self.form = _forms.setdefault((self.constants, *tensors), next(_numbers))
 
 
-def corrections(beta1: float, beta2: float, device: torch.device) -> Tensor | None:
+@functools.lru_cache(maxsize=64)
+def corrections(beta1: float, beta2: float, device: torch.device) -> SharedTable | None:
     """``[2, updates]``: ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` for each number of updates, until both are 1.
 
     Computed by torch's own ``pow`` on that device, for its exact bits. ``None`` for betas that need too many updates.
-    It is kept, and read on the current stream.
     """
-    table = _corrections(beta1, beta2, device)
-    return None if table is None else table.read()
-
-
-@functools.lru_cache(maxsize=64)
-def _corrections(beta1: float, beta2: float, device: torch.device) -> SharedTable | None:
     updates = 2
     for beta in (beta1, beta2):
         if not 0 <= beta < 1:

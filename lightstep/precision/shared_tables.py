@@ -12,10 +12,14 @@ class SharedTable:
     """A tensor that the current stream is making, for readers on other streams, too.
 
     Nobody waits on the host: :meth:`read` lets the reader's stream wait until the tensor is complete.
+
+    Attributes:
+        complete: the tensor, once it is known that nobody has to wait for it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._event = tensor, None
+        self.complete: Tensor | None = tensor if tensor.device.type == "cpu" else None
         if tensor.device.type != "cpu":
             self._event = torch.Event(tensor.device)
             self._event.record(torch.accelerator.current_stream(tensor.device))
@@ -26,5 +30,5 @@ class SharedTable:
         if event is not None and not event.query():
             torch.accelerator.current_stream(self._tensor.device).wait_event(event)
         elif event is not None:
-            self._event = None  # nobody has to wait any more
+            self._event, self.complete = None, self._tensor
         return self._tensor

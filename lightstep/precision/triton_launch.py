@@ -13,7 +13,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _INT32 = 1 << 31
-_ALIGNMENT = 16  # kernels are specialised for addresses that are multiples of it
+ALIGNMENT = 16  # kernels are specialised for addresses that are multiples of it
 
 Key = tuple[Any, ...]
 
@@ -41,7 +41,7 @@ def checked_kernels(
 
 def is_aligned(address: int) -> bool:
     """Whether a kernel compiled for aligned addresses may use this one."""
-    return address % _ALIGNMENT == 0
+    return address % ALIGNMENT == 0
 
 
 class Launcher:

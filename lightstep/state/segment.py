@@ -413,7 +413,8 @@ class Segment(Run):
         assert self._views is not None, "the segment is not open"
         left = self._pending_weight_copies() if self._written else self._write_class(self._views)
         is_modified = self._written or self._master is not None
-        self.fingerprinted = self.fingerprinted or not (is_modified and self.has_master and self.has_state)
+        has_state = self.parts[0].history is not None
+        self.fingerprinted = self.fingerprinted or not (is_modified and self.has_master and has_state)
         self._state, self._views, self._master, self.prepared = {}, None, None, _CLOSED  # they refer to the slot
         return left
 
@@ -482,53 +483,13 @@ def segments_of(record: Record, active: Collection[Managed]) -> list[Segment]:
     """The segments of a record's active parts; the same objects as long as the same parts are active."""
     divisions: list[_Division] = record.divisions
     for known in divisions:
-        if known.fits(record, active):
+        if _fits(known.facts, record, active):
             return known.segments
-    division = _Division(record, active)
+    facts = [_facts_of(part) if part.owner in active else None for part in record.parts]
+    division = _Division(facts, [Segment(run) for run in _runs(record, facts)])
     # The one before it is kept, too, unless that keeps replaced weights alive.
     record.divisions = [division, *(one for one in divisions[:1] if not any(own.outdated for own in one.segments))]
     return division.segments
-
-
-class _Division:
-    """A record's segments, and the facts that they depend on."""
-
-    def __init__(self, record: Record, active: Collection[Managed]) -> None:
-        self._facts = [
-            _Facts(
-                part.owner.group,
-                part.owner.local,
-                part.history,
-                part.expected_weight is None,
-                part.owner.norm_group,
-                _attributes_of(part.owner.param) if part.owner.reads_attributes else (),
-            )
-            if part.owner in active
-            else None
-            for part in record.parts
-        ]
-        self.segments = [Segment(run) for run in _runs(record, self._facts)]
-
-    def fits(self, record: Record, active: Collection[Managed]) -> bool:
-        """Whether the facts are still the same. This runs for every part in every step: it calls nothing."""
-        for part, facts in zip(record.parts, self._facts, strict=True):
-            owner = part.owner
-            if owner not in active:
-                if facts is not None:
-                    return False
-                continue
-            if facts is None:
-                return False
-            group, local, history, has_its_weight, norm_group, attributes = facts
-            if owner.group is not group or owner.local is not local or part.history is not history:
-                return False
-            if (part.expected_weight is None) is not has_its_weight:
-                return False
-            if owner.norm_group != norm_group:
-                return False
-            if owner.reads_attributes and _attributes_of(owner.param) != attributes:
-                return False
-        return True
 
 
 class _Facts(NamedTuple):
@@ -540,6 +501,41 @@ class _Facts(NamedTuple):
     has_its_weight: bool
     norm_group: int | None
     attributes: tuple[Any, ...]
+
+
+class _Division(NamedTuple):
+    """A record's segments, and the facts about its parts that they depend on; ``None``: the part is not active."""
+
+    facts: Sequence[_Facts | None]
+    segments: list[Segment]
+
+
+def _facts_of(part: Part) -> _Facts:
+    owner = part.owner
+    attributes = _attributes_of(owner.param) if owner.reads_attributes else ()
+    return _Facts(owner.group, owner.local, part.history, part.expected_weight is None, owner.norm_group, attributes)
+
+
+def _fits(known: Sequence[_Facts | None], record: Record, active: Collection[Managed]) -> bool:
+    """Whether the facts are still the same. This runs for every part in every step: it calls nothing."""
+    for part, facts in zip(record.parts, known, strict=True):
+        owner = part.owner
+        if owner not in active:
+            if facts is not None:
+                return False
+            continue
+        if facts is None:
+            return False
+        group, local, history, has_its_weight, norm_group, attributes = facts
+        if owner.group is not group or owner.local is not local or part.history is not history:
+            return False
+        if (part.expected_weight is None) is not has_its_weight:
+            return False
+        if owner.norm_group != norm_group:
+            return False
+        if owner.reads_attributes and _attributes_of(owner.param) != attributes:
+            return False
+    return True
 
 
 def _attributes_of(parameter: Tensor) -> tuple[Any, ...]:

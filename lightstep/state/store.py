@@ -337,7 +337,7 @@ class Store:
         Raises:
             torch.OutOfMemoryError: the device has no room. Nothing has changed, and this may be called again.
         """
-        if self._share is None and (not self._prepared or self._residency.has_to_choose):
+        if self._share is None and (not self._prepared or (self._on_host and self._residency.has_to_choose)):
             self._prepare()
 
     def _prepare(self) -> None:
@@ -422,7 +422,8 @@ class Store:
             return self._live_ring().acquire(record)
         if self._versions.device_copies is not None:
             self._versions.before_write(record)
-        self._settle(record)
+        if record.slot.arriving:
+            self._settle(record)
         return record.slot
 
     def ahead(self, managed: Collection[Managed], entry: str) -> int:
@@ -561,7 +562,7 @@ class Store:
             self._computed = self.lanes.event() if self._computed is None else self._computed
             self.lanes.caller().record(self._computed)
         is_complete = self._staging.is_steady and not self._one_slot_each
-        self._prepared = is_complete and not self._residency.has_to_choose
+        self._prepared = is_complete and not (self._on_host and self._residency.has_to_choose)
         if self._one_slot_each:
             if self._ring is not None:
                 self._ring.free()
@@ -777,8 +778,9 @@ class Store:
         """The parameters that no longer equal their rounded masters, because somebody else wrote to them. May wait for
         the device."""
         if not self._fingerprinted:
-            for record in self._records:
-                self._settle(record)
+            for record in self._records.by_unit.values():
+                if record.slot is not None and record.slot.arriving:
+                    self._settle(record)
         items = list(items)
         for lanes in self._lanes.values() if items else ():
             if not lanes.failed:

@@ -52,7 +52,8 @@ class WeightComparison:
         wanted = dict.fromkeys(items)
         initial = [item for item in self._records.initial_masters if item in wanted]
         found = {item for item in initial if not equals_rounded(item.resting, self._records.initial_masters[item])}
-        records = [one for one in self._records if one.has_masters and not wanted.keys().isdisjoint(one.unit.owners)]
+        listed = self._records.by_unit.values()
+        records = [one for one in listed if one.has_masters and not wanted.keys().isdisjoint(one.unit.owners)]
         compared = [self._compared_parts(record, wanted) for record in records]  # first: the next line may change it
         found.update(part.owner for record in records for part in self._overwritten_parts(record, wanted))
         if compared := [one for one in compared if one.segments]:

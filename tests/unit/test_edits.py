@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.optimizer import managed_parameters
+from lightstep.optimizer.managed_parameters import ManagedParameters
 from tests.covering import every_pair, every_value
 from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD, TWO_GROUPS, Pair
 from tests.reference.tiny_model import loss_of, representable
@@ -679,6 +679,8 @@ def test_a_step_that_fails_before_the_update_may_be_repeated(
             setup.model[2].weight.grad = whole.to_sparse()
         else:
             patch.setattr(f"lightstep.optimizer.{where}", lambda *_: 1 / 0)
+            setup.optimizer.synchronize()
+            setup.optimizer.engine.updater.stage.free()  # else there is nothing to reserve
         with pytest.raises((TypeError, ZeroDivisionError), match=r"\(3, 40\) has a sparse gradient|division"):
             setup.optimizer.step()
     if where == "sparse":
@@ -853,9 +855,10 @@ def test_writes_are_found_by_their_versions_too(
     backend: str, between: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on an accelerator. On a CPU every step finds them by comparing weights with masters."""
-    found = []
-    for compared in (managed_parameters._compared, lambda locals_now: []):
-        monkeypatch.setattr(managed_parameters, "_compared", compared)
+    found, look = [], ManagedParameters._look
+    for compares in (True, False):
+        if not compares:
+            monkeypatch.setattr(ManagedParameters, "_look", lambda own, items: look(own, items)._replace(compared=[]))
         setup = Setup(backend)
         if between is not give_a_master_and_change_the_weight:
             setup.train(0, 1)

@@ -220,8 +220,9 @@ def test_a_kernel_with_other_bits_steps_aside(
 def test_betas_whose_corrections_never_end_are_left_alone() -> None:
     device = torch.device("cpu")
     assert adam_batch.corrections(0.9, 0.9999999, device) is None
-    table = adam_batch.corrections(0.9, 0.999, device)
-    assert table is not None
+    found = adam_batch.corrections(0.9, 0.999, device)
+    assert found is not None
+    table = found.read()
     steps = torch.tensor([1.0, 7.0, 10_000.0])
     assert torch.equal(table[0, steps.long()], 1 - torch.pow(torch.tensor(0.9), steps))
     assert table[:, -1].tolist() == [1.0, 1.0]
