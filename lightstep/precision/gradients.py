@@ -137,9 +137,6 @@ class GradientAccumulator:
         """In the body, a backward adds gradients to those that are there. Afterwards the sums are in ``p.grad``."""
         if self._sums is not None:
             self._sums.begin()
-        elif runs_compiled():  # it reads ``p.grad`` before it calls hooks
-            for parameter in self._watched:
-                _widen(parameter)
         yield
         if self._sums is not None:
             self._sums.complete()
