@@ -263,6 +263,19 @@ def test_a_first_update_that_overflows_makes_no_state(parameters: str, kind: str
     pair.train(3)
 
 
+@pytest.mark.parametrize("backend", SOME_BACKENDS)
+def test_a_class_that_is_not_fused_any_more_still_skips(backend: str) -> None:
+    """A fused class skips on the device, and any other needs the host to read the flag."""
+    pair = Pair(*TWO_GROUPS["AdamW"], backend=backend, overflow_at=(3, 5))
+    for optimizer in (pair.optimizer, pair.reference.optimizer):
+        assert optimizer.param_groups[0].get("fused") is not False
+    pair.train(3)
+    for optimizer in (pair.optimizer, pair.reference.optimizer):
+        for group in optimizer.param_groups:
+            group["fused"] = False
+    pair.train(4)
+
+
 @every_value(change=["none dynamic", "dynamic none", "dynamic constant"], backend=SOME_BACKENDS)
 def test_a_loss_scale_may_be_exchanged(change: str, backend: str) -> None:
     first, then = change.split()
