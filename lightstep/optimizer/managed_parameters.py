@@ -259,9 +259,15 @@ class ManagedParameters:
 
     def _look(self, items: Iterable[Managed]) -> Look:
         """It runs in every step: for plain parameters it calls next to nothing."""
-        look, seen, listed = Look([], {}, []), self._seen, list(items)
+        seen, listed = self._seen, list(items)
         parameters = [item.param for item in listed]
         locals_now = [p if type(p) is nn.Parameter else local_tensor(p) for p in parameters]
+        compared = [
+            item
+            for item, local in zip(listed, locals_now, strict=True)
+            if item.home is None and local.device.type == "cpu"
+        ]
+        look = Look([], {}, compared)
         present = zip(listed, locals_now, versions_of(listed), map(Tensor.data_ptr, locals_now), strict=True)
         for item, local, version, address in present:
             known = item.local if item.home is None else item.home.on_host
@@ -274,8 +280,6 @@ class ManagedParameters:
                 look.converted.append(item)
             if item not in seen or seen[item] != (version, address):
                 look.touched[item] = local
-            if item.home is None and local.device.type == "cpu":
-                look.compared.append(item)
         return look
 
     def find_written(self, items: Iterable[Managed]) -> list[Managed]:
@@ -283,7 +287,7 @@ class ManagedParameters:
         and addresses tell."""
         look = self._look(items)
         found = dict.fromkeys([*look.converted, *look.touched])
-        return [*found, *self._backend.changed(item for item in look.compared if item not in found)]
+        return [*found, *self._backend.changed([item for item in look.compared if item not in found])]
 
     def adopt_writes(self, items: Iterable[Managed], used: Container[Managed]) -> bool:
         """Rebuild the masters of those weights that somebody else has written to in place, while others are updated.
