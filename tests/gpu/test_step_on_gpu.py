@@ -200,7 +200,7 @@ def test_parameters_on_two_devices_equal_a_plain_loop(
         if step == 3:
             model[2].weight.grad[0, 0] = torch.inf
         for master, parameter in zip(masters, model.parameters(), strict=True):
-            master.grad = parameter.grad.float()
+            master.grad = parameter.grad.float().clone()
         norm = nn.utils.clip_grad_norm_(masters, 0.1)
         result = optimizer.step()
         assert torch.equal(result.grad_norm.cpu(), norm.cpu()) and bool(result) is (step != 3)
