@@ -94,14 +94,6 @@ class BaseOptimizer(torch.optim.Optimizer):
         computes calls :meth:`wait_for_update` itself.
         """
 
-    def land(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """The earlier name of :meth:`wait_for_update`."""
-        self.wait_for_update(parameters)
-
-    def hold(self, parameters: Iterable[Tensor]) -> None:
-        """The earlier name of :meth:`wait_on_stream`."""
-        self.wait_on_stream(parameters)
-
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until all deferred work is done, in the parameters and in the state. The host waits."""

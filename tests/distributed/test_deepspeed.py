@@ -523,7 +523,7 @@ def test_the_contract_is_kept(rank: int, world_size: int, stage: int) -> None:
         with pytest.raises(kind, match=message):
             call()
     optimizer.synchronize()
-    optimizer.land()
+    optimizer.wait_for_update()
     assert not optimizer.has_deferred_updates
     report = optimizer.memory_report()
     trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)

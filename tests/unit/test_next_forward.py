@@ -465,7 +465,7 @@ def test_an_interrupt_loses_no_update_or_needs_a_checkpoint(name: str, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(where, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            training.optimizer.land(list(training.model.blocks[1].parameters()))
+            training.optimizer.wait_for_update(list(training.model.blocks[1].parameters()))
     if name == "run":
         with pytest.raises(RuntimeError, match=r"the update under way failed .*Load a checkpoint"):
             training.step()
