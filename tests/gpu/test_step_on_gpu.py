@@ -174,18 +174,16 @@ def test_importing_touches_no_device() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
-def test_parameters_on_two_devices_equal_a_plain_loop(
-    parameters: torch.dtype, optimizer_class: type[torch.optim.Optimizer]
-) -> None:
+def test_parameters_on_two_devices_equal_a_plain_loop(parameters: torch.dtype, optimizer_class: Any) -> None:
     """A model that its user has spread over devices, with one norm, and a step that overflows on one of them."""
     torch.manual_seed(0)
     strategy = lightstep.Strategy.load(
         {"precision": {"parameters": str(parameters).removeprefix("torch.")}, "clipping": {"max_norm": 0.1}}
     )
-    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
-    masters = [parameter.detach().clone() for parameter in model.parameters()]
-    model = strategy.prepare_model(model)
-    for number, layer in enumerate(model):
+    layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    masters = [parameter.detach().clone() for parameter in layers.parameters()]
+    model = strategy.prepare_model(layers)
+    for number, layer in enumerate(layers):
         layer.to(f"cuda:{number % 2}")
     optimizer = strategy.create_optimizer(model, optimizer_class, lr=1e-2)
     masters = [master.to(parameter.device) for master, parameter in zip(masters, model.parameters(), strict=True)]
@@ -194,11 +192,11 @@ def test_parameters_on_two_devices_equal_a_plain_loop(
 
     for step in range(6):
         inputs = torch.randn(8, 256, device="cuda:0", dtype=parameters)
-        for layer in model:
+        for layer in layers:
             inputs = layer(inputs.to(layer.weight.device))
         optimizer.backward(inputs.float().square().mean())
         if step == 3:
-            model[2].weight.grad[0, 0] = torch.inf
+            layers[2].weight.grad[0, 0] = torch.inf
         for master, parameter in zip(masters, model.parameters(), strict=True):
             master.grad = parameter.grad.float().clone()
         norm = nn.utils.clip_grad_norm_(masters, 0.1)
