@@ -114,6 +114,7 @@ def count(preset: str) -> Count:
         strategy = Strategy.load(preset, overrides=EVERYTHING_STREAMED if preset != "resident" else None)
         model = strategy.prepare_model(Model())
         optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+        parameters = len(list(model.parameters()))  # now: reading them waits for the step before
 
         def iterate() -> None:
             with strategy.accumulate(model):
@@ -122,7 +123,7 @@ def count(preset: str) -> Count:
 
         for _ in range(WARM_UP):
             iterate()
-        return trace.of(iterate, len(list(model.parameters())))
+        return trace.of(iterate, parameters)
 
 
 def count_by_hand() -> Count:
