@@ -27,6 +27,9 @@ class Arrivals:
         batch_of: the batch of each layer.
         units_of: the units of each batch, in the order of the model; none for a layer that is not the first of its
             batch.
+        completed: batches, in the order in which this backward has completed them.
+        previously_completed: the same for the backward before.
+        changes: how often layers or units were others than before, or were completed in another order.
     """
 
     def __init__(self) -> None:
@@ -42,40 +45,51 @@ class Arrivals:
         """What the hooks look up, and call; empty outside of `listening`."""
         self._missing: list[int] = []  # gradients missing, by layer
         self._missing_layers: Counter[int] = Counter()  # incomplete layers, by batch
+        self._all_missing: tuple[list[int], Counter[int], frozenset[Managed]] = [], Counter(), frozenset()
+        """Both before the first gradient, and the parameters for which no gradient is expected."""
+        self.changes = 0
         self._newest_streams: dict[torch.device, torch.Stream] = {}  # that finished the newest gradient
         self._events: dict[torch.device, torch.Event] = {}
-        self._completed: list[int] = []  # batches, in the order in which this backward completed them
-        self._previously_completed: list[int] = []  # the same for the backward before
+        self.completed: list[int] = []
+        self.previously_completed: list[int] = []
 
-    def set_layers(self, layers: Sequence[Sequence[Managed]], units: Sequence[Unit], batched: bool) -> None:
-        """Set the layers and units of the next backward.
+    def set_layers(
+        self,
+        layers: Sequence[Sequence[Managed]],
+        units: Sequence[Unit],
+        batched: bool,
+        without_gradient: Iterable[Managed] = (),
+    ) -> None:
+        """Set the layers and units of the next backward, and start counting.
 
         Args:
             batched: layers that share a unit form a batch; otherwise each layer is its own batch.
+            without_gradient: no gradient is expected for these parameters.
         """
-        listed = [list(layer) for layer in layers]
-        if listed != self.layers or list(units) != self._units:
+        listed, missing = [list(layer) for layer in layers], frozenset(without_gradient)
+        is_new = listed != self.layers or list(units) != self._units
+        if is_new:
             self.layers, self._hooked = [], False  # not these yet: an interrupt would leave the rest as it was
             self.layer_of = {item: layer for layer, items in enumerate(listed) for item in items}
             self._items = {id(item.param): item for item in self.layer_of}
             in_unit = [sorted({self.layer_of[owner] for owner in unit.owners}) for unit in units]
             self.batch_of = _batches(len(listed), in_unit if batched else ())
             self.units_of = [[] for _ in listed]
-            self._completed, self._previously_completed = [], []
+            self.completed, self.previously_completed = [], []
             for unit, layers_in_unit in zip(units, in_unit, strict=True):
                 for batch in dict.fromkeys(self.batch_of[layer] for layer in layers_in_unit):
                     self.units_of[batch].append(unit)
+            self.changes += 1
+        if is_new or missing != self._all_missing[2]:
+            in_layers = [len({*layer} - missing) for layer in listed]
+            incomplete = (batch for batch, count in zip(self.batch_of, in_layers, strict=True) if count)
+            self._all_missing = in_layers, Counter(incomplete), missing
+        if is_new:
             self.layers, self._units = listed, list(units)
-        self.start_backward()
-
-    def start_backward(self, without_gradient: frozenset[Managed] = frozenset()) -> None:
-        """Start counting; no gradient is expected for the parameters in ``without_gradient``."""
-        if self._completed:
-            self._previously_completed, self._completed = self._completed, []
-        self._missing = [len({*layer} - without_gradient) for layer in self.layers]
-        self._missing_layers = Counter(
-            batch for batch, missing in zip(self.batch_of, self._missing, strict=True) if missing
-        )
+        if self.completed:
+            self.changes += self.completed != self.previously_completed
+            self.previously_completed, self.completed = self.completed, []
+        self._missing, self._missing_layers = self._all_missing[0].copy(), self._all_missing[1].copy()
 
     @contextlib.contextmanager
     def listening(self, on_gradient: Callable[[Managed], None]) -> Iterator[None]:
@@ -93,8 +107,11 @@ class Arrivals:
         self._newest_streams.clear()
 
         def after_other_streams(item: Managed) -> None:
-            if item.local.device.type != "cpu":
-                self._wait_for_other_stream(item.local.device)
+            device = item.local.device
+            if device.type != "cpu":
+                stream = torch.accelerator.current_stream(device.index)  # quicker than with the device
+                if stream != self._newest_streams.setdefault(device, stream):
+                    self._wait_for_other_stream(device, stream)
             on_gradient(item)  # gradients are off: autograd calls hooks so, and FSDP2 too
 
         on_devices = [item for item in self._items.values() if item.local.device.type != "cpu"]
@@ -104,15 +121,13 @@ class Arrivals:
         finally:
             self._listeners.clear()
 
-    def _wait_for_other_stream(self, device: torch.device) -> None:
-        stream = torch.accelerator.current_stream(device.index)  # quicker than with the device
-        newest = self._newest_streams.setdefault(device, stream)
-        if stream != newest:
-            if device not in self._events:
-                self._events[device] = torch.Event(device)
-            newest.record_event(self._events[device])
-            stream.wait_event(self._events[device])
-            self._newest_streams[device] = stream
+    def _wait_for_other_stream(self, device: torch.device, stream: torch.Stream) -> None:
+        """This stream finishes gradients from now on: it waits for the one before it."""
+        if device not in self._events:
+            self._events[device] = torch.Event(device)
+        self._newest_streams[device].record_event(self._events[device])
+        stream.wait_event(self._events[device])
+        self._newest_streams[device] = stream
 
     def backward_order(self) -> list[Unit]:
         """All units in the order in which a backward is expected to complete them: that of the last one.
@@ -120,7 +135,7 @@ class Arrivals:
         The first backward is expected in the reverse order of the model. That is not always right: under FSDP2 the
         parameters outside the blocks come at the end of backward, in the order of the model.
         """
-        last = self._completed or self._previously_completed
+        last = self.completed or self.previously_completed
         batches = dict.fromkeys([*last, *reversed(range(len(self.layers)))])
         return list(dict.fromkeys(unit for batch in batches for unit in reversed(self.units_of[batch])))
 
@@ -130,7 +145,7 @@ class Arrivals:
         Examples: an embedding, or what FSDP2 reduces with the outermost module. Batches that backward completes at the
         same time arrive in the order of the model, all others in the reverse order.
         """
-        completed = self._previously_completed or list(reversed(range(len(self.layers))))
+        completed = self.previously_completed or list(reversed(range(len(self.layers))))
         used = dict.fromkeys(self.batch_of[self.layer_of[unit.owners[0]]] for unit in self._units)
         first = [batch for batch in used if batch in completed]
         last = [batch for batch in completed if batch in used]
@@ -153,7 +168,7 @@ class Arrivals:
         self._missing_layers[batch] -= 1
         if self._missing_layers[batch] != 0:
             return False
-        self._completed.append(batch)
+        self.completed.append(batch)
         return True
 
     def reset(self) -> None:

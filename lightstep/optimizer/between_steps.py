@@ -285,15 +285,10 @@ class BetweenSteps:
         """Whether the current stream may be ahead of updates: pending ones, or those that another one has awaited."""
         return self.may_be_pending or (self.queue.may_be_ahead and not self.guard.is_forked)
 
-    def wait_for_update(self, items: Iterable[Managed] | None = None) -> None:
+    def wait_for_update(self, items: Iterable[Managed] | None = None, decided: bool = False) -> None:
         """:meth:`Queue.wait_for_update`, from outside of a step. A fork waits for nothing: see ``step_guard.py``."""
         if self.may_be_pending:
-            self._wait(self.queue.wait_for_update, items)
-
-    def wait_for_step(self) -> None:
-        """:meth:`Queue.wait_for_step`, likewise."""
-        if self.may_be_pending:
-            self._wait(self.queue.wait_for_step)
+            self._wait(self.queue.wait_for_update, items, decided)
 
     def wait_on_stream(self, items: Iterable[Managed]) -> None:
         """:meth:`Queue.wait_on_stream`, likewise."""

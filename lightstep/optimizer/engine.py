@@ -97,7 +97,9 @@ class Engine(BetweenSteps):
 
     # -- what updates in backward need: see :class:`EarlyStep`
 
-    def prepare_backward(self, final: bool) -> Sequence[Sequence[Managed]] | None:
+    def prepare_backward(self, final: bool) -> tuple[Sequence[Sequence[Managed]], Factors] | None:
+        if not final and (self._scaling is None or self.clip_layers or self.broken.reason is not None):
+            return None
         self.refuse_if_closed()
         if final:
             self._check_in_backward_settings()  # settings may have been changed
@@ -111,20 +113,13 @@ class Engine(BetweenSteps):
             scaling = self.guard.work("backward()", self._prepare, adopt=final)
         if scaling is None:
             return None
-        if final:
-            scaling.reset_norms()
-            self._used = []
         if self.edits.readings:
             self.edits.outdate()
-        return scaling.layers
-
-    @property
-    def may_speculate(self) -> bool:
-        return self._scaling is not None and not self.clip_layers and self.broken.reason is None
-
-    def unclipped_factors(self) -> Factors:
-        assert self._scaling is not None
-        return self._scaling.unclipped_factors(self.loss_scale, next(iter(self.managed)).local.device)
+        if not final:
+            return scaling.layers, scaling.unclipped_factors(self.loss_scale, next(iter(self.managed)).local.device)
+        scaling.reset_norms()
+        self._used = []
+        return scaling.layers, (None, None)
 
     def take(self, item: Managed) -> Tensor | None:
         gradient = self.gradients.take(item.param)

@@ -58,17 +58,19 @@ class FinalUpdates(Early):
                 "(optimizer_state.update: in_backward). Run all backwards of a step but the last under "
                 "strategy.accumulate(model, last=False)"
             )
-        layers = step.prepare_backward(final=True)
-        if layers is None:
+        prepared = step.prepare_backward(final=True)
+        if prepared is None:
             yield
             return
+        (layers, _), values = prepared, GroupValues(step.param_groups)
         try:
             in_lane = self._backend.supports_lanes
             self._arrivals.set_layers(layers, self._backend.units(), batched=in_lane)
             self._backend.prefer_resident(self._arrivals.last_in_backward())
             queue.started, self._step = True, step
-            order = self._arrivals.backward_order()
-            queue.guard.work("backward()", self._begin, GroupValues(step.param_groups), in_lane, order)
+            values.copy_mutable()
+            managed, order = self._arrivals.layer_of.keys(), self._arrivals.backward_order()
+            queue.guard.work("backward()", queue.begin, managed, values, in_lane, order, ahead=False)
             self._hooks_run = True
             with self._arrivals.listening(partial(self._take_gradient, step)):
                 yield
@@ -123,10 +125,10 @@ class FinalUpdates(Early):
             return
         queue, self._any_updated = self._queue, True
         first_job = queue.num_jobs
-        if queue.in_lane:
+        if queue.lanes is not None:
             queue.wait_for_caller()
         updates = self._updates.pop(batch)
-        if queue.in_lane:
+        if queue.lanes is not None:
             refuse_older_graphs(item for update in updates for item in update.gradients)
         queue.schedule([Job(unit, updates) for unit in reversed(self._arrivals.units_of[batch])])
         queue.submit(queue.num_jobs)
@@ -173,7 +175,7 @@ class FinalUpdates(Early):
             if not self._arrivals.is_complete(layer):
                 self._complete_layer(layer)
         self._flush()
-        if queue.in_lane:
+        if queue.lanes is not None:
             queue.wait_for_caller()
         queue.schedule([Job(None, (), [item for item in managed if item.is_remote])])
         queue.submit(queue.num_jobs)

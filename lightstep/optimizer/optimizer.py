@@ -278,7 +278,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     @eager
     def wait_for_step(self) -> None:
-        self.engine.wait_for_step()
+        self.engine.wait_for_update(decided=True)
 
     @property
     def has_deferred_updates(self) -> bool:

@@ -35,6 +35,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightstep.optimizer.eager import no_grad_no_inference
@@ -50,8 +51,9 @@ from lightstep.optimizer.queue import (
     UpdateTime,
     refuse_older_graphs,
 )
-from lightstep.optimizer.speculation import Checksums, LinkShare, Speculation, Verdict, evenly_spaced
+from lightstep.optimizer.speculation import LinkShare, Plan, Speculation, UsedGradients, Verdict, evenly_spaced
 from lightstep.optimizer.unit_updater import Gradients, Update
+from lightstep.state.lanes import Lanes
 from lightstep.state.schema import Managed, Unit, versions_of
 
 __all__ = ["OVERLAP", "SpeculativeUpdates"]
@@ -79,10 +81,14 @@ class SpeculativeUpdates(Early):
 
     def __init__(self, queue: Queue) -> None:
         super().__init__(queue)
-        self._speculation: Speculation | None = None
+        self.speculation: Speculation | None = None
+        self._lanes: Lanes | None = None  # what follows is of these
+        self._used: UsedGradients
+        self._no_overflow: Tensor
+        self._done: Any  # event behind the last update of a backward
+        self._plan: Plan | None = None  # of the last backward, if it may hold for the next one
         self._has_shared = False  # in this step all ranks update shared units speculatively
         self._verdict, self._link_share = Verdict(), LinkShare(self._backend)
-        self._checksums: Checksums | None = None
         self._pause, self._next_pause = 0, 1
         self._verdict_unread = False
         self._assumed: Factors | None = None  # by the step whose backward has begun
@@ -90,21 +96,17 @@ class SpeculativeUpdates(Early):
         self._said_written: frozenset[str] = frozenset()  # labels of units, in the log
 
     @property
-    def is_speculating(self) -> bool:
-        return self._speculation is not None
-
-    @property
     def is_half_done(self) -> bool:
-        return self._speculation is not None
+        return self.speculation is not None
 
     # -- backward
 
     def awaits(self, item: Managed, gradient: Tensor) -> bool:
-        kept = None if self._speculation is None else self._speculation.gradients.get(item)
+        kept = None if self.speculation is None else self.speculation.gradients.get(item)
         return kept is not None and kept.numel() > 0 and kept.data_ptr() == gradient.data_ptr()
 
     def is_first(self, item: Managed) -> bool:
-        return self._speculation is not None and item in self._speculation.first
+        return self.speculation is not None and item in self.speculation.plan.first
 
     @contextlib.contextmanager
     def updating(self, step: EarlyStep) -> Iterator[None]:
@@ -113,79 +115,115 @@ class SpeculativeUpdates(Early):
         Weights that somebody else has written to since the last step are left to ``step()``: they may be written back
         before it (SAM), and masters are rebuilt of those that are there then.
         """
-        layers = step.prepare_backward(final=False) if step.may_speculate else None
-        if layers is None:
+        prepared = step.prepare_backward(final=False)
+        if prepared is None:
             yield
             return
-        managed, groups = step.managed, step.param_groups
+        (layers, assumed), managed = prepared, step.managed
         with no_grad_no_inference():
             written = managed.find_written(managed)
             if written and not managed.are_unmoved(written):  # they will get other records
                 written = list(managed)
-        self._find_written, assumed = managed.find_written, step.unclipped_factors()
-        self._update_pause()
+        self._find_written = managed.find_written
+        if self._pause or self._verdict_unread:
+            self._update_pause()
         self._link_share.adapt()
         self._assumed = assumed
-        self._arrivals.set_layers(layers, self._backend.units(), batched=True)
-        local, shared, after_backward = self._plan(groups, written)
-        self._has_shared = bool(shared)
-        if not (local or shared):
+        without_gradient = [item for item in managed if not item.updated]
+        self._arrivals.set_layers(layers, self._backend.units(), batched=True, without_gradient=without_gradient)
+        plan = self._plan_for(step.param_groups, written)
+        self._has_shared = bool(plan.shared)
+        if not plan.owners:
             yield
             return
+        values = GroupValues(step.param_groups)
+        values.copy_mutable()
+        assert self._lanes is not None
+        measured = None if self._link_share.device.type == "cpu" else self._backend.host_weights
+        speculation = Speculation(plan, values, (*assumed, self._no_overflow), self._used, self._done)
         try:
-            self._checksums = self._checksums or Checksums(self._backend.lanes.device)
-            self._checksums.reserve(len({owner for unit in (*local, *shared) for owner in unit.owners}))
-            speculation = self._start_speculation(
-                Speculation(local, shared, after_backward, GroupValues(groups), *assumed, self._checksums)
-            )
+            self.speculation = speculation
+            self._queue.begin(self._arrivals.layer_of.keys(), values, True, plan.order, ahead=False)
+            if measured is not None:
+                measured.measure_waits(begin=True)
+            self._link_share.mark(self._lanes.caller())
         except BaseException as error:
             self._queue.abort("the backward with speculative updates", error)
             raise
         try:
             with self._arrivals.listening(partial(self._on_gradient, step.gradients.reader)):
                 yield
-                self._speculate_shared(speculation, flush=True)
+                if speculation.shared_queue:
+                    self._speculate_shared(speculation, flush=True)
         except BaseException:
-            speculation.shared_queue.clear()
-            if self._updater.broken:
-                self._queue.reset()
-            self._queue.guard.work("backward()", self._roll_back, "an error in backward")
+            self._fail(speculation)
             raise
         finally:
-            self._link_share.record_end()
+            if measured is not None:
+                measured.measure_waits(begin=False)
         if speculation.invalid:
             self._queue.guard.work("backward()", self.roll_back, "it continued in backward")
-        elif self._speculation is speculation:
+        elif self.speculation is speculation:
             self._queue.on_early_update()
 
-    def _plan(
-        self, groups: Sequence[dict[str, Any]], written: Collection[Managed]
-    ) -> tuple[list[Unit], list[Unit], list[Unit]]:
-        """The local units and the shared units to update speculatively, and the units that ``step()`` submits first.
+    def _fail(self, speculation: Speculation) -> None:
+        """After an error in backward."""
+        speculation.shared_queue.clear()
+        if self._updater.broken:
+            self._queue.reset()
+        self._queue.guard.work("backward()", self._roll_back, "an error in backward")
 
-        The first two are in the order in which backward completes them. The shared units are the same on all ranks.
-        There are none if a learning rate is on the device: the host could not tell later whether it has changed.
+    def _plan_for(self, groups: Sequence[dict[str, Any]], written: Collection[Managed]) -> Plan:
+        """The plan of the last backward, or another one if something has changed on which that depends."""
+        plan, now = self._plan, (self._arrivals.changes, self._link_share.fraction)
+        holds = plan is not None and plan.made_for == now and not (written or self._pause)
+        if plan is not None and holds and self._backend.reserve_speculation(plan.candidates) is plan.ready:
+            return plan
+        return self._make_plan(groups, written)
+
+    def _make_plan(self, groups: Sequence[dict[str, Any]], written: Collection[Managed]) -> Plan:
+        """Which units to update speculatively, and which ones ``step()`` submits first.
+
+        The shared units are the same on all ranks. There are none of either kind if a learning rate is on the device:
+        the host could not tell later whether it has changed.
         """
+        arrivals, backend, fraction = self._arrivals, self._backend, self._link_share.fraction
         numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))
         comparable = all(number.device.type == "cpu" for number in numbers)
-        local, shared = self._updater.shared.partition(self._backend.units()[::-1])
-        candidates = frozenset(local)
-        after_backward = [unit for unit in self._arrivals.last_in_backward() if unit in candidates]
-        self._backend.prefer_resident(after_backward)
-        candidates = candidates.difference(after_backward)
-        local = [unit for unit in local if unit in candidates]
-        possible = comparable and not self._pause
-        ready = frozenset(self._backend.reserve_speculation({*local, *shared}) if possible else ())
+        local, offered = self._updater.shared.partition(backend.units()[::-1])
+        known = frozenset(local)
+        after_backward = [unit for unit in arrivals.last_in_backward() if unit in known]
+        backend.prefer_resident(after_backward)
+        candidates = known.difference(after_backward).union(offered)
+        found = backend.reserve_speculation(candidates) if comparable and not self._pause else ()
+        ready = frozenset(found)
         if written:
             ready = ready.difference(self._units_with(written, ready))
-        fraction = self._link_share.fraction
-        local = evenly_spaced([unit for unit in local if unit in ready], fraction)
-        if shared:
-            offered = [*(unit in ready for unit in shared), int(1000 * fraction)]
-            *agreed, permille = self._updater.shared.all_reduce_min(offered)
-            shared = evenly_spaced([unit for unit, yes in zip(shared, agreed, strict=True) if yes], permille / 1000)
-        self._backend.expect_speculation([*local, *shared])
-        return local, shared, after_backward
+        local = evenly_spaced([unit for unit in local if unit in candidates and unit in ready], fraction)
+        shared = self._agree_on_units([unit in ready for unit in offered], offered, fraction) if offered else []
+        backend.expect_speculation([*local, *shared])
+        plan = Plan(local, shared, after_backward, arrivals.backward_order())
+        plan.made_for, plan.candidates, plan.ready = (arrivals.changes, fraction), candidates, found
+        if plan.owners:
+            self._reserve(len(plan.owners))
+        # Ranks that share units agree anew before each backward.
+        self._plan = plan if plan.owners and not (written or offered) else None
+        return plan
+
+    def _reserve(self, gradients: int) -> None:
+        """Make what updates in backward need for so many gradients, unless it is there."""
+        lanes = self._backend.lanes
+        if self._lanes is not lanes:
+            self._lanes, self._used, self._done = lanes, UsedGradients(lanes.device), lanes.event()
+            self._no_overflow = torch.zeros((), dtype=torch.float32, device=lanes.device)
+            self._link_share.device = lanes.device
+        self._used.reserve(gradients)
+        self._updater.reserve_stage()
+
+    def _agree_on_units(self, are_ready: Sequence[bool], units: Sequence[Unit], fraction: float) -> list[Unit]:
+        """Those of the shared units that all ranks can update speculatively."""
+        *agreed, permille = self._updater.shared.all_reduce_min([*are_ready, int(1000 * fraction)])
+        return evenly_spaced([unit for unit, yes in zip(units, agreed, strict=True) if yes], permille / 1000)
 
     def _units_with(self, written: Collection[Managed], units: Collection[Unit]) -> frozenset[Unit]:
         """Those of the units that have a part of a written parameter; the log says so when they change."""
@@ -205,30 +243,13 @@ class SpeculativeUpdates(Early):
             )
         return found
 
-    def _start_speculation(self, speculation: Speculation) -> Speculation:
-        self._updater.reserve_stage()
-        self._speculation, speculation.done = speculation, self._backend.lanes.event()
-        everything = self._begin(speculation.values, True, self._backward_order(speculation))
-        self._arrivals.start_backward(without_gradient=frozenset(item for item in everything if not item.updated))
-        self._link_share.record_begin()
-        return speculation
-
-    def _backward_order(self, speculation: Speculation) -> list[Unit]:
-        """The order in which a backward with these updates, and the step after it, are expected to submit them."""
-        shared = iter(speculation.shared_order)
-        order = (unit for unit in self._arrivals.backward_order() if unit in speculation.units)
-        return [
-            *(next(shared) if unit in speculation.shared else unit for unit in order),
-            *speculation.after_backward,
-        ]
-
     def _on_gradient(self, peek: Peek, item: Managed) -> None:
         """A gradient is complete: with the last one of its batch, the units of the batch are updated.
 
         Raises:
             RuntimeError: the parameter has been updated in this backward already.
         """
-        speculation = self._speculation
+        speculation = self.speculation
         if speculation is None or not item.updated:
             return
         gradient = peek(item.param)
@@ -239,10 +260,13 @@ class SpeculativeUpdates(Early):
         layer = self._arrivals.add_gradient(item, gradient, speculation.gradients)
         if layer is None:
             return
-        self._speculate_shared(speculation)
+        if speculation.shared_queue:
+            self._speculate_shared(speculation)
         if self._arrivals.count_layer(layer):
             units = self._arrivals.units_of[self._arrivals.batch_of[layer]]
-            self._speculate(speculation, [unit for unit in reversed(units) if unit in speculation.local])
+            local = [unit for unit in reversed(units) if unit in speculation.plan.local]
+            if local:
+                self._queue.guard.work("backward()", self._submit_speculative, speculation, local)
             if self._backend.host_weights is not None:
                 speculation.let_go([owner for unit in units for owner in unit.owners])
 
@@ -255,38 +279,38 @@ class SpeculativeUpdates(Early):
         Args:
             flush: backward is over: units without gradients have none on any rank, and are skipped.
         """
-        if speculation.shared_queue and self._speculation is speculation:
+        if self.speculation is speculation:
             self._queue.wait_for_caller()
-        while speculation.shared_queue and self._speculation is speculation:
+        while speculation.shared_queue and self.speculation is speculation:
             layers = {self._arrivals.layer_of[owner] for owner in speculation.shared_queue[0].owners}
             complete = all(map(self._arrivals.is_complete, layers))
             if not (complete or flush):
                 return
             unit = speculation.shared_queue.popleft()
-            self._speculate(speculation, [unit] if complete else [])
-
-    def _speculate(self, speculation: Speculation, units: Sequence[Unit]) -> None:
-        """Submit the speculative updates of units whose gradients are complete."""
-        self._queue.guard.work("backward()", self._submit_speculative, speculation, units)
+            if complete:
+                self._queue.guard.work("backward()", self._submit_speculative, speculation, [unit])
 
     def _submit_speculative(self, speculation: Speculation, units: Sequence[Unit]) -> None:
-        if self._speculation is not speculation:  # a hook has read a weight meanwhile
+        """Submit the speculative updates of units whose gradients are complete."""
+        if self.speculation is not speculation:  # a hook has read a weight meanwhile
             return
         available = speculation.gradients
         gradients = {owner: available[owner] for unit in units for owner in unit.owners if owner in available}
         if not gradients:
             return
-        self._backend.note_kept_weights(units)
+        if self._backend.host_weights is not None:
+            self._backend.note_kept_weights(units)
         refuse_older_graphs(speculation.used.add(gradients))
-        update = speculation.assumed_update(gradients)
-        compute = self._backend.lanes.compute
-        self._queue.wait_for_caller()
-        self._link_share.record_ready()
+        scaling, values = speculation.assumed, speculation.values
+        update = Update(gradients, *scaling, values, keep_gradients=True, scalings=speculation.scalings)
+        assert self._lanes is not None
+        compute = self._lanes.compute
+        self._link_share.mark(self._queue.wait_for_caller())
         for unit in units:
             speculation.submitted.append(unit)  # first: an interrupt in between must not hide the update
             compute.run(partial(speculation.run, self._updater, unit, update, versions_of(unit.owners)))
         compute.record(speculation.done)
-        self._link_share.record_done()
+        self._link_share.mark(compute)
         self._queue.on_early_update()
 
     def roll_back(self, reason: str) -> None:
@@ -309,7 +333,7 @@ class SpeculativeUpdates(Early):
 
     def _roll_back(self, reason: str) -> Sequence[Managed]:
         """:meth:`roll_back`; returns the parameters that somebody has written to."""
-        speculation = self._speculation
+        speculation = self.speculation
         if speculation is None:
             return ()
         if speculation.submitted and not speculation.invalid:
@@ -321,14 +345,14 @@ class SpeculativeUpdates(Early):
         speculation.invalid = bool(speculation.shared_queue)
         self._roll_back_units(speculation)
         if not speculation.invalid:
-            self._queue.values = self._speculation = None  # last: until then weights are in between
+            self._queue.values = self.speculation = None  # last: until then weights are in between
         return written
 
     def _written_after_update(self, speculation: Speculation) -> Sequence[Managed]:
         if not speculation.submitted or self._updater.broken:
             return ()
         self._wait_for_updates(speculation)  # on the CPU they have written only then
-        updated = (unit for unit in speculation.submitted if self._backend.is_speculative(unit))
+        updated = self._backend.speculative(speculation.submitted)
         owners = dict.fromkeys(owner for unit in updated for owner in unit.owners)
         return self._find_written(owner for owner in owners if owner in speculation.used)
 
@@ -351,6 +375,7 @@ class SpeculativeUpdates(Early):
             raise
         if speculation.submitted:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
+            self._plan = None
         speculation.submitted.clear()
         speculation.used.clear()
 
@@ -358,10 +383,10 @@ class SpeculativeUpdates(Early):
 
     @property
     def awaits_step(self) -> bool:
-        return self._speculation is not None and self._speculation.update is None
+        return self.speculation is not None and self.speculation.update is None
 
     def validate(self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites) -> bool:
-        speculation = self._speculation
+        speculation = self.speculation
         if speculation is None:
             return False
         if self._backend.lanes.device.type == "cpu":  # what others have written is known when the updates are done
@@ -372,10 +397,10 @@ class SpeculativeUpdates(Early):
             self.roll_back("gradients were changed")
         elif speculation.weights_changed or not adopt_writes(gradients, speculation.used):
             self.roll_back("weights were written to")
-        return self._speculation is not None
+        return self.speculation is not None
 
     def start(self, updates: Sequence[Update]) -> bool:
-        speculation = self._speculation
+        speculation = self.speculation
         self._request_verdict(updates)
         if self._has_shared:
             self._agree_on_verdict()
@@ -383,7 +408,18 @@ class SpeculativeUpdates(Early):
             return False
         (update,) = updates
         try:
-            self._start_others(speculation, update)
+            update.values, speculation.update = speculation.values, update
+            update.drop_gradients(update.elsewhere)
+            refuse_older_graphs([item for item in update.gradients if item not in speculation.used])
+            update.note_versions()
+            done, first = self._backend.speculative(speculation.submitted), speculation.plan.after_backward
+            speculation.updated = Job(None, [update], done=done)
+            next_order, arrivals = speculation.plan.order, self._arrivals
+            if arrivals.completed != arrivals.previously_completed:
+                next_order = speculation.plan.in_order(arrivals.backward_order())
+            self._schedule(speculation.updated, update, first, next_order)
+            in_step = 0 if self._backend.peers_wait else self._queue.jobs_in_step
+            self._queue.submit(min(max(1 + len(first), in_step), self._queue.num_jobs - 1))  # not the end
         except BaseException as error:
             self._queue.abort("the update under way", error)
             raise
@@ -391,25 +427,13 @@ class SpeculativeUpdates(Early):
             self.resolve(None)
         return True
 
-    def _start_others(self, speculation: Speculation, update: Update) -> None:
-        """Schedule the updates of all other units, and submit the first of them."""
-        update.values, speculation.update = speculation.values, update
-        update.drop_gradients(update.elsewhere)
-        refuse_older_graphs([item for item in update.gradients if item not in speculation.used])
-        update.note_versions()
-        done = [unit for unit in speculation.submitted if self._backend.is_speculative(unit)]
-        first, speculation.updated = speculation.after_backward, Job(None, [update], done=done)
-        self._schedule(speculation.updated, update, first, self._backward_order(speculation))
-        in_step = 0 if self._backend.peers_wait else self._queue.jobs_in_step
-        self._queue.submit(min(max(1 + len(first), in_step), self._queue.num_jobs - 1))  # not the end
-
     def _schedule(self, updated: Job, update: Update, first: Sequence[Unit], next_order: Sequence[Unit]) -> None:
         """Schedule the updates of all other units, by the true factor, and the end of the step."""
         known = {*updated.done, *first}
         left = [unit for unit in self._backend.units() if unit not in known]
         self._queue.begin(update.gradients.keys(), update.values, True, [*first, *left])
         jobs = [*(Job(unit, [update]) for unit in first), updated, *(Job(unit, [update]) for unit in left)]
-        self._queue.schedule_step([*jobs, Job(None, [update], update.elsewhere, next_order)])
+        self._queue.schedule([*jobs, Job(None, [update], update.elsewhere, next_order)])
 
     def overflows(self, updates: Sequence[Update]) -> bool | None:
         """The verdict tells it, if there is one: the host waits once."""
@@ -417,11 +441,11 @@ class SpeculativeUpdates(Early):
 
     def skip(self) -> None:
         """The verdict is ``drop``, and it has been read."""
-        speculation = self._speculation
+        speculation = self.speculation
         if speculation is not None and speculation.update is None:
             self._log_verdict("drop")
             self._roll_back_units(speculation)
-            self._queue.values = self._speculation = None
+            self._queue.values = self.speculation = None
 
     def _request_verdict(self, updates: Sequence[Update]) -> bool:
         """Have the device compare this update with the assumed one, once per step; ``False``: nothing was assumed."""
@@ -429,7 +453,7 @@ class SpeculativeUpdates(Early):
         if assumed is None:
             return False
         (update,), (divisor, factor) = updates, assumed
-        speculation = self._speculation
+        speculation = self.speculation
         unchanged = None if speculation is None else speculation.used.checksums(update.gradients)
         self._verdict.compute(update.overflow, [(update.divisor, divisor), (update.factor, factor)], unchanged)
         self._verdict_unread = True
@@ -438,11 +462,10 @@ class SpeculativeUpdates(Early):
     def _agree_on_verdict(self) -> None:
         """Ranks that have updated shared units commit only if all of them can."""
         self._has_shared = False
-        speculation, can_commit = self._speculation, False
+        speculation, can_commit = self.speculation, False
         if speculation is not None and self._verdict.read() == "commit":
-            can_commit = all(
-                self._backend.is_speculative(unit) for unit in speculation.submitted if unit in speculation.shared
-            )
+            shared = [unit for unit in speculation.submitted if unit in speculation.plan.shared]
+            can_commit = len(self._backend.speculative(shared)) == len(shared)
         if self._updater.shared.all_reduce_min([can_commit]) == [0] and speculation is not None:
             self._verdict.overrule()
 
@@ -460,7 +483,7 @@ class SpeculativeUpdates(Early):
         Before ``step()`` speculative updates are rolled back if they concern these parameters. After it the verdict
         decides.
         """
-        speculation = self._speculation
+        speculation = self.speculation
         if speculation is None:
             return True
         if speculation.update is None:
@@ -475,27 +498,26 @@ class SpeculativeUpdates(Early):
 
     def _apply_verdict(self, speculation: Speculation, update: Update) -> None:
         """Read the verdict: commit the speculative updates, or roll them back and, unless it is to drop, redo them."""
-        verdict = self._verdict.read()
+        verdict, queue = self._verdict.read(), self._queue
         try:
             self._verdict_unread = False
             if verdict == "commit":
                 self._next_pause = max(self._next_pause // 2, 1)
-                assert speculation.updated is not None
-                self._commit(speculation.updated)
+                updated = speculation.updated
+                assert updated is not None
+                self._backend.lanes.compute.run(partial(self._backend.commit, updated.done))
+                if self._backend.peers_wait:
+                    queue.record_again(updated.number)  # commits send weights: who receives others' waits for that
+                    queue.submit(queue.jobs_in_step)
             else:
-                self._queue.redone += verdict == "redo"
+                queue.redone += verdict == "redo"
                 self._log_verdict(verdict)
                 self._undo(speculation, update, again=verdict == "redo")
-            self._speculation = None  # last: until then weights are in between
+            speculation.used.clear()
+            self.speculation = None  # last: until then weights are in between
         except BaseException as error:
-            self._queue.abort("the update under way", error)
+            queue.abort("the update under way", error)
             raise
-
-    def _commit(self, updated: Job) -> None:
-        self._backend.lanes.compute.run(partial(self._updater.commit, updated.done))
-        if self._backend.peers_wait:
-            self._queue.record_again(updated.number)  # commits send weights: who receives others' waits for that
-            self._queue.submit(self._queue.jobs_in_step)
 
     def _undo(self, speculation: Speculation, update: Update, again: bool) -> None:
         """Roll back what is speculative. What ``step()`` has submitted since is right under every verdict."""
@@ -515,7 +537,9 @@ class SpeculativeUpdates(Early):
         logger.info("updates in backward: %s (%d steps redone so far): %s", verdict, self._queue.redone, reason)
 
     def reset(self) -> None:
-        self._speculation = None
+        if self.speculation is not None:
+            self.speculation.used.clear()
+        self.speculation = None
 
 
 OVERLAP = UpdateTime("overlap", deferred=True, early=SpeculativeUpdates, without_early=NEXT_FORWARD)

@@ -22,7 +22,7 @@ from lightstep.optimizer.step_guard import StepGuard
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update, updates_of
 from lightstep.precision.gradients import GradientAccumulator
 from lightstep.state.host_weights import WeightGroup
-from lightstep.state.lanes import Lane
+from lightstep.state.lanes import Lane, Lanes
 from lightstep.state.schema import Managed, Unit
 from lightstep.state.store import Store
 
@@ -65,21 +65,16 @@ class EarlyStep(Protocol):
     managed: ManagedParameters
     gradients: GradientAccumulator
 
-    @property
-    def may_speculate(self) -> bool:
-        """Whether a unit's update may begin before the other gradients are known, if it can be rolled back."""
+    def prepare_backward(self, final: bool) -> tuple[Sequence[Sequence[Managed]], Factors] | None:
+        """Set up what the updates need; returns the parameters of each layer, in the order of the model, and the
+        scaling of gradients that are not clipped.
 
-    def prepare_backward(self, final: bool) -> Sequence[Sequence[Managed]] | None:
-        """Set up what the updates need; returns the parameters of each layer, in the order of the model.
-
-        ``None``: all parameters are frozen.
+        ``None``: nothing may be updated before all gradients are known.
 
         Args:
-            final: the updates count, and weights that somebody else has written to must be adopted before.
+            final: the updates count, and weights that somebody else has written to must be adopted before. They need no
+                scaling.
         """
-
-    def unclipped_factors(self) -> Factors:
-        """The scaling of gradients that are not clipped."""
 
     def take(self, item: Managed) -> Tensor | None:
         """The gradient of a parameter if it has one; it is gone afterwards."""
@@ -96,9 +91,11 @@ class Early(ABC):
 
     Attributes:
         is_half_done: an error now leaves some units updated and others not.
-        is_speculating: there are updates that may still be rolled back.
+        speculation: updates that may still be rolled back; ``None``: there are none.
         awaits_step: these updates' ``step()`` has not been called yet.
     """
+
+    speculation: Any = None
 
     def __init__(self, queue: Queue) -> None:
         self._queue, self._updater, self._backend = queue, queue.updater, queue.backend
@@ -107,10 +104,6 @@ class Early(ABC):
     @property
     @abstractmethod
     def is_half_done(self) -> bool: ...
-
-    @property
-    def is_speculating(self) -> bool:
-        return False
 
     @property
     def awaits_step(self) -> bool:
@@ -123,13 +116,6 @@ class Early(ABC):
         Args:
             step: what the engine does for it.
         """
-
-    def _begin(self, values: GroupValues, in_lane: bool, order: Sequence[Unit]) -> list[Managed]:
-        """Begin a step that updates all layers; returns their parameters."""
-        everything = [item for layer in self._arrivals.layers for item in layer]
-        values.copy_mutable()
-        self._queue.begin(everything, values, in_lane, order, ahead=False)
-        return everything
 
     def _second_gradient(self, item: Managed) -> RuntimeError:
         """For a parameter that has been updated in this backward already."""
@@ -244,7 +230,8 @@ class Queue:
         guard: admits one thread at a time.
         started: a backward has begun to update units of the current step for good.
         num_jobs: scheduled so far in this step.
-        in_lane: this step's jobs run in the compute lane.
+        jobs_in_step: how many jobs ``step()`` submits.
+        lanes: those in whose compute lane this step's jobs run; ``None``: they run here.
         values: this step's hyper-parameters.
         redone: steps so far whose speculative updates had to be redone.
         rolled_back: how often speculative updates were rolled back before ``step()``.
@@ -255,8 +242,8 @@ class Queue:
         self.updater, self.backend, self.time = updater, backend, time
         self._scheduled: deque[Job] = deque()
         self._submitted: deque[Job] = deque()
-        self.num_jobs = 0
-        self.in_lane = False
+        self.num_jobs = self.jobs_in_step = self._ahead = 0
+        self.lanes: Lanes | None = None
         self.values: GroupValues | None = None
         self._events: list[Any] = []  # by job number
         self._caller: Lane | None = None  # where the gradients come from
@@ -274,7 +261,8 @@ class Queue:
     @property
     def pending(self) -> bool:
         """Whether there are updates that nobody has waited for."""
-        return bool(self._submitted or self._scheduled) or (self.early is not None and self.early.is_speculating)
+        early = self.early
+        return bool(self._submitted or self._scheduled or (early is not None and early.speculation is not None))
 
     @property
     def may_be_ahead(self) -> bool:
@@ -336,7 +324,7 @@ class Queue:
             update.note_versions()
         units = self.backend.units()
         jobs = [Job(unit, own) for unit, own in zip(units, updates_of(units, updates), strict=True)]
-        self.schedule_step([*jobs, Job(None, updates, elsewhere)])
+        self.schedule([*jobs, Job(None, updates, elsewhere)])
         self.submit(self.jobs_in_step)
 
     def overflows(self, updates: Sequence[Update]) -> bool:
@@ -365,40 +353,46 @@ class Queue:
         Args:
             order, ahead: see :meth:`UnitUpdater.begin`.
         """
-        self.values, self.in_lane, self.num_jobs = values, in_lane, 0
+        lanes = self.backend.lanes if in_lane else None
+        self.values, self.lanes, self.num_jobs = values, lanes, 0
         self._completing_job, self._arrival_job, self._end = {}, {}, None
+        limit = _ALL if self.backend.host_weights is None else SUBMIT_BEFORE_WEIGHTS
+        self._ahead = min(SUBMIT_AHEAD, limit)
+        self.jobs_in_step = _ALL if self.backend.peers_wait else min(SUBMIT_IN_STEP, limit)
         begin = partial(self.updater.begin, managed, order, ahead)
-        if in_lane:
+        if lanes is not None:
             self.wait_for_caller()
-            self.backend.lanes.compute.run(begin)
+            lanes.compute.run(begin)
         else:
             begin()
 
-    def wait_for_caller(self) -> None:
-        """The compute lane waits for the caller's work so far."""
-        lanes = self.backend.lanes
+    def wait_for_caller(self) -> Lane:
+        """The compute lane waits for the caller's work so far. Returns the caller's lane."""
+        lanes = self.lanes
+        assert lanes is not None
         if self._caller_event is None:
             self._caller_event = lanes.event()
         self._caller = lanes.caller()
         lanes.compute.wait(self._caller.record(self._caller_event))
+        return self._caller
 
     def schedule(self, jobs: Sequence[Job]) -> None:
-        """Schedule jobs, among them all that update parts of the same parameters: the last one completes them."""
+        """Schedule jobs, among them all that update parts of the same parameters: the last one completes them.
+
+        With the end of a deferred step, what other replicas send is expected, too.
+        """
         last = {owner: job for job in jobs for owner in job.owners}
         for job in jobs:
             job.number = self.num_jobs
             job.completed = [owner for owner in job.owners if last[owner] is job]
             self.num_jobs += 1
         self._scheduled.extend(jobs)
-        if self.in_lane:
+        if self.lanes is not None:
             self._completing_job.update({owner: job.number for owner, job in last.items()})
             while len(self._events) < self.num_jobs:
-                self._events.append(self.backend.lanes.event())
-
-    def schedule_step(self, jobs: Sequence[Job]) -> None:
-        """Schedule all jobs of a step in the lane, the last of which ends it."""
-        self.schedule(jobs)
-        self._arrival_job = self.backend.arrival_jobs(self._completing_job, len(jobs) - 1)
+                self._events.append(self.lanes.event())
+            if self.time.deferred and self.backend.peers_wait and jobs[-1].is_end:
+                self._arrival_job = self.backend.arrival_jobs(self._completing_job, jobs[-1].number)
 
     def withdraw(self) -> list[Unit]:
         """Forget the step's jobs; returns the units of those that were submitted. The caller must wait for the lane."""
@@ -408,20 +402,12 @@ class Queue:
         self._completing_job, self._arrival_job, self._end = {}, {}, None
         return units
 
-    @property
-    def jobs_in_step(self) -> int:
-        """How many jobs ``step()`` submits."""
-        return _ALL if self.backend.peers_wait else self._ahead(SUBMIT_IN_STEP)
-
-    def _ahead(self, jobs: int) -> int:
-        return jobs if self.backend.host_weights is None else min(jobs, SUBMIT_BEFORE_WEIGHTS)
-
     def submit(self, stop: int) -> None:
         """Submit the jobs with numbers below ``stop`` to the compute lane; without the lane, run all of them here."""
-        while self._scheduled and (self._scheduled[0].number < stop or not self.in_lane):
+        compute = None if self.lanes is None else self.lanes.compute
+        while self._scheduled and (self._scheduled[0].number < stop or compute is None):
             job = self._scheduled[0]
-            if self.in_lane:
-                compute = self.backend.lanes.compute
+            if compute is not None:
                 compute.run(partial(job.run, self.updater))
                 compute.record(self._events[job.number])
                 self._submitted.append(self._scheduled.popleft())
@@ -431,7 +417,8 @@ class Queue:
 
     def record_again(self, number: int) -> None:
         """Whoever waits for this job from now on waits for all that is in the lane by now."""
-        self.backend.lanes.compute.record(self._events[number])
+        assert self.lanes is not None
+        self.lanes.compute.record(self._events[number])
 
     def wait(self, number: int) -> None:
         """The caller waits for the jobs up to this one; their gradients are freed.
@@ -450,7 +437,8 @@ class Queue:
         Args:
             is_end: nothing is pending behind the event. Other streams may still be ahead of it.
         """
-        waiting = [self.backend.lanes.caller()]
+        assert self.lanes is not None
+        waiting = [self.lanes.caller()]
         if self._caller is not None and self._caller.stream != waiting[0].stream:
             waiting.append(self._caller)
         for lane in waiting:
@@ -467,35 +455,32 @@ class Queue:
 
     # -- waiting
 
-    def wait_for_update(self, items: Iterable[Managed] | None = None) -> None:
+    def wait_for_update(self, items: Iterable[Managed] | None = None, decided: bool = False) -> None:
         """What the caller does next sees these parameters updated; ``None``: all parameters, and their state.
 
         On an accelerator the current stream waits and the host does not. On the CPU the calling thread waits.
+
+        Args:
+            decided: only what ``step()`` has decided. Speculative updates for a step that has not been called yet stay
+                as they are.
         """
-        if self.early is not None and not self.early.resolve(items):
+        if self.early is not None and ((decided and self.early.awaits_step) or not self.early.resolve(items)):
             return
         if not self.pending:
             return
         sent, last = ([], _ALL) if items is None else self._last_job_of(items)
         try:
-            self.submit(last + 1 + self._ahead(SUBMIT_AHEAD))
+            self.submit(last + 1 + self._ahead)
         except BaseException as error:
             self.abort("the update under way", error)
             raise
         try:
             self.wait(last)
-            self.backend.receive(sent)
+            if self.backend.peers_wait:
+                self.backend.receive(sent)
         except Exception as error:  # an interrupt during a wait changes nothing
             self.abort("the update under way", error)
             raise
-
-    def wait_for_step(self) -> None:
-        """What the caller does next sees all updates that ``step()`` has decided.
-
-        Speculative updates for a step that has not been called yet stay as they are.
-        """
-        if self.early is None or not self.early.awaits_step:
-            self.wait_for_update()
 
     def wait_on_stream(self, items: Iterable[Managed]) -> None:
         """The current stream waits for these parameters, and no other stream does: the jobs stay unwaited for.
@@ -512,7 +497,7 @@ class Queue:
         if last < 0:
             return
         try:
-            self.submit(last + 1 + self._ahead(SUBMIT_AHEAD))
+            self.submit(last + 1 + self._ahead)
             self.backend.lanes.caller().wait(self._events[last])
             self.backend.receive(sent)
         except BaseException as error:
@@ -563,11 +548,11 @@ class Queue:
         """Drop everything that is scheduled or submitted."""
         if self.early is not None:
             self.early.reset()
-        if self.in_lane:
-            self.backend.lanes.compute.synchronize()
+        if self.lanes is not None:
+            self.lanes.compute.synchronize()
         self.withdraw()
         self.values, self.updater.is_running = None, False
-        for unit in filter(self.backend.is_speculative, self.backend.units()):
+        for unit in self.backend.speculative(self.backend.units()):
             self.backend.drop_speculation(unit)
 
     def close(self) -> None:

@@ -18,11 +18,12 @@ from lightstep.precision.adam_batch import Scaling
 from lightstep.precision.gradient_stage import as_row
 from lightstep.precision.split import Splitter
 from lightstep.state.checksummed_weights import ChecksummedWeights
+from lightstep.state.lanes import Lane
 from lightstep.state.schema import Managed, Unit, versions_of
 from lightstep.state.staging import MasterSplitter
 from lightstep.state.store import Store
 
-__all__ = ["Checksums", "LinkShare", "Speculation", "UsedGradients", "Verdict", "evenly_spaced"]
+__all__ = ["LinkShare", "Plan", "Speculation", "UsedGradients", "Verdict", "evenly_spaced"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,46 +36,28 @@ _HELD = 16
 """Backwards before more is tried again, after one that was late: with each share other units are laid out anew."""
 
 
-class Checksums:
-    """Memory for checksums of gradients at two moments; kept for all steps.
+class UsedGradients(dict[Managed, tuple[Tensor, int]]):
+    """The gradients that speculative updates use, with their versions, and whether somebody writes to them afterwards.
+
+    Most writes increment the tensor's version. Those through ``p.grad.data``, or by kernels of other libraries, do not:
+    checksums at two moments show them, whose memory is kept for all steps. Nobody else writes to gradients that go to
+    the host; in place of a version they have the number of those that have gone there, with this one.
 
     Args:
         device: of the gradients.
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         splitter = Splitter(device)
         self._splitter: MasterSplitter = ChecksummedWeights(splitter) if device.type == "cpu" else splitter
-        self._device = device
-        self.then, self.now = (torch.empty(0, dtype=torch.int32, device=device) for _ in range(2))
+        self._then, self._now = (torch.empty(0, dtype=torch.int32, device=device) for _ in range(2))
+        self._checked: list[Managed] = []  # with checksums
 
     def reserve(self, count: int) -> None:
         """Allocate memory for the checksums of ``count`` gradients."""
-        if self.then.numel() < count:
-            self.then, self.now = (torch.empty(count, dtype=torch.int32, device=self._device) for _ in range(2))
-
-    def write(self, gradients: Iterable[Tensor], out: Tensor) -> None:
-        """Queue the checksums of gradients (fp32 or 16-bit) on the current stream.
-
-        Args:
-            out: int32, one element for each gradient.
-        """
-        codes = [g.ravel() if g.dtype.itemsize == 2 else as_row(g).view(torch.int16) for g in gradients]
-        self._splitter.fingerprint_rows([(row, 0, [(0, row.shape[0])], i) for i, row in enumerate(codes)], out)
-
-
-class UsedGradients(dict[Managed, tuple[Tensor, int]]):
-    """The gradients that speculative updates use, with their versions, and whether somebody writes to them afterwards.
-
-    Most writes increment the tensor's version. Those through ``p.grad.data``, or by kernels of other libraries, do not:
-    the checksums show them. Nobody else writes to gradients that go to the host; in place of a version they have the
-    number of those that have gone there, with this one.
-    """
-
-    def __init__(self, checksums: Checksums) -> None:
-        super().__init__()
-        self._checksums = checksums
-        self._checked: list[Managed] = []  # with checksums
+        if self._then.numel() < count:
+            self._then, self._now = (self._then.new_empty(count) for _ in range(2))
 
     def add(self, gradients: Gradients) -> list[Managed]:
         """Remember these gradients; returns the parameters whose gradients have not been used before.
@@ -91,9 +74,9 @@ class UsedGradients(dict[Managed, tuple[Tensor, int]]):
                 leaves_later = item.param.grad is not None
                 self[item] = home.gradient(gradient.dtype), home.arrivals + leaves_later
         if staying:
-            first, stop = len(self._checked), len(self._checked) + len(staying)
-            self._checksums.write([gradients[item] for item in staying], self._checksums.then[first:stop])
+            first = len(self._checked)
             self._checked += staying
+            self._write([gradients[item] for item in staying], self._then[first : len(self._checked)])
         return new
 
     def are_in(self, gradients: Gradients) -> bool:
@@ -111,68 +94,98 @@ class UsedGradients(dict[Managed, tuple[Tensor, int]]):
     def checksums(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
         """The checksums of these gradients now, and when they were used: int32 ``[n]``. Called once in a step."""
         count = len(self._checked)
-        now, then = self._checksums.now[:count], self._checksums.then[:count]
         if count:
-            self._checksums.write([gradients[item] for item in self._checked], now)
-        return now, then
+            self._write([gradients[item] for item in self._checked], self._now[:count])
+        return self._now[:count], self._then[:count]
+
+    def _write(self, gradients: Iterable[Tensor], out: Tensor) -> None:
+        """Queue the checksums of gradients (fp32 or 16-bit) on the current stream; ``out`` has one for each."""
+        codes = [g.ravel() if g.dtype.itemsize == 2 else as_row(g).view(torch.int16) for g in gradients]
+        self._splitter.fingerprint_rows([(row, 0, [(0, row.shape[0])], i) for i, row in enumerate(codes)], out)
 
     def clear(self) -> None:
         super().clear()
         self._checked.clear()
 
 
-class Speculation:
-    """The speculative updates of one backward.
+class Plan:
+    """Which units backwards update speculatively. It holds until something changes on which it depends.
 
     Args:
         local: units to update that this rank updates alone.
         shared: units to update that several ranks update together, in the order in which backward completes them.
         after_backward: units that ``step()`` submits first, with the true factor.
-        values: the hyper-parameters at the beginning of the backward.
-        divisor, factor: the assumed scaling of the gradients, as in :class:`Update`.
-        checksums: memory for those of gradients.
+        expected: all units, in the order in which backward completes them.
 
     Attributes:
-        units: those of ``local`` and ``shared``.
-        first: the parameters of the units that ``step()`` submits first.
         shared_order: the units of ``shared``, in order.
-        shared_queue: those of them that have not been submitted yet.
-        gradients: the gradients that are complete.
-        used: the gradients that updates have used.
-        submitted: the units that have been submitted, in order.
-        updated: stands for those of them that the verdict decides about, from ``step()`` on.
-        done: event behind the last of them.
-        weights_changed: a weight was written to by somebody else before its update.
-        invalid: some updates have been rolled back already, so that none will be committed.
-        update: the true update of the step, from ``step()`` on.
+        owners: the parameters of ``local`` and ``shared``.
+        first: the parameters of the units that ``step()`` submits first.
+        order: the order in which backward, and the step after it, are expected to submit units.
+        made_for, candidates, ready: what it was made from.
     """
 
     def __init__(
         self,
         local: Collection[Unit],
-        shared: Collection[Unit],
+        shared: Sequence[Unit],
         after_backward: Sequence[Unit],
-        values: GroupValues,
-        divisor: Tensor | None,
-        factor: Tensor | None,
-        checksums: Checksums,
+        expected: Iterable[Unit],
     ) -> None:
-        self.local, self.shared = frozenset(local), frozenset(shared)
-        self.units = self.local | self.shared
-        self.shared_order, self.shared_queue = tuple(shared), deque(shared)
+        self.local, self.shared, self.shared_order = frozenset(local), frozenset(shared), tuple(shared)
         self.after_backward = after_backward
+        self.owners = frozenset(owner for unit in (*local, *shared) for owner in unit.owners)
         self.first = frozenset(owner for unit in after_backward for owner in unit.owners)
-        self.values, self.divisor, self.factor = values, divisor, factor
+        self.order = self.in_order(expected)
+        self.made_for: Any = None
+        self.candidates: Collection[Unit] = ()
+        self.ready: Sequence[Unit] = ()
+
+    def in_order(self, expected: Iterable[Unit]) -> list[Unit]:
+        """:attr:`order` if backward completes units in the ``expected`` one. That of shared units is agreed on."""
+        shared = iter(self.shared_order)
+        known = (unit for unit in expected if unit in self.local or unit in self.shared)
+        return [*(next(shared) if unit in self.shared else unit for unit in known), *self.after_backward]
+
+
+class Speculation:
+    """The speculative updates of one backward.
+
+    Args:
+        plan: which units.
+        values: the hyper-parameters at the beginning of the backward.
+        assumed: the assumed scaling of the gradients, and their overflow, as in :class:`Update`.
+        used: the gradients that updates have used; kept for all steps.
+        done: event behind the last update that has been submitted.
+
+    Attributes:
+        shared_queue: shared units that have not been submitted yet.
+        gradients: the gradients that are complete.
+        submitted: the units that have been submitted, in order.
+        updated: stands for those of them that the verdict decides about, from ``step()`` on.
+        weights_changed: a weight was written to by somebody else before its update.
+        invalid: some updates have been rolled back already, so that none will be committed.
+        update: the true update of the step, from ``step()`` on.
+        scalings: see :class:`Update`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        values: GroupValues,
+        assumed: tuple[Tensor | None, Tensor | None, Tensor],
+        used: UsedGradients,
+        done: Any,
+    ) -> None:
+        self.plan, self.values, self.assumed, self.used, self.done = plan, values, assumed, used, done
+        self.shared_queue = deque(plan.shared_order)
         self.gradients: Gradients = {}
-        self.used = UsedGradients(checksums)
         self.submitted: list[Unit] = []
         self.updated: Job | None = None
-        self.done: Any = None
         self.weights_changed = self.invalid = False
         self.update: Update | None = None
+        self.scalings: dict[torch.device, Scaling] = {}
         self._own_versions: dict[Managed, int] = {}  # versions of weights as our own updates left them
-        self._no_overflow: Tensor | None = None
-        self._scalings: dict[torch.device, Scaling] = {}
 
     def run(self, updater: UnitUpdater, unit: Unit, update: Update, versions: Sequence[int]) -> None:
         """Update one unit, in the compute lane.
@@ -189,7 +202,7 @@ class Speculation:
         if not own.keys().isdisjoint(owners):
             known = [own.get(owner, version) for owner, version in zip(owners, versions, strict=True)]
         self.weights_changed |= versions_of(owners) != known
-        if not self.weights_changed or unit in self.shared:
+        if not self.weights_changed or unit in self.plan.shared:
             updater.speculate(unit, update)
         own.update(zip(owners, versions_of(owners), strict=True))
 
@@ -198,14 +211,6 @@ class Speculation:
         for item in items:
             if item.home is not None and item in self.gradients:
                 self.gradients[item] = item.home.gradient(self.gradients[item].dtype)
-
-    def assumed_update(self, gradients: Gradients) -> Update:
-        """The update of these gradients with the assumed scaling."""
-        if self._no_overflow is None:
-            device = next(iter(gradients.values())).device
-            self._no_overflow = torch.zeros((), dtype=torch.float32, device=device)
-        scaling = self.divisor, self.factor, self._no_overflow
-        return Update(gradients, *scaling, self.values, keep_gradients=True, scalings=self._scalings)
 
 
 class Verdict:
@@ -255,22 +260,20 @@ class Verdict:
 
     def read(self) -> str:
         """``commit``, ``redo`` or ``drop``; the host waits for the device."""
-        return {_COMMIT: "commit", _REDO: "redo", _DROP: "drop"}[self._read_code() % _CHANGED]
+        assert self._code is not None
+        if self._event is not None:
+            self._event.synchronize()
+        return {_COMMIT: "commit", _REDO: "redo", _DROP: "drop"}[int(self._code) % _CHANGED]
 
     def reason(self) -> str:
-        """Why it is not ``commit``."""
-        code = self._read_code()
+        """Why it is not ``commit``, once it has been read."""
+        assert self._code is not None
+        code = int(self._code)
         if code % _CHANGED == _DROP:
             return "overflow"
         if code & _OVERRULED:
             return "another rank cannot commit"
         return "gradients were changed after their use" if code & _CHANGED else "gradients are clipped"
-
-    def _read_code(self) -> int:
-        assert self._code is not None
-        if self._event is not None:
-            self._event.synchronize()
-        return int(self._code)
 
 
 class LinkShare:
@@ -284,55 +287,38 @@ class LinkShare:
     - units that are complete with the very last layer: they cross the link after backward in any case;
     - the first backward, which compiles kernels and allocates memory;
     - the CPU, where time says nothing about a link. All units are updated in backward there.
+
+    Attributes:
+        device: of the lanes.
     """
 
     def __init__(self, backend: Store) -> None:
         self._backend = backend
+        self.device = torch.device("cpu")
         self.fraction = 1.0
         self._step = _STEP
-        self._begin_event: Any = None
-        self._ready_events: list[Any] = []  # the gradients of a batch of units are complete
-        self._done_events: list[Any] = []  # the units of that batch are updated
-        self._batches, self._timed = 0, False
+        self._marks: list[Any] = []  # events, kept for later backwards
+        self._used = 0  # of them
         self._held = 0  # backwards before more is tried
         self._first = True
         self._advised = False
 
-    def record_begin(self) -> None:
-        """Backward begins."""
-        self._batches, self._timed = 0, self._backend.lanes.device.type != "cpu"
-        if self._timed:
-            if self._backend.host_weights is not None:
-                self._backend.host_weights.measure_waits(begin=True)
-            self._begin_event = self._begin_event or self._event()
-            self._backend.lanes.caller().record(self._begin_event)
+    def mark(self, lane: Lane) -> None:
+        """Measure when the lane gets here.
 
-    def record_ready(self) -> None:
-        """The gradients of a batch of units are complete on the current stream."""
-        if self._timed:
-            if self._batches == len(self._ready_events):
-                self._ready_events.append(self._event())
-                self._done_events.append(self._event())
-            self._backend.lanes.caller().record(self._ready_events[self._batches])
-
-    def record_done(self) -> None:
-        """The updates of that batch have been submitted."""
-        if self._timed:
-            self._backend.lanes.compute.record(self._done_events[self._batches])
-            self._batches += 1
-
-    def record_end(self) -> None:
-        """Backward is over."""
-        if self._backend.host_weights is not None:
-            self._backend.host_weights.measure_waits(begin=False)
-
-    def _event(self) -> Any:
-        return torch.Event(self._backend.lanes.device, enable_timing=True)
+        The first mark is the beginning of backward, on the caller's stream. Each batch of units has two: its gradients
+        are complete there, and its updates are done in the compute lane.
+        """
+        if self.device.type != "cpu":
+            if self._used == len(self._marks):
+                self._marks.append(torch.Event(self.device, enable_timing=True))
+            lane.record(self._marks[self._used])
+            self._used += 1
 
     def adapt(self) -> None:
         """Adapt the fraction before the next backward, once all work of the last one has been waited for."""
-        batches, self._batches = self._batches, 0
-        ready, done = self._ready_events[:batches], self._done_events[:batches]
+        batches, self._used = max(self._used - 1, 0) // 2, 0
+        ready, done = self._marks[1 : 1 + 2 * batches : 2], self._marks[2 : 2 + 2 * batches : 2]
         if batches < 3 or not (ready[-1].query() and done[-1].query()):
             return
         host_weights = self._backend.host_weights
@@ -342,7 +328,7 @@ class LinkShare:
         if self._first:
             self._first = False
             return
-        span = self._begin_event.elapsed_time(ready[-1])
+        span = self._marks[0].elapsed_time(ready[-1])
         layer = span / batches
         last = next((n for n in range(batches - 2, 0, -1) if ready[n].elapsed_time(ready[-1]) > layer / 2), 1)
         late = ready[last].elapsed_time(done[last - 1])

@@ -310,19 +310,13 @@ class UnitUpdater:
 
     def roll_back(self, unit: Unit) -> None:
         """Undo :meth:`speculate`."""
-        if self._backend.is_speculative(unit):
+        if self._backend.speculative([unit]):
             try:
                 self._backend.roll_back(unit)
             except BaseException as error:
                 self.broken.fail(f"rolling back the update of {unit.label}", error)
                 raise
             self._record(unit.owners)
-
-    def commit(self, units: Iterable[Unit]) -> None:
-        """Make speculative updates final."""
-        for unit in units:
-            if self._backend.is_speculative(unit):
-                self._backend.commit(unit)
 
     # -- the arithmetic
 

@@ -86,9 +86,7 @@ class Gates:
         early = itertools.takewhile(lambda module: module not in blocks[:1], model.modules())
         yield self._before(model, awaited(early))
         if blocks:
-            yield blocks[-1].register_forward_hook(
-                ModuleHook(lambda *_, updates=self._updates: updates.wait_for_step())
-            )
+            yield blocks[-1].register_forward_hook(ModuleHook(lambda *_, updates=self._updates: updates.wait()))
         yield from self._outside(model, blocks, but=model)
         for block in blocks:
             yield self._before(block, awaited(block.modules()))

@@ -95,19 +95,16 @@ class DeferredUpdates:
 
     # An optimizer that is gone will not step: all of its engine's updates are waited for.
 
-    def wait(self, parameters: Collection[Tensor]) -> None:
-        """Wait for the updates of these parameters."""
+    def wait(self, parameters: Collection[Tensor] | None = None) -> None:
+        """Wait for the updates of these parameters; ``None``: for all updates that a ``step()`` has decided."""
         for finalizer, engine in list(self._engines):
             if engine.may_be_pending:
-                is_gone = finalizer.peek() is None
-                engine.wait_for_update(None if is_gone else engine.managed.lookup(parameters))
-
-    def wait_for_step(self) -> None:
-        """Wait for all updates that a ``step()`` has decided."""
-        for finalizer, engine in list(self._engines):
-            if engine.may_be_pending:
-                wait = engine.wait_for_update if finalizer.peek() is None else engine.wait_for_step
-                wait()
+                if finalizer.peek() is None:
+                    engine.wait_for_update()
+                elif parameters is None:
+                    engine.wait_for_update(decided=True)
+                else:
+                    engine.wait_for_update(engine.managed.lookup(parameters))
 
     @eager
     def wait_on_stream(self, parameters: Collection[Tensor]) -> None:
@@ -293,8 +290,10 @@ def wait_for(modules: Iterable[AwaitedParameters], shards: Collection[Tensor] | 
         return
     # `dict.values`: without waiting
     parameters = [p for own in stale for p in dict.values(own) if p is not None] if shards is None else shards
-    for updates in updates_of(stale):
+    found = updates_of(stale)
+    for updates in found:
         updates.wait(parameters)
+    uncounted = {updates for updates in found if updates.in_backward}  # the next ones may begin at any time
     for own in stale:
-        if not any(updates.in_backward for updates in own.updates):  # the next ones may begin at any time
+        if not uncounted or uncounted.isdisjoint(own.updates):
             own.steps = steps

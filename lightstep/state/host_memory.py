@@ -156,6 +156,8 @@ class HostSlab:
 
     `close()` (also called at exit, and when the slab is collected) ends the page-locking. The memory itself lives as
     long as any view of it, so a tensor from `tensor()` always stays valid.
+
+    `bytes`: all of it as uint8; None once it is closed.
     """
 
     def __init__(
@@ -172,39 +174,39 @@ class HostSlab:
         device = torch.device(device) if device is not None else torch.device("cpu")
         self.nbytes = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         self.shared = shared
-        self._bytes: Tensor | None = _map_pages(self.nbytes, what, device.type != "cpu", shared)
+        self.bytes: Tensor | None = _map_pages(self.nbytes, what, device.type != "cpu", shared)
         if (shared is None or shared.is_new) and (touch or device.type != "cpu"):
-            _first_touch(self._bytes, numa.near(device))
-        self.page_locked = device.type != "cpu" and _page_lock(self._bytes, device)
+            _first_touch(self.bytes, numa.near(device))
+        self.page_locked = device.type != "cpu" and _page_lock(self.bytes, device)
         self._finalizer = (
-            weakref.finalize(self, _unlock, self._bytes.data_ptr(), device, os.getpid()) if self.page_locked else None
+            weakref.finalize(self, _unlock, self.bytes.data_ptr(), device, os.getpid()) if self.page_locked else None
         )
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int] | int, offset: int = 0) -> Tensor:
         """A view of the slab: `shape` elements of `dtype` from byte `offset` (a multiple of the element size)."""
-        if self._bytes is None:
+        if self.bytes is None:
             raise RuntimeError("this host slab is closed")
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         size = dtype.itemsize * torch.Size(shape).numel()
         if offset < 0 or offset % dtype.itemsize or offset + size > self.nbytes:
             raise ValueError(f"bytes {offset}..{offset + size} as {dtype} do not lie in a slab of {self.nbytes} bytes")
-        return self._bytes[offset : offset + size].view(dtype).view(shape)
+        return self.bytes[offset : offset + size].view(dtype).view(shape)
 
     def place_of(self, view: Tensor) -> int | None:
         """The first byte of a view of this slab; `None` for other tensors."""
-        start = -1 if self._bytes is None else view.data_ptr() - self._bytes.data_ptr()
+        start = -1 if self.bytes is None else view.data_ptr() - self.bytes.data_ptr()
         return start if 0 <= start < self.nbytes else None
 
     @property
     def closed(self) -> bool:
-        return self._bytes is None
+        return self.bytes is None
 
     def close(self) -> None:
         """Wait for the device, unlock the pages and drop the reference to them. A second call does nothing."""
         if self._finalizer is not None:
             self._finalizer()
         self.page_locked = False
-        self._bytes = self.shared = None
+        self.bytes = self.shared = None
 
 
 def _map_pages(nbytes: int, what: str, for_device: bool, shared: SharedMemory | None) -> Tensor:

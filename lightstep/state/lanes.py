@@ -101,6 +101,7 @@ class Lanes:
         )
         self.threads = frozenset(lane.thread_id for lane in self._all() if isinstance(lane, ThreadLane))
         self._calling_thread = CallerLane(COMPUTE, self._status)
+        self._last_caller: CallerStream | None = None
         self._updates = self.event()
 
     @property
@@ -127,7 +128,10 @@ class Lanes:
         """The caller's own work as a lane: its current stream, or on the CPU the calling thread."""
         if self.device.type == "cpu":
             return self._calling_thread
-        return CallerStream(COMPUTE, self._status, torch.accelerator.current_stream(self._index))
+        stream, last = torch.accelerator.current_stream(self._index), self._last_caller
+        if last is None or last.stream != stream:
+            last = self._last_caller = CallerStream(COMPUTE, self._status, stream)
+        return last
 
     def wait_for_caller(self) -> None:
         """Make later jobs of all lanes wait for what the caller has queued.
@@ -157,7 +161,8 @@ class Lanes:
 
     def check(self) -> None:
         """Raise if a job has failed: its own failure first, later an error that refers to it."""
-        self._status.check()
+        if self._status.error is not None:
+            self._status.check()
 
     @property
     def failed(self) -> bool:
@@ -437,7 +442,8 @@ class CallerLane(Lane):
 
     def wait(self, event: Event) -> None:
         event.wait(event.recorded)
-        self._status.check()
+        if self._status.error is not None:
+            self._status.check()
 
     def synchronize(self) -> None:
         self._status.check()
@@ -460,7 +466,8 @@ class ThreadLane(Lane):
         _threads.add(self._thread)
 
     def run(self, job: Callable[[], object], label: str = "") -> None:
-        self._status.check()
+        if self._status.error is not None:
+            self._status.check()
         delay, name = self._status.delay, self.name
         if delay is None:
             self._submit(_Job(job, label))

@@ -35,6 +35,10 @@ class Residency:
         lanes_of: the lanes of a device.
         versions: protects what snapshots still have to read.
         memory: of the device; ``None`` if it cannot be measured.
+
+    Attributes:
+        chosen: the records that live on the device or will: they do not go through the ring.
+        has_to_choose: whether :meth:`choose` may change anything.
     """
 
     def __init__(
@@ -47,25 +51,12 @@ class Residency:
         self._lanes_of, self._versions, self._memory = lanes_of, versions, memory
         self._budget = budget
         self._allowed = budget if isinstance(budget, int) else 0
-        self._chosen: set[Record] = set()
+        self.chosen: set[Record] = set()
         self._preferred: Sequence[Record] = ()
-        self._is_current = False
+        self._is_current, self.has_to_choose = False, True
         self._was_used = False  # some record has been resident
 
-    def __contains__(self, record: Record) -> bool:
-        """Whether the record lives on the device or has been chosen to: it does not go through the ring."""
-        return record in self._chosen
-
-    def streamed(self, records: Iterable[Record]) -> list[Record]:
-        """The others, in order."""
-        return [record for record in records if record not in self._chosen]
-
     # -- before a step, with no step under way
-
-    @property
-    def has_to_choose(self) -> bool:
-        """Whether :meth:`choose` may change anything."""
-        return not self._is_current or isinstance(self._budget, AutoBudget)
 
     def choose(self, records: Iterable[Record]) -> None:
         """Choose the resident ones among ``records`` (all of them), and evict the others."""
@@ -77,13 +68,13 @@ class Residency:
             self._allowed = allowed
         if not self._is_current:
             self.shrink(records)
-            self._chosen = set(self._front(records))
+            self.chosen = set(self._front(records))
 
     def prefer(self, records: Sequence[Record]) -> None:
         """From the next step on, choose these before others."""
         if records != self._preferred:
             self._preferred = records
-            self._is_current = False
+            self.invalidate()
 
     def shrink(self, records: Iterable[Record]) -> None:
         """Evict what exceeds the budget. The next step may choose other records."""
@@ -114,7 +105,7 @@ class Residency:
         """
         if self._is_current:
             return
-        arriving = sorted((one for one in records if one in self._chosen and one.slot is None), key=_unit_index)
+        arriving = sorted((one for one in records if one in self.chosen and one.slot is None), key=_unit_index)
         # The cache is emptied first, so that no buffer splits a block that activations will use again.
         cached = self._empty_cache(arriving) if arriving and self._budget is not None else 0
         slots: dict[Record, Slot] = {}
@@ -124,7 +115,7 @@ class Residency:
         except torch.OutOfMemoryError:
             if self._budget is None:
                 raise
-            self._shrink_to_fit([record for record in self._chosen if record.slot is not None], slots, cached)
+            self._shrink_to_fit([record for record in self.chosen if record.slot is not None], slots, cached)
         for device in {record.device for record in slots}:
             self._lanes_of[device].wait_for_caller()
         for record, slot in slots.items():
@@ -133,18 +124,19 @@ class Residency:
             self._was_used = True
             if isinstance(self._budget, AutoBudget):
                 self._budget.changed()
-        self._is_current = True
+        self._is_current, self.has_to_choose = True, isinstance(self._budget, AutoBudget)
 
     def set_budget(self, budget: Budget) -> None:
         """Set the budget from the next step on; see :meth:`shrink`."""
         if isinstance(budget, AutoBudget) and self._was_used:
             budget.changed()  # evicted records may have made the peak
-        self._budget, self._is_current = budget, False
+        self._budget = budget
+        self.invalidate()
         self._allowed = budget if isinstance(budget, int) else 0
 
     def invalidate(self) -> None:
         """Choose again before the next step: records were added or removed, or have other sizes."""
-        self._is_current = False
+        self._is_current, self.has_to_choose = False, True
 
     # -- moving to the host, with no step under way
 
@@ -172,20 +164,20 @@ class Residency:
             self._write_back([record for record in records if record.device == device], self._lanes_of[device])
         for record in records:
             record.slot = None
-            self._chosen.discard(record)
-        self._is_current = False
+            self.chosen.discard(record)
+        self.invalidate()
         self._empty_cache(records)
 
     def forget(self, record: Record) -> None:
         """The record is not used any more."""
-        self._chosen.discard(record)
+        self.chosen.discard(record)
 
     def reset(self, records: Iterable[Record]) -> None:
         """After a failure in the lanes: records that were being fetched live on the host, as before."""
         for record in records:
             if record.slot is not None and record.slot.arriving:
                 record.slot = None
-        self._is_current = False
+        self.invalidate()
 
     def _write_back(self, records: Sequence[Record], lanes: Lanes) -> None:
         lane, queued = lanes.device_to_host, lanes.event()
@@ -227,9 +219,9 @@ class Residency:
         for record in leaving:
             arriving.pop(record, None)
         self.evict([record for record in leaving if record.slot is not None])
-        self._chosen = {one for one in resident if one.slot is not None} | arriving.keys()
-        self._empty_cache(self._chosen)
-        self._allowed = sum(record.nbytes for record in self._chosen)
+        self.chosen = {one for one in resident if one.slot is not None} | arriving.keys()
+        self._empty_cache(self.chosen)
+        self._allowed = sum(record.nbytes for record in self.chosen)
         if isinstance(self._budget, AutoBudget):
             self._budget.limit_to(self._allowed)
         device = next((record.device for record in [*resident, *leaving, *arriving]), "the device")

@@ -79,7 +79,7 @@ class Ring:
             self.drop_prefetched()
             if record in self._upcoming:
                 self._upcoming.remove(record)
-            self._fetch(record, self._take_free(record))
+            self._fetch(record)
         slot, caller = self._staged[record], self._lanes.caller()
         caller.wait(slot.staged)
         caller.wait(slot.drained)
@@ -97,10 +97,8 @@ class Ring:
         slot.modified_early = True
         return slot
 
-    def _take_free(self, record: Record) -> Slot:
+    def _take_smallest(self, record: Record) -> Slot:
         """Of the smallest free slots that suffice for the record, the one that has been free longest."""
-        if self._are_alike:
-            return self._free.popleft()
         needed = self._needed(record)
         slot = min((one for one in self._free if one.buffer.nbytes >= needed), key=_size)
         self._free.remove(slot)
@@ -110,7 +108,7 @@ class Ring:
         """Replace the slots by larger ones, and return one for this record. The contents of all old slots are lost."""
         self.drop_prefetched()
         self._allocate(sizes)
-        return self._take_free(record)
+        return self._take_smallest(record)
 
     def write_back(self, slot: Slot, record: Record, to: Record | Version) -> None:
         """Copy ``slot``, which the caller has updated, to the host, then refill it.
@@ -123,9 +121,9 @@ class Ring:
         lane.wait(slot.updated)
         if target is not None:
             lane.copy(target, source, f"writing back {record.unit.label}")
-        if isinstance(to, Version) and to.previous.host is not None:
-            weights = slot.buffer[record.nbytes : record.nbytes + to.previous.nbytes]
-            lane.copy(to.previous.host, weights, f"saving the previous weights of {record.unit.label}")
+        if isinstance(to, Version) and to.weights_on_host is not None:
+            weights = slot.buffer[record.nbytes : record.nbytes + to.weights_nbytes]
+            lane.copy(to.weights_on_host, weights, f"saving the previous weights of {record.unit.label}")
         to.written_back = lane.record(slot.drained)
         self._free.append(slot)
         self._fetch_next()
@@ -171,11 +169,11 @@ class Ring:
 
     def _fetch_next(self) -> None:
         while self._free and self._upcoming:
-            record = self._upcoming.popleft()
-            self._fetch(record, self._take_free(record))
+            self._fetch(self._upcoming.popleft())
 
-    def _fetch(self, record: Record, slot: Slot) -> None:
-        """Queue the copy of ``record`` to ``slot``, after the slot's last use and the record's last write-back."""
+    def _fetch(self, record: Record) -> None:
+        """Queue the copy of ``record`` to a free slot, after the slot's last use and the record's last write-back."""
+        slot = self._free.popleft() if self._are_alike else self._take_smallest(record)
         lane = self._lanes.host_to_device
         source, target = record.host, slot.buffer[: record.nbytes]
         if source is not None:

@@ -226,13 +226,6 @@ class Store:
         before the next :meth:`begin`."""
         return self._acquired is not None or (self._on_host and any(lanes.failed for lanes in self._lanes.values()))
 
-    def _run(self, job: Callable[[], object]) -> None:
-        """Run ``job``, which queues work on the current stream."""
-        if self._device in self._lanes:
-            self.lanes.caller().run(job)
-        else:
-            job()
-
     # -- set-up
 
     @property
@@ -381,8 +374,9 @@ class Store:
 
     def _walk_in(self, order: Iterable[Unit], wanted: AbstractSet[Managed]) -> list[Record]:
         """The records of these parameters that go through the ring, in the order in which they are first needed."""
-        streamed = self._residency.streamed([self._records.by_unit[unit] for unit in order])
-        walk = [record for record in streamed if not wanted.isdisjoint(record.unit.owners)]
+        chosen, by_unit = self._residency.chosen, self._records.by_unit
+        needed = [by_unit[unit] for unit in order if not wanted.isdisjoint(unit.owners)]
+        walk = [record for record in needed if record not in chosen]
         return list(self._fetch_order(walk)) if self._updates_together else walk
 
     def _fetch_order(self, walk: Sequence[Record]) -> Iterator[Record]:
@@ -413,7 +407,7 @@ class Store:
         for segment in segments:
             segment.open(slot, staging, splitter, initial, record.fingerprints, copy_history=version is not None)
         if version is not None:
-            self._run(lambda: version.save(segments, staging, slot))
+            version.save(segments, staging, slot)
         return segments
 
     def _acquire_slot(self, record: Record) -> Slot:
@@ -452,7 +446,7 @@ class Store:
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
         """Finish the unit: write the ``updated`` segments to their parameters and to where their state lives."""
         record = self._records.by_unit[unit]
-        is_final = self._share is not None and not self.is_speculative(unit)
+        is_final = self._share is not None and record not in self._versions.speculative
         if self._acquired is not None:
             assert self._acquired[0] is record, f"{unit.label} released, {self._acquired[0].unit.label} is acquired"
             self._write_home(*self._acquired, updated)
@@ -477,7 +471,7 @@ class Store:
         if outgrown:
             slot = self._relayout(record, slot, segments, outgrown)
         if updated or record.slot is not None:  # there, joining took bits out of the record
-            self._run(lambda: self._write(record, segments))
+            self._write(record, segments)
         if record.slot is None and updated:
             if version is None:
                 self._versions.move_if_pinned(record)
@@ -642,15 +636,16 @@ class Store:
         """Make the next update of this unit (:meth:`acquire` to :meth:`release`) speculative: it can be rolled back."""
         self._versions.begin(self._records.by_unit[unit])
 
-    def is_speculative(self, unit: Unit) -> bool:
-        """Whether the unit has a speculative update that was neither committed nor rolled back."""
-        return self._records.by_unit[unit] in self._versions.speculative
+    def speculative(self, units: Iterable[Unit]) -> list[Unit]:
+        """Those of the units with a speculative update that was neither committed nor rolled back."""
+        return [unit for unit in units if self._records.by_unit[unit] in self._versions.speculative]
 
-    def commit(self, unit: Unit) -> None:
-        """Make the unit's speculative update final."""
-        self._versions.commit(self._records.by_unit[unit])
-        if self._share is not None:
-            self._share.updated(unit)
+    def commit(self, units: Iterable[Unit]) -> None:
+        """Make the speculative updates of these units final."""
+        for unit in self.speculative(units):
+            self._versions.commit(self._records.by_unit[unit])
+            if self._share is not None:
+                self._share.updated(unit)
 
     def roll_back(self, unit: Unit) -> None:
         """Undo the unit's speculative update; weights are restored by work on the current stream."""
@@ -660,13 +655,13 @@ class Store:
             self.lanes.caller().wait(version.written_back)
         if self.host_weights is not None:
             self._hold_weights(record)
-        self._run(version.roll_back)
+        version.roll_back()
         if self.host_weights is not None:
             self._release_weights(record)
 
     def drop_speculation(self, unit: Unit) -> None:
         """Forget the unit's speculative update after a failure; its weights stay as they are."""
-        self._versions.discard(self._records.by_unit[unit])
+        self._versions.discard(self._records.by_unit[unit]).saved = None
 
     # -- state seen from outside
 
@@ -968,7 +963,7 @@ class Store:
 
     def _streamed(self) -> list[Record]:
         """The records that go through the ring."""
-        return self._residency.streamed(self._records)
+        return [record for record in self._records if record not in self._residency.chosen]
 
     def _drop_prefetched(self, managed: Managed) -> None:
         """Drop what was fetched if a record of this parameter is in it."""

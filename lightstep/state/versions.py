@@ -24,8 +24,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,110 +47,60 @@ LEFT_FREE = 0.1
 """The share of the host's free memory that ``auto`` does not use."""
 
 
-class PreviousWeights:
-    """Memory for a record's previous weights, one after another in their own dtypes, and for their fingerprints.
+class _Saved(NamedTuple):
+    """What an update changes beside the record: the weights of segments, and entries that are not in the record."""
 
-    Args:
-        slab: host memory to which they are written; ``None``: they stay on the device.
-
-    Attributes:
-        nbytes: size of the weights.
-        host: the weights on the host; ``None`` if they stay on the device.
-        device: the weights on the device; ``None``: they follow the record in its slot until that is written back.
-        fingerprints: on the device.
-        kept: second copies on the host, by group; empty unless the weights rest there.
-    """
-
-    kept: Mapping[WeightGroup, KeptWeights] = MappingProxyType({})
-
-    def __init__(self, record: Record, slab: HostSlab | None) -> None:
-        self._offsets, self.nbytes = _offsets_of(record)
-        self.slab = slab
-        self.host = None if slab is None else slab.tensor(torch.uint8, self.nbytes)
-        on_device = self.nbytes if slab is None else 0
-        self.device = torch.empty(on_device, dtype=torch.uint8, device=record.device) if on_device else None
-        self.fingerprints = _fingerprints_for(record)
-
-    def note_kept(self) -> None:
-        """An update is about to be submitted, and the weights will count as written to."""
-
-    def save(self, segments: Sequence[Segment], staging: Staging, after_record: Tensor) -> Tensor | None:
-        """Save the weights of these segments.
-
-        Args:
-            after_record: the slot's memory behind the record.
-
-        Returns:
-            Where they are until the slot is written back.
-        """
-        place = after_record if self.device is None else self.device
-        _copy([(self._row(segment, place), segment.weights(staging)) for segment in segments])
-        return place
-
-    def restore(self, segments: Sequence[Segment], place: Tensor | None) -> None:
-        """Copy them back.
-
-        Args:
-            place: what :meth:`save` has returned, unless the slot has been written back.
-        """
-        place = self.host if place is None else place
-        assert place is not None
-        copies: list[tuple[Tensor, Tensor]] = []
-        for segment in segments:
-            copies += zip(segment.locals, segment.parts_of(self._row(segment, place)), strict=True)
-        _copy(copies)
-
-    def _row(self, segment: Segment, buffer: Tensor) -> Tensor:
-        """The weights of one segment in ``buffer`` (uint8), flat."""
-        dtype, start = segment.locals[0].dtype, self._offsets[segment.first]
-        return buffer[start : start + dtype.itemsize * (segment.stop - segment.first)].view(dtype)
-
-
-class KeptPreviousWeights(PreviousWeights):
-    """The same for weights that rest on the host, and are kept there a second time before they are updated."""
-
-    def __init__(self, record: Record, kept: Mapping[WeightGroup, KeptWeights]) -> None:
-        self.nbytes, self.slab, self.host, self.device = 0, None, None, None
-        self.fingerprints = _fingerprints_for(record)
-        self.kept = {group: kept[group] for group in _groups_of_record(record)}
-        self._parts: dict[KeptWeights, list[tuple[int, int, int]]] = {}
-        for part in record.parts:
-            home = part.owner.home
-            assert home is not None
-            self._parts.setdefault(self.kept[home.group], []).append((home.number, part.start, part.stop))
-        self._are_kept = False
-
-    def note_kept(self) -> None:
-        self._are_kept = all(kept.is_current(number) for kept, parts in self._parts.items() for number, _, _ in parts)
-
-    def save(self, segments: Sequence[Segment], staging: Staging, after_record: Tensor) -> Tensor | None:
-        for kept, parts in self._parts.items():
-            if self._are_kept:
-                kept.wait()
-            else:
-                kept.keep_now(parts)
-        return None
-
-    def restore(self, segments: Sequence[Segment], place: Tensor | None) -> None:
-        copies: list[tuple[Tensor, Tensor]] = []
-        for segment in segments:
-            for local, part in zip(segment.locals, segment.parts, strict=True):
-                home = part.owner.home
-                assert home is not None
-                copies.append((local, part.slice(self.kept[home.group].on_host[home.number])))
-        _copy(copies)
+    segments: Sequence[Segment]
+    place: Tensor | None  # the weights, until the slot is written back
+    histories: list[tuple[History, dict[str, Any], object, tuple[str, ...]]]
 
 
 class Version:
-    """A unit as it was before its speculative update, and the slab to which the update is written."""
+    """A record before a speculative update: its weights, one after another in their own dtypes, with fingerprints.
 
-    def __init__(self, record: Record, slab: HostSlab, previous: PreviousWeights) -> None:
-        self.record, self.slab, self.previous = record, slab, previous
-        self.host = slab.tensor(torch.uint8, record.nbytes)
+    The memory stays for all steps. While there is an update, it has the slab to which that is written.
+
+    Args:
+        weights_slab: host memory to which the weights are written; ``None``: they stay on the device.
+        kept: the weights rest on the host, and are kept there a second time in these copies, by group.
+
+    Attributes:
+        weights_nbytes: size of the weights.
+        weights_on_host: the weights on the host; ``None`` if they stay on the device, or rest on the host.
+        weights_on_device: ``None``: they follow the record in its slot until that is written back.
+        slab, host: memory of the new record.
+        written_back: event behind its last copy; ``None``: there was none yet.
+        saved: what the update has changed beside the record, until it is final or has been taken back.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        weights_slab: HostSlab | None = None,
+        kept: Mapping[WeightGroup, KeptWeights] | None = None,
+    ) -> None:
+        self.record, self.weights_slab, self.kept = record, weights_slab, kept or {}
+        self._offsets, size = _offsets_of(record)
+        self.weights_nbytes = 0 if self.kept else size
+        self.weights_on_host = None if weights_slab is None else weights_slab.tensor(torch.uint8, self.weights_nbytes)
+        on_device = self.weights_nbytes if weights_slab is None else 0
+        self.weights_on_device = torch.empty(on_device, dtype=torch.uint8, device=record.device) if on_device else None
+        self._fingerprints = None if record.fingerprints is None else torch.zeros_like(record.fingerprints)
+        self._kept_parts: dict[KeptWeights, list[tuple[int, int, int]]] = {}
+        for part in record.parts if self.kept else ():
+            home = part.owner.home
+            assert home is not None
+            self._kept_parts.setdefault(self.kept[home.group], []).append((home.number, part.start, part.stop))
+        self._are_kept = False
+        self.slab: HostSlab | None = None
+        self.host: Tensor | None = None
         self.written_back: Any = None
-        self._place: Tensor | None = None  # the previous weights
-        self._segments: Sequence[Segment] = ()
-        self._histories: list[tuple[History, dict[str, Any], object, tuple[str, ...]]] = []
+        self.saved: _Saved | None = None
+
+    def note_kept(self) -> None:
+        """An update is about to be submitted, and the weights will count as written to."""
+        parts = self._kept_parts.items()
+        self._are_kept = all(kept.is_current(number) for kept, own in parts for number, _, _ in own)
 
     def save(self, segments: Sequence[Segment], staging: Staging, slot: Slot) -> None:
         """Save the weights of these segments, which are open, and their entries that are not in the record.
@@ -161,26 +110,57 @@ class Version:
         Args:
             slot: the record's slot.
         """
-        previous, self._segments = self.previous, segments
-        self._place = previous.save(segments, staging, slot.buffer[self.record.nbytes :])
-        if previous.fingerprints is not None and self.record.fingerprints is not None:
-            previous.fingerprints.copy_(self.record.fingerprints)
-        self._histories = []
+        place = None
+        if self.kept:
+            self._keep_weights()
+        else:
+            place = slot.buffer[self.record.nbytes :] if self.weights_on_device is None else self.weights_on_device
+            _copy([(self._row(segment, place), segment.weights(staging)) for segment in segments])
+        if self._fingerprints is not None and self.record.fingerprints is not None:
+            self._fingerprints.copy_(self.record.fingerprints)
+        histories = []
         for segment in segments:
             head = segment.parts[0]
             assert head.history is not None  # only units with state are updated speculatively
-            self._histories.append((head.history, head.history.values, head.history.origin, head.keys))
+            histories.append((head.history, head.history.values, head.history.origin, head.keys))
+        self.saved = _Saved(segments, place, histories)
+
+    def _keep_weights(self) -> None:
+        for kept, parts in self._kept_parts.items():
+            if self._are_kept:
+                kept.wait()
+            else:
+                kept.keep_now(parts)
 
     def roll_back(self) -> None:
         """Restore weights, fingerprints and the entries that are not in the record."""
-        for segment, (history, values, origin, keys) in zip(self._segments, self._histories, strict=True):
+        if self.saved is None:
+            return
+        for segment, (history, values, origin, keys) in zip(self.saved.segments, self.saved.histories, strict=True):
             history.values, history.origin = values, origin
             for part in segment.parts:
                 part.keys = keys
-        on_host = self.previous.host is not None and self.written_back is not None
-        self.previous.restore(self._segments, None if on_host else self._place)
-        if self.previous.fingerprints is not None and self.record.fingerprints is not None:
-            self.record.fingerprints.copy_(self.previous.fingerprints)
+        on_host = self.weights_on_host is not None and self.written_back is not None
+        place = self.weights_on_host if on_host else self.saved.place
+        copies: list[tuple[Tensor, Tensor]] = []
+        for segment in self.saved.segments:
+            copies += zip(segment.locals, self._weights_of(segment, place), strict=True)
+        _copy(copies)
+        if self._fingerprints is not None and self.record.fingerprints is not None:
+            self.record.fingerprints.copy_(self._fingerprints)
+        self.saved = None
+
+    def _weights_of(self, segment: Segment, place: Tensor | None) -> list[Tensor]:
+        """The saved weights of a segment's parts."""
+        if place is not None:
+            return segment.parts_of(self._row(segment, place))
+        homes = [(part, part.owner.home) for part in segment.parts]
+        return [part.slice(self.kept[home.group].on_host[home.number]) for part, home in homes if home is not None]
+
+    def _row(self, segment: Segment, buffer: Tensor) -> Tensor:
+        """The weights of one segment in ``buffer`` (uint8), flat."""
+        dtype, start = segment.locals[0].dtype, self._offsets[segment.first]
+        return buffer[start : start + dtype.itemsize * (segment.stop - segment.first)].view(dtype)
 
 
 class _Pin:
@@ -239,7 +219,7 @@ class Versions:
         self._released = False
         self._pinned: dict[HostSlab, _Pin] = {}
         self.speculative: dict[Record, Version] = {}
-        self._previous: dict[Record, PreviousWeights] = {}
+        self._previous: dict[Record, Version] = {}
         self._kept: dict[WeightGroup, KeptWeights] = {}
         self._wanted: list[Record] = []  # whose weights the next forward keeps
         self.may_reserve = True
@@ -253,13 +233,14 @@ class Versions:
 
     def device_bytes(self) -> int:
         """Size of previous weights on the device."""
-        return sum(one.device.nbytes for one in self._previous.values() if one.device is not None)
+        on_device = [one.weights_on_device for one in self._previous.values()]
+        return sum(weights.nbytes for weights in on_device if weights is not None)
 
     def slot_bytes(self, record: Record) -> int:
         """Size of the record in the ring, with the previous weights that follow it to the host."""
         previous = self._previous.get(record)
         if previous is not None:
-            return record.nbytes + (0 if previous.host is None else previous.nbytes)
+            return record.nbytes + (0 if previous.weights_on_host is None else previous.weights_nbytes)
         follow = self._goes_to_host and self._reserved and not _rests_on_host(record)
         return record.nbytes + (_size_of_weights(record) if follow else 0)
 
@@ -323,20 +304,21 @@ class Versions:
             return True
         try:
             if not (self._goes_to_host or self._device_full):
-                self._previous[record] = PreviousWeights(record, None)
+                self._previous[record] = Version(record)
                 return True
         except torch.OutOfMemoryError:
             self._device_full = True  # another try in every step would empty torch's cache in every step
             effect = "they are kept on the host" if self._goes_to_host else "fewer updates run during backward"
             logger.warning("no room on %s for previous weights: %s", record.device, effect)
         if self._goes_to_host and _rests_on_host(record):
-            if not all(map(self._reserve_kept, _groups_of_record(record))):
+            groups = groups_of(part.owner.home for part in record.parts)
+            if not all(map(self._reserve_kept, groups)):
                 return False
-            self._previous[record] = KeptPreviousWeights(record, self._kept)
+            self._previous[record] = Version(record, kept={group: self._kept[group] for group in groups})
             return True
         slab = self._new_slab(_size_of_weights(record), record.device) if self._goes_to_host else None
         if slab is not None:
-            self._previous[record] = PreviousWeights(record, slab)
+            self._previous[record] = Version(record, slab)
         return slab is not None
 
     def _reserve_kept(self, group: WeightGroup) -> bool:
@@ -363,12 +345,12 @@ class Versions:
             self._kept[group].wanted = sorted(numbers)
 
     def note_kept_weights(self, records: Iterable[Record]) -> None:
-        """See :meth:`PreviousWeights.note_kept`."""
+        """See :meth:`Version.note_kept`."""
         for record in records:
             self._previous[record].note_kept()
 
     def _free_previous(self, record: Record) -> None:
-        self._free(self._previous.pop(record).slab)
+        self._free(self._previous.pop(record).weights_slab)
 
     def _free(self, slab: HostSlab | None) -> None:
         if slab is not None:
@@ -378,37 +360,44 @@ class Versions:
     def keep_on_device(self) -> None:
         """Keep previous weights on the device, because the ring has no room for them. No update may be speculative."""
         self._location, self._device_full = "device", True
-        for record in [one for one, previous in self._previous.items() if previous.host is not None]:
+        for record in [one for one, previous in self._previous.items() if previous.weights_on_host is not None]:
             self._free_previous(record)
 
     # -- one unit
 
-    def begin(self, record: Record) -> Version:
+    def begin(self, record: Record) -> None:
         """Make the next update of this record speculative; :meth:`reserve` has returned the record."""
         assert record.slab is not None
-        previous = self._previous[record]
-        for kept in previous.kept.values():
+        version = self._previous[record]
+        for kept in version.kept.values():
             kept.uses += 1
-        version = self.speculative[record] = Version(record, self._spare[record.slab.nbytes].pop(), previous)
-        return version
+        slab = version.slab = self._spare[record.slab.nbytes].pop()
+        assert slab.bytes is not None
+        version.host, version.written_back = slab.bytes[: record.nbytes], None
+        self.speculative[record] = version
 
     def commit(self, record: Record) -> None:
         """Make the speculative update final: the record moves to its slab."""
-        version = self._end(record)
-        assert record.slab is not None
-        self._leave(record.slab)
+        version, old = self.speculative.pop(record), record.slab
+        assert old is not None
+        for kept in version.kept.values():
+            kept.uses -= 1
         record.slab, record.host, record.written_back = version.slab, version.host, version.written_back
+        version.slab = version.host = version.saved = None
+        if old in self._pinned:
+            self._leave(old)
+        else:
+            self._spare[old.nbytes].append(old)
 
     def discard(self, record: Record) -> Version:
         """Drop the speculative update, and return what is needed to roll it back."""
-        version = self._end(record)
-        self._spare[version.slab.nbytes].append(version.slab)
-        return version
-
-    def _end(self, record: Record) -> Version:
-        for kept in self._previous[record].kept.values():
+        version = self.speculative.pop(record)
+        assert version.slab is not None
+        for kept in version.kept.values():
             kept.uses -= 1
-        return self.speculative.pop(record)
+        self._spare[version.slab.nbytes].append(version.slab)
+        version.slab = version.host = None
+        return version
 
     # -- snapshots
 
@@ -501,7 +490,7 @@ class Versions:
 
     def free_device_memory(self) -> None:
         """Free the device memory; no update may be speculative."""
-        self._previous = {record: one for record, one in self._previous.items() if one.device is None}
+        self._previous = {record: one for record, one in self._previous.items() if one.weights_on_device is None}
         self._device_full = False
 
     def release(self) -> None:
@@ -518,10 +507,6 @@ class Versions:
         self._bytes, self._full = 0, False
 
 
-def _fingerprints_for(record: Record) -> Tensor | None:
-    return None if record.fingerprints is None else torch.zeros_like(record.fingerprints)
-
-
 def _offsets_of(record: Record) -> tuple[dict[int, int], int]:
     """The first byte of each part's weight, by the part's first element, and the size of all weights."""
     offsets, end = {}, 0
@@ -536,13 +521,8 @@ def _rests_on_host(record: Record) -> bool:
     return all(part.owner.home is not None for part in record.parts)
 
 
-def _groups_of_record(record: Record) -> list[WeightGroup]:
-    """The groups in which the record's weights rest on the host."""
-    return groups_of(part.owner.home for part in record.parts)
-
-
 def _size_of_weights(record: Record) -> int:
-    """Bytes of the record's weights, as :class:`PreviousWeights` keeps them."""
+    """Bytes of the record's weights, as :class:`Version` keeps them."""
     return _offsets_of(record)[1]
 
 

@@ -33,9 +33,9 @@ def test_each_record_is_fetched_once_in_a_step(rank: int, world_size: int, updat
     missed: list[str] = []
     stage, take = Ring._fetch, Ring.acquire
 
-    def staged(self: Ring, record: Record, slot: Slot) -> None:
+    def staged(self: Ring, record: Record) -> None:
         fetched[record.unit.label] += 1
-        stage(self, record, slot)
+        stage(self, record)
 
     def taken(self: Ring, record: Record) -> Slot:
         missed.extend([] if record in self.staged() else [record.unit.label])

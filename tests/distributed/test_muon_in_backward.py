@@ -56,16 +56,16 @@ def other_order(rank: int, overlap: SpeculativeUpdates) -> Iterator[None]:
 @contextlib.contextmanager
 def read_in_backward(rank: int, overlap: SpeculativeUpdates) -> Iterator[None]:
     """One rank reads what was tried, while all of them go on with more."""
-    speculate, reads = overlap._speculate, []
+    submit, reads = overlap._submit_speculative, []
 
-    def speculated(speculation: Any, units: Any) -> None:
-        speculate(speculation, units)
+    def submitted(speculation: Any, units: Any) -> None:
+        submit(speculation, units)
         if speculation.shared_queue and speculation.submitted:
             overlap._queue.wait_for_update(list(speculation.used))
             reads.append(units)
 
     if rank == 1:
-        with mock.patch.object(overlap, "_speculate", speculated):
+        with mock.patch.object(overlap, "_submit_speculative", submitted):
             yield
         assert reads
     else:
@@ -116,7 +116,7 @@ def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
     apply_verdict, roll_back, skip = overlap._apply_verdict, overlap._roll_back, overlap.skip
 
     def note(speculation: Any, what: str) -> None:
-        if speculation is not None and speculation.shared & set(speculation.submitted):
+        if speculation is not None and speculation.plan.shared & set(speculation.submitted):
             became.append(what)
 
     def applied(speculation: Any, update: Any) -> None:
@@ -124,11 +124,11 @@ def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
         apply_verdict(speculation, update)
 
     def rolled_back(reason: str) -> Any:
-        note(overlap._speculation, "rolled back")
+        note(overlap.speculation, "rolled back")
         return roll_back(reason)
 
     def skipped() -> None:
-        note(overlap._speculation, "drop")
+        note(overlap.speculation, "drop")
         skip()
 
     patches: dict[str, Any] = {

@@ -34,7 +34,7 @@ def check_verdicts(rank: int, world_size: int, expected: list[str], **settings: 
         apply_verdict(self, speculation, update)
 
     def rolled_back(self: SpeculativeUpdates, reason: str) -> Any:
-        found["rolled back"] += bool(self._speculation is not None and self._speculation.submitted)
+        found["rolled back"] += bool(self.speculation is not None and self.speculation.submitted)
         return roll_back(self, reason)
 
     def never_pauses(self: SpeculativeUpdates) -> None:

@@ -335,9 +335,9 @@ def test_each_replica_has_its_share(rank: int, world_size: int, sharding: dict[s
     fetched: list[int] = []
     stage = Ring._fetch
 
-    def counting(ring: Ring, record: Any, slot: Any) -> None:
+    def counting(ring: Ring, record: Any) -> None:
         fetched.append(record.nbytes)
-        stage(ring, record, slot)
+        stage(ring, record)
 
     with replaced(Ring, "_fetch", counting):
         run.train(1)

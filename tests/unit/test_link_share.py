@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightstep.optimizer import speculation
 from lightstep.optimizer.speculation import LinkShare, evenly_spaced
 
 LAYERS = 10
@@ -42,14 +43,10 @@ class Share(LinkShare):
 
     def __init__(self, fraction: float = 1.0, device: str = "cuda") -> None:
         self.main, self.compute = Lane(), Lane()
-        lanes = SimpleNamespace(device=torch.device(device), caller=lambda: self.main, compute=self.compute)
-        self.store = SimpleNamespace(lanes=lanes, host_weights=None)
+        self.store = SimpleNamespace(host_weights=None)
         super().__init__(self.store)  # type: ignore[arg-type]
-        self.fraction = fraction
+        self.device, self.fraction = torch.device(device), fraction
         self.backward(LATE)  # the first one
-
-    def _event(self) -> Any:
-        return Event()
 
     def backward(
         self, behind: float, layers: int = LAYERS, with_the_last: Sequence[float] = (), over: bool = True
@@ -62,7 +59,7 @@ class Share(LinkShare):
             over: all of it was waited for.
         """
         self.main.now = 0.0
-        self.record_begin()
+        self.mark(self.main)  # type: ignore[arg-type]
         for ready in range(1, layers + 1):
             self._batch(ready, ready + 1 + behind)
         for after in with_the_last:
@@ -73,8 +70,8 @@ class Share(LinkShare):
 
     def _batch(self, ready: float, done: float) -> None:
         self.main.now, self.compute.now = ready, done
-        self.record_ready()
-        self.record_done()
+        self.mark(self.main)  # type: ignore[arg-type]
+        self.mark(self.compute)  # type: ignore[arg-type]
 
 
 def test_the_first_backward_says_nothing() -> None:
@@ -133,13 +130,14 @@ class HostWeights:
 
     def __init__(self) -> None:
         self.of_each: float | None = 0.0
-        self.is_measuring = False
-
-    def measure_waits(self, begin: bool) -> None:
-        self.is_measuring = begin
 
     def waited(self) -> float | None:
         return self.of_each
+
+
+@pytest.fixture(autouse=True)
+def events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation.torch, "Event", lambda *_, **__: Event())
 
 
 @pytest.fixture
@@ -153,9 +151,6 @@ def test_what_the_model_waits_for_weights_counts(share: Share) -> None:
     """The lane is in time, but only because backward itself was held up by four tenths."""
     share.store.host_weights.of_each = 4.0
     assert share.backward(EARLY) == pytest.approx(0.6)
-    assert share.store.host_weights.is_measuring
-    share.record_end()
-    assert not share.store.host_weights.is_measuring
     assert share.backward(LATE) == pytest.approx(0.6 * 6 / (LAYERS + LATE), abs=0.05), "and so does the lane"
 
 

@@ -6,6 +6,7 @@ import copy
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from itertools import cycle
@@ -62,11 +63,11 @@ def counted_verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         apply_verdict(self, speculation, update)
 
     def rolled_back(self: SpeculativeUpdates, reason: str) -> Any:
-        found["rolled back"] += bool(self._speculation is not None and self._speculation.submitted)
+        found["rolled back"] += bool(self.speculation is not None and self.speculation.submitted)
         return roll_back(self, reason)
 
     def skipped(self: SpeculativeUpdates) -> None:
-        found["drop"] += bool(self._speculation is not None and self._speculation.submitted)
+        found["drop"] += bool(self.speculation is not None and self.speculation.submitted)
         skip(self)
 
     monkeypatch.setattr(SpeculativeUpdates, "_apply_verdict", applied)
@@ -178,7 +179,7 @@ class WithMuon(TinyTransformer):
 
 def tried(training: Training) -> set[str]:
     """Weights of which a part has been updated, or will have been soon."""
-    units = training.optimizer.engine.queue.early._speculation.submitted
+    units = training.optimizer.engine.queue.early.speculation.submitted
     return {owner.name for unit in units for owner in unit.owners}
 
 
@@ -336,8 +337,8 @@ def test_a_write_after_step_is_told_whatever_the_verdict(clipping: dict[str, Any
     training = Training(OVERLAP, clipping=clipping)
     training.train(2)
     backward(training)
-    speculation = training.optimizer.engine.queue.early._speculation
-    name = next(item.name for item in speculation.used if item not in speculation.first)
+    speculation = training.optimizer.engine.queue.early.speculation
+    name = next(item.name for item in speculation.used if item not in speculation.plan.first)
     training.optimizer.step()
     with torch.no_grad():
         training.named[name].add_(1)
@@ -373,6 +374,20 @@ def test_what_happens_between_backward_and_step(
     assert seen[BETWEEN[act]] >= 1
     if act in LINES:
         assert f"updates in backward: {LINES[act]}" in caplog.messages
+
+
+@pytest.mark.parametrize("clipping", [NEVER, TIGHT], ids=["committed", "redone"])
+@pytest.mark.usefixtures("never_pauses")
+def test_gradients_are_freed_with_the_last_wait(clipping: dict[str, Any]) -> None:
+    """Not with the next backward, whose own gradients would find them still there."""
+    training = Training(OVERLAP, clipping=clipping)
+    training.train(2)
+    backward(training)
+    gradients = [weakref.ref(parameter.grad) for parameter in training.named.values() if parameter.grad is not None]
+    assert tried(training) and gradients
+    training.optimizer.step()
+    training.optimizer.synchronize()
+    assert [gradient() for gradient in gradients if gradient() is not None] == []
 
 
 @pytest.mark.parametrize("verdict", ["commit", "redo", "drop"])
@@ -626,7 +641,7 @@ def test_previous_weights_take_their_own_bytes(where: str, verdicts: Counter[str
     previous: dict[Any, Any] = optimizer.engine.backend._versions._previous
     assert any(len({part.owner.local.dtype for part in record.parts}) > 1 for record in previous)
     for record, kept in previous.items():
-        assert kept.nbytes == sum(part.owner.local.itemsize * aligned(part.elements) for part in record.parts)
+        assert kept.weights_nbytes == sum(part.owner.local.itemsize * aligned(part.elements) for part in record.parts)
 
 
 @pytest.mark.parametrize("fraction", [0.6, 1.0])
@@ -638,7 +653,7 @@ def test_the_ring_is_filled_with_what_the_next_backward_completes_first(
     fetched: list[Record] = []
     taken: list[Record] = []
     fetch, take = Ring._fetch, Ring.acquire
-    monkeypatch.setattr(Ring, "_fetch", lambda self, record, slot: (fetched.append(record), fetch(self, record, slot)))
+    monkeypatch.setattr(Ring, "_fetch", lambda self, record: (fetched.append(record), fetch(self, record)))
     monkeypatch.setattr(Ring, "acquire", lambda self, record: (taken.append(record), take(self, record))[1])
     tested, expected = pair()
     losses = [tested.step() for _ in range(3)]

@@ -114,9 +114,9 @@ def waits(training: Training) -> list[Any]:
     engine = training.optimizer.engine
     wait = engine.wait_for_update
 
-    def waiting(items: Any = None) -> None:
+    def waiting(items: Any = None, decided: bool = False) -> None:
         asked.append(None if items is None else [item.param for item in items])
-        wait(items)
+        wait(items, decided)
 
     engine.wait_for_update = waiting
     return asked

@@ -384,13 +384,15 @@ def test_a_handler_is_told_between_the_verdict_and_what_follows_from_it(
     run = Run("overlap")
     run.train(3)
     queue, reader = run.optimizer.engine.queue, Reader(run, tmp_path)
-    early = queue.early
+    early, compute = queue.early, queue.backend.lanes.compute
+
+    def first_told(owner: Any, method: str) -> Any:
+        real = getattr(owner, method)
+        return mock.patch.object(owner, method, lambda *arguments: (reader.said or reader(), real(*arguments)))
+
     assert queue.pending
-    with (
-        mock.patch.object(early._verdict, "read", return_value=verdict),
-        mock.patch.object(early, "_commit", lambda *arguments: (reader(), type(early)._commit(early, *arguments))),
-        mock.patch.object(queue, "begin", lambda *arguments: (reader(), type(queue).begin(queue, *arguments))),
-    ):
+    follows = first_told(compute, "run") if verdict == "commit" else first_told(queue, "begin")
+    with mock.patch.object(early._verdict, "read", return_value=verdict), follows:
         run.model(run.ones())
     assert len(reader.said) == 3 and all("in the middle of" in said for said in reader.said)
     run.train(2)

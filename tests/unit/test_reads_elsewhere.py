@@ -85,5 +85,5 @@ def test_what_a_deleted_optimizer_has_left_is_done_before_a_forward_ends(monkeyp
     weight, before = model[3].weight, optimizer.engine.queue
     del optimizer
     assert before.pending
-    PreparedModel.of(model).gates._updates.wait_for_step()
+    PreparedModel.of(model).gates._updates.wait()
     assert not before.pending and torch.isfinite(weight).all()
