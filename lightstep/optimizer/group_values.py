@@ -15,7 +15,8 @@ CLASS = "optimizer_class"
 KEPT = "kept_by_class"
 """An entry of a group: what classes keep outside groups and parameters, by class (:meth:`GroupValues.kept`)."""
 
-_IMMUTABLE = (bool, int, float, str, tuple, type(None))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_IMMUTABLE = (*_PLAIN, tuple)
 
 
 class GroupValues:
@@ -53,7 +54,7 @@ class GroupValues:
     def copy_mutable(self) -> None:
         """Copy the groups' tensors (a learning rate) and lists (betas): later writes to them do not reach this step."""
         for settings in self.initial.values():
-            settings.update({key: copied(value) for key, value in settings.items()})
+            settings.update({key: copied(value) for key, value in settings.items() if type(value) not in _PLAIN})
 
     def settings(self, group: dict[str, Any], tensors: bool = False) -> dict[str, Any]:
         """A copy of one group's settings, lists included: the base optimizer may write into it.
@@ -108,7 +109,7 @@ class GroupValues:
         now = [settings_of(group) for group in groups]
         then = [self.initial.get(id(group), {}) for group in groups]
         return len(groups) == len(self._groups) and all(
-            a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
+            a.keys() == b.keys() and all(a[key] is b[key] or same_value(a[key], b[key]) for key in a)
             for a, b in zip(now, then, strict=True)
         )
 
@@ -153,7 +154,8 @@ def copied(value: Any) -> Any:
         return value.clone()
     if type(value) is dict:
         return {key: copied(each) for key, each in value.items()}
-    return type(value)(map(copied, value)) if type(value) in (tuple, list) else value
+    is_plain = type(value) is tuple and _PLAIN.issuperset(map(type, value))
+    return type(value)(map(copied, value)) if type(value) in (tuple, list) and not is_plain else value
 
 
 def same_value(now: Any, then: Any) -> bool:

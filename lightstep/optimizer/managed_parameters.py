@@ -98,7 +98,9 @@ class ManagedParameters:
         self.changed: ChangedWeights | None = None
         self._has_lost_masters = False
         self.provisional: list[Managed] = []
-        self.by_parameter: dict[Tensor, Managed] = {}
+        self.by_parameter: dict[Tensor, Managed] = {}  # replaced and never changed
+        self._looked_up: tuple[dict[Tensor, Managed], dict[int, Managed]] = {}, {}
+        """The same by the parameter's id, and what it was made from: hashing a tensor is slower."""
         self._covered: list[Any] = []  # at the last set-up: each group, followed by its trained parameters
         self._copies: weakref.ref[HostCopyPool] | None = None  # of the last save; the model owns them
 
@@ -114,7 +116,13 @@ class ManagedParameters:
 
     def lookup(self, parameters: Iterable[Tensor]) -> list[Managed]:
         """The records of those parameters that are managed."""
-        return [item for item in map(self.by_parameter.get, parameters) if item is not None]
+        items, by_id = self._looked_up
+        if items is not self.by_parameter:
+            items, by_id = self._looked_up = (
+                self.by_parameter,
+                {id(param): item for param, item in self.by_parameter.items()},
+            )
+        return [item for item in map(by_id.get, map(id, parameters)) if item is not None]
 
     @property
     def devices(self) -> set[torch.device]:

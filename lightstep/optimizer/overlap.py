@@ -306,7 +306,7 @@ class SpeculativeUpdates(Early):
         assert self._lanes is not None
         compute = self._lanes.compute
         self._link_share.mark(self._queue.wait_for_caller())
-        for unit in units:
+        for unit in [unit for unit in units if not gradients.keys().isdisjoint(unit.owners)]:
             speculation.submitted.append(unit)  # first: an interrupt in between must not hide the update
             compute.run(partial(speculation.run, self._updater, unit, update, versions_of(unit.owners)))
         compute.record(speculation.done)

@@ -288,10 +288,9 @@ class UnitUpdater:
     # -- speculative updates
 
     def speculate(self, unit: Unit, update: Update) -> None:
-        """:meth:`update` in such a way that it can be rolled back; does nothing if no parameter has a gradient."""
-        if any(owner in update.gradients for owner in unit.owners):
-            self._backend.speculate(unit)
-            self.update(unit, [update])
+        """:meth:`update` in such a way that it can be rolled back; some parameter must have a gradient."""
+        self._backend.speculate(unit)
+        self.update(unit, [update])
 
     def refuse_written(self, update: Update, items: Iterable[Managed]) -> None:
         """Mark the step as broken, and raise ``RuntimeError``, if somebody has written to these."""
