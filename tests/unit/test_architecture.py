@@ -109,8 +109,9 @@ def _violations(package: Path) -> list[str]:
     return found
 
 
-def test_imports_run_in_one_direction() -> None:
+def test_imports_run_in_one_direction_and_in_no_circle() -> None:
     assert not _violations(PACKAGE), "\n" + "\n".join(_violations(PACKAGE))
+    assert _circles(PACKAGE) == []
 
 
 def _circles(package: Path) -> list[list[str]]:
@@ -132,10 +133,6 @@ def _reached(start: str, targets: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-def test_no_modules_import_each_other() -> None:
-    assert _circles(PACKAGE) == []
-
-
 def test_a_circle_is_found(tmp_path: Path) -> None:
     package = tmp_path / "lightstep"
     (package / "state").mkdir(parents=True)
@@ -153,25 +150,15 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     ("file", "line", "message"),
     [
         ("config.py", "import torch.distributed as dist", "config.py:1 imports torch.distributed"),
-        (
-            "precision/split.py",
-            "from lightstep.clipping import clip_coefficient",
-            "split.py:1 imports lightstep.clipping",
-        ),
         ("clipping.py", "from lightstep import state", "clipping.py:1 imports lightstep.state"),
         ("state/ring.py", "from ..precision import split", "ring.py:1 imports lightstep.precision.split"),
-        ("state/ring.py", "def f():\n    import lightstep.optimizer", "ring.py:2 imports lightstep.optimizer"),
-        ("optimizer/base.py", "from lightstep.config import StrategyConfig", "base.py:1 imports lightstep.config"),
-        ("optimizer/base.py", "from torch.distributed.tensor import DTensor", "imports torch.distributed.tensor"),
-        ("distributed.py", "from lightstep.state import ring", "distributed.py:1 imports lightstep.state.ring"),
-        ("strategy/base.py", "from lightstep.trainer import loop", "base.py:1 imports lightstep.trainer"),
         ("optimizer/base.py", "from lightstep import Strategy", "base.py:1 imports lightstep;"),
         ("helpers.py", "import math", "helpers.py: 'helpers' has no row in MAY_IMPORT"),
     ],
 )
 def test_a_wrong_import_is_named(tmp_path: Path, file: str, line: str, message: str) -> None:
     package = tmp_path / "lightstep"
-    for name in ("clipping.py", "state/ring.py", "precision/split.py", "trainer/loop.py", file):
+    for name in ("state/ring.py", "precision/split.py", file):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("")
     (package / file).write_text(line + "\n")

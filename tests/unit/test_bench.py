@@ -233,7 +233,7 @@ class MuonOfDion(torch.optim.Optimizer):
 def test_muon_beside_the_loop_by_hand_and_dion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "dion", SimpleNamespace(Muon=MuonOfDion))
     names = ("--optimizer", "muon", "--peers", "torch,cpu-adamw,dion,dion-triton", "--rounds", "1")
-    values, output = measured(tmp_path / "a", *STEP, *names)
+    values, output = measured(tmp_path, *STEP, *names)
     rows = rows_of(values)
     assert "by hand" in output and values["optimizer"]["class"] == "Muon + AdamW"
     assert rows["cpu-adamw"]["note"] == "supports --optimizer adamw only, not muon"
@@ -241,9 +241,6 @@ def test_muon_beside_the_loop_by_hand_and_dion(monkeypatch: pytest.MonkeyPatch, 
     for name in ("resident", "stream", "stream-overlap", "dion"):
         assert rows[name]["largest_weight_difference"] == 0.0, name
         assert rows[name]["times_by_hand"] == pytest.approx(rows[name]["step_ms"] / rows["torch"]["step_ms"])
-    monkeypatch.setitem(sys.modules, "dion", None)
-    values, _ = measured(tmp_path / "b", *STEP, *names, "--strategies", "none")
-    assert {rows_of(values)[name]["note"] for name in ("dion", "dion-triton")} == {"not installed"}
 
 
 def test_two_ranks_step_and_save_together(tmp_path: Path) -> None:
@@ -349,25 +346,15 @@ def test_steps_that_are_clipped_now_and_then(tmp_path: Path) -> None:
 MIXTURE = ("--iteration", "--model", "qwen3-moe", "--params", "200000", "--device", "cpu", "--tokens", "32")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "tokens", "ours", "peers"),
-    [
-        (ITERATION, 64, "fsdp2,fsdp2-stream", "torch-offload"),
-        ((*MIXTURE, "--sequence", "16"), 32, "fsdp2,fsdp2-stream-overlap,fsdp2-offload", "none"),
-    ],
-    ids=["dense", "experts"],
-)
-def test_two_ranks_train_together(
-    tmp_path: Path, arguments: tuple[str, ...], tokens: int, ours: str, peers: str
-) -> None:
-    """And divide the experts."""
-    values, output = on_two_ranks(tmp_path, *arguments, "--strategies", ours, "--peers", peers)
-    rows, names = good_rows(values, tokens), ours.split(",")
+def test_two_ranks_train_together(tmp_path: Path) -> None:
+    names = ["fsdp2", "fsdp2-stream"]
+    values, output = on_two_ranks(tmp_path, *ITERATION, "--strategies", ",".join(names), "--peers", "torch-offload")
+    rows = good_rows(values, 64)
     assert values["ranks"] == 2 and output.count("One iteration of") == len(values["tokens_per_rank"])
-    assert list(rows)[: len(names) + 1] == ["no optimizer", *names] and ("torch-offload" in rows) == (peers != "none")
+    assert list(rows)[:4] == ["no optimizer", *names, "torch-offload"]
     assert rows["fsdp2"]["weight_bytes"] == pytest.approx(values["model"]["parameters"], rel=0.02)  # half of 2 bytes
     assert rows["fsdp2"]["times_resident"] == 1.0 and {rows[name]["loss"] for name in names} == {rows["fsdp2"]["loss"]}
-    assert rows["fsdp2"]["tokens_per_s"] == pytest.approx(2 * tokens / rows["fsdp2"]["iteration_ms"] * 1e3)
+    assert rows["fsdp2"]["tokens_per_s"] == pytest.approx(2 * 64 / rows["fsdp2"]["iteration_ms"] * 1e3)
 
 
 def test_a_mixture_of_experts_trains_the_same(tmp_path: Path) -> None:
@@ -532,12 +519,6 @@ def test_bad_input_is_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there to be had")
-@pytest.mark.parametrize("requested", ["cuda", "cuda:0"])
-def test_a_gpu_that_is_not_there_is_refused(requested: str) -> None:
-    assert "no GPU here" in sentence(bench("--device", requested).output)
-
-
 @pytest.mark.parametrize(
     ("text", "strategy", "overrides"),
     [
@@ -568,45 +549,29 @@ def test_the_defaults_of_iterations_on_a_cpu(tmp_path: Path) -> None:
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
-def test_eight_billion_parameters_are_llama_3s() -> None:
-    shape = LlamaShape.nearest(8_030_000_000, 32)
-    assert (shape.hidden, shape.feed_forward, shape.key_value, shape.vocabulary) == (4096, 14_336, 1024, 128_256)
+def test_models_have_the_size_that_is_asked_for() -> None:
     sizes = {"Llama-3.2-3B": 3_212_749_824, "Llama-3.1-8B": 8_030_261_248}
     released = [LlamaShape.nearest(parameters, released=True) for parameters in (3 * 10**9, 8 * 10**9)]
     assert {each.name: each.parameters for each in released} == sizes
+    for parameters, layers in ((60_000, 2), (2_000_000, None), (2 * 10**9, None), (3 * 10**9, 8)):
+        shape = LlamaShape.nearest(parameters, layers, released=parameters > 10**9)
+        assert shape.name == "a scaled Llama" and shape.parameters == pytest.approx(parameters, rel=0.3)
+        assert shape.heads % shape.key_value_heads == 0 and layers in (None, shape.layers)
+    whole, small = MoeShape.nearest(30_500_000_000), MoeShape.nearest(4_000_000_000)
+    with torch.device("meta"):
+        made = Qwen3MoeForCausalLM(whole.config(num_experts=whole.experts))
+    assert (whole.name, whole.layers) == ("Qwen3-30B-A3B", 48)
+    assert sum(parameter.numel() for parameter in made.parameters()) == whole.parameters
+    assert small.layers == 5 and small.name.startswith("5 blocks of")
 
 
-@pytest.mark.parametrize(
-    ("parameters", "layers"), [(60_000, 2), (2_000_000, None), (10**9, None), (2 * 10**9, None), (3 * 10**9, 8)]
-)
-def test_other_sizes_are_scaled(parameters: int, layers: int | None) -> None:
-    shape = LlamaShape.nearest(parameters, layers, released=parameters > 10**9)
-    assert shape.name == "a scaled Llama" and shape.parameters == pytest.approx(parameters, rel=0.3)
-    assert shape.hidden % shape.heads == 0 and shape.heads % shape.key_value_heads == 0
-    assert layers is None or shape.layers == layers
-
-
-def test_the_model_has_the_shapes_size_and_the_same_weights_in_every_dtype() -> None:
+def test_a_model_has_the_same_weights_in_every_dtype() -> None:
     shape = LlamaShape.nearest(60_000, 2)
     model, wide = shape.make(CPU), shape.make(CPU, torch.float32)
-    parameters = list(model.parameters())
-    assert sum(parameter.numel() for parameter in parameters) == shape.parameters
-    assert sorted(i for layer in model.layer_indices() for i in layer) == list(range(len(parameters)))
-    assert all(bool(parameter.any()) for parameter in parameters)
-    for low, high in zip(parameters, wide.parameters(), strict=True):
-        assert (low.dtype, high.dtype) == (torch.bfloat16, torch.float32) and torch.equal(low.float(), high)
-
-
-def test_mixtures_have_the_blocks_of_the_released_one() -> None:
-    released = MoeShape.nearest(30_500_000_000)
-    assert released.name == "Qwen3-30B-A3B" and released.layers == 48
-    with torch.device("meta"):
-        made = Qwen3MoeForCausalLM(released.config(num_experts=released.experts))
-    assert sum(parameter.numel() for parameter in made.parameters()) == released.parameters
-    small = MoeShape.nearest(4_000_000_000)
-    assert small.layers == 5 and small.name.startswith("5 blocks of")
-    assert small.parameters == pytest.approx(4e9, rel=0.1)
-    assert MoeShape.nearest(4_000_000_000, 2).layers == 2
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
+    for low, high in zip(model.parameters(), wide.parameters(), strict=True):
+        assert (low.dtype, high.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(low.float(), high) and bool(low.any())
 
 
 def small_task(tokens: int) -> IterationTask:
@@ -632,7 +597,7 @@ def test_the_loss_in_chunks_is_the_models_own(monkeypatch: pytest.MonkeyPatch, t
 def test_every_rank_has_tokens_of_its_own() -> None:
     task = small_task(64)
     tokens, targets = task.batch(0)
-    assert tokens.shape == targets.shape == (4, 16) and torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
     assert torch.equal(tokens, task.batch(0)[0]) and not torch.equal(tokens, task.batch(1)[0])
 
 
@@ -737,12 +702,6 @@ TIMELINE = [  # in µs
 ]
 
 
-def test_times_are_relative_to_state_on_the_device_and_never_to_deepspeed() -> None:
-    task = TimelineTask(CPU, 0, LlamaShape.nearest(60_000, 2), 16, Path(), case=32)
-    names = "deepspeed-zero3-offload,deepspeed-zero2,offload,stream,resident,fsdp2"
-    assert [entry.resident for entry in parse_strategies(names, task)] == [False, False, False, False, True, True]
-
-
 def test_a_timeline_is_written_and_says_which_copies_were_hidden_and_what_was_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -769,13 +728,7 @@ def test_a_timeline_is_written_and_says_which_copies_were_hidden_and_what_was_wa
         machine.read_timeline(TIMELINE[:1])
 
 
-def test_page_locked_memory_is_what_the_allocator_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = {"active_bytes.current": 560, "allocated_bytes.current": 160}  # 2.11: freed blocks stay active
-    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats, raising=False)
-    assert pinned_bytes(torch.device("cuda")) == 160 and pinned_bytes(CPU) == 0
-
-
-def test_page_locked_memory_that_nobody_lists_counts() -> None:
+def test_page_locked_memory_is_what_the_allocator_holds_and_nobody_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     class Listing(Lazy):
         def host_tensors(self) -> list[torch.Tensor]:
             return [torch.zeros(3), *([torch.zeros(2).pin_memory()] if torch.cuda.is_available() else [])]
@@ -783,3 +736,6 @@ def test_page_locked_memory_that_nobody_lists_counts() -> None:
     listed = 8 if torch.cuda.is_available() else 0
     for pinned in (100, 0):
         assert run.unlisted_pinned_bytes(Listing(small_task(32)), pinned) == max(pinned - listed, 0)
+    stats = {"active_bytes.current": 560, "allocated_bytes.current": 160}  # 2.11: freed blocks stay active
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats, raising=False)
+    assert pinned_bytes(torch.device("cuda")) == 160 and pinned_bytes(CPU) == 0
