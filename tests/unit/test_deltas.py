@@ -47,17 +47,16 @@ class Run(Training):
         return version
 
 
-@pytest.mark.parametrize(("servers", "wait"), [(1, True), (3, False)])
-def test_only_what_changed_is_sent(servers: int, wait: bool) -> None:
-    run = Run(servers)
-    for version in range(1, 6):
+def test_only_what_changed_is_sent() -> None:
+    run = Run(servers=3)
+    for version in range(1, 5):
         run.step()
-        assert run.publish(wait) == version and run.serves(str(version))
+        assert run.publish(wait=version % 2 == 0) == version and run.serves(str(version))
         assert run.is_delta == (version > 1)
     assert run.report.nbytes < 0.1 * run.report.whole_nbytes
     run.publish()  # nothing has changed
-    assert run.serves("6") and run.report.nbytes == 0
-    assert all(fake.process.engine.model.reloads == ["begin", "end"] * 6 for fake in run.fakes)
+    assert run.serves("5") and run.report.nbytes == 0
+    assert all(fake.process.engine.model.reloads == ["begin", "end"] * 5 for fake in run.fakes)
     run.close()
 
 
@@ -91,8 +90,7 @@ def test_without_room_on_the_device_the_host_compares(monkeypatch: pytest.Monkey
     run.close()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0])
-def test_bits_are_compared(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the weights alone, whatever the memory held before."""
     allocate = HostCopyPool.allocate_bytes
     monkeypatch.setattr(HostCopyPool, "allocate_bytes", lambda *given: allocate(*given).random_())
@@ -100,11 +98,12 @@ def test_bits_are_compared(value: float, monkeypatch: pytest.MonkeyPatch) -> Non
     with torch.no_grad():
         run.model[0].weight.zero_()
     run.publish()
-    with torch.no_grad():
-        run.model[0].weight.view(-1)[7] = value
-    run.publish()
-    found = run.fakes[0].process.weights["0.weight"].view(torch.int16)
-    assert run.report.nbytes == 6 and torch.equal(found, run.model[0].weight.view(torch.int16))
+    for value in (float("nan"), float("inf"), 0.0, -0.0):
+        with torch.no_grad():
+            run.model[0].weight.view(-1)[7] = value
+        run.publish()
+        found = run.fakes[0].process.weights["0.weight"].view(torch.int16)
+        assert run.report.nbytes == 6 and torch.equal(found, run.model[0].weight.view(torch.int16)), value
     run.close()
 
 
