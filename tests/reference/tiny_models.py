@@ -10,18 +10,14 @@ from transformers import (
     CLIPVisionConfig,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
-    GemmaConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
-    PaliGemmaConfig,
-    PaliGemmaForConditionalGeneration,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
-    SiglipVisionConfig,
 )
 
 from tests.reference.tiny_llama import VOCABULARY
@@ -67,22 +63,11 @@ def _llava() -> PreTrainedModel:
     return LlavaForConditionalGeneration(config)
 
 
-def _pali_gemma() -> PreTrainedModel:
-    config = PaliGemmaConfig(
-        vision_config=SiglipVisionConfig(**_EYE).to_dict(),
-        text_config=GemmaConfig(**_BODY).to_dict(),
-        image_token_index=0,
-        projection_dim=16,
-    )
-    return PaliGemmaForConditionalGeneration(config)
-
-
 CONVERTED: dict[str, Callable[[], PreTrainedModel]] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
     "llava": _llava,
-    "pali_gemma": _pali_gemma,
 }
 
 

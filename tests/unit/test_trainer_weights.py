@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightstep import CheckpointError, ConfigError
 from lightstep.integrations.transformers import LightstepTrainer
 from tests.reference.pair import FP16_SCALE, same_tree
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
-from tests.reference.tiny_models import CONVERTED, make_converted
+from tests.reference.tiny_models import make_converted
 from tests.unit.test_transformers_trainer import on_the_cpu  # noqa: F401
 
 RESIDENT = {"optimizer_state": {"backend": "resident"}}
@@ -67,7 +66,7 @@ def test_the_best_model_is_loaded_whole(tmp_path: Path, kind: str, only_model: b
     assert trainer.state.best_global_step == 2
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [("mixtral", "resident"), ("deepseek_v3", "fp32"), ("llava", "stream")])
+@pytest.mark.parametrize(("kind", "strategy"), [("mixtral", "resident"), ("llava", "stream")])
 def test_a_checkpoint_of_the_plain_trainer_is_loaded_whole(tmp_path: Path, kind: str, strategy: str) -> None:
     """Its fp32 weights are the weights, rounded, and the masters of 16-bit ones, not rounded."""
     begun: list[tuple[dict[str, Tensor], dict[Tensor, dict[str, Any]]]] = []
@@ -138,13 +137,16 @@ def prompted(kind: str, seed: int = 0) -> Any:
     return peft.get_peft_model(base, config)
 
 
-RESUMED = [
-    *zip(CONVERTED, cycle(["resident", "fp32", "fp16"]), strict=False),
-    *(("PromptTuningConfig", "resident"), ("PrefixTuningConfig", "fp32")),
-]
-
-
-@pytest.mark.parametrize(("kind", "strategy"), RESUMED)
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("mixtral", "resident"),
+        ("deepseek_v3", "fp16"),
+        ("llava", "fp32"),
+        ("PromptTuningConfig", "resident"),
+        ("PrefixTuningConfig", "fp32"),
+    ],
+)
 def test_a_resumed_run_has_the_weights_of_the_uninterrupted_one(tmp_path: Path, kind: str, strategy: str) -> None:
     """Of prompts with what computes them."""
     make = prompted if kind in PROMPTS else make_converted
