@@ -139,21 +139,23 @@ RUNS = [
 ]
 
 
+def row_of(run: Published) -> str:
+    planned = run.planned_rate()
+    batch = f"{run.batch[1]} × " if run.batch[1] > 1 else ""
+    tokens = f"{batch}{run.sequence * run.batch[0]:,}"
+    recomputed = ", recomputed" if run.checkpointed else ""
+    return (
+        f"| [{run.source[0]}] | {run.gpus} × {run.gpu} | {run.model}{recomputed} | {tokens} | {run.rate:,.0f} "
+        f"| {planned:,.0f} | {100 * (planned / run.rate - 1):+.0f} % |"
+    )
+
+
 def as_markdown() -> str:
     lines = [
         "| source | GPUs | model | tokens per GPU and step | tokens/s per GPU: published | planned | off by |",
         "|---|---|---|---|---|---|---|",
+        *map(row_of, RUNS),
     ]
-    for run in RUNS:
-        planned = run.planned_rate()
-        batch = f"{run.batch[1]} × " if run.batch[1] > 1 else ""
-        tokens = f"{batch}{run.sequence * run.batch[0]:,}"
-        recomputed = ", recomputed" if run.checkpointed else ""
-        error = f"{100 * (planned / run.rate - 1):+.0f} %"
-        lines.append(
-            f"| [{run.source[0]}] | {run.gpus} × {run.gpu} | {run.model}{recomputed} | {tokens} | {run.rate:,.0f} "
-            f"| {planned:,.0f} | {error} |"
-        )
     sources = [f"[{name}]: {address}" for name, address in dict.fromkeys(run.source for run in RUNS)]
     return "\n".join([*lines, "", *sources]) + "\n"
 

@@ -114,7 +114,6 @@ FAULTS: dict[str, Any] = {"crash": None, "full disk": DISK_IS_FULL, "interrupt":
     ("fault", "writer", "replacing"),
     [
         ("crash", "save", True),
-        ("crash", "export", False),
         ("full disk", "save", True),
         ("interrupt", "export", True),
     ],

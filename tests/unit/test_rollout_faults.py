@@ -13,7 +13,7 @@ import pytest
 
 from tests.rollout_faults import Faults, StandIn, made_model
 
-COUNT = int(os.environ.get("ROLLOUT_FAULTS", "2"))
+COUNT = int(os.environ.get("ROLLOUT_FAULTS", "1"))
 
 pytestmark = pytest.mark.timeout(300 + 60 * COUNT)
 

@@ -206,9 +206,7 @@ def interrupt(parts: Sequence[Any]) -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize(
-    ("parameters", "trained"), [("float32", True), ("bfloat16", False), ("bfloat16", True), ("float16", True)]
-)
+@pytest.mark.parametrize(("parameters", "trained"), [("float32", True), ("bfloat16", False), ("float16", True)])
 def test_a_checkpoint_goes_on_in_another_division(tmp_path: Path, parameters: str, trained: bool) -> None:
     scale = {"kind": "dynamic", "init_scale": 64.0, "growth_interval": 2} if parameters == "float16" else "none"
     settings: dict[str, Any] = {"precision": {"parameters": parameters, "loss_scale": scale, "reduce": "parameters"}}
