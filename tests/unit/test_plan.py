@@ -35,7 +35,6 @@ from lightstep.plan.timing import (
     Network,
     Time,
     find_profile,
-    profile_here,
     profile_of_device,
 )
 from lightstep.presets import read_source, read_yaml
@@ -176,13 +175,6 @@ def test_few_blocks_stand_for_all_of_them() -> None:
     assert few == whole and few.blocks == 5 and few.kept_per_block == 64 * 32 * 2
 
 
-def test_tied_weights_are_held_twice_at_the_end_of_backward() -> None:
-    """The head's gradient waits for the embedding's, to which it is added in place."""
-    seen = run_on_meta(_tiny(tie_word_embeddings=True, vocab_size=8192), 64, 32, True)
-    tail = max(moment.live for moment in seen.moments if moment.where == "tail")
-    assert tail == pytest.approx(2 * 8192 * 32 * 2, rel=0.02)
-
-
 def test_experts_are_counted_as_far_as_they_are_active() -> None:
     seen = run_on_meta(shape("Mixtral-8x7B"), 512, 512, False)
     blocks = 2 * 512 * (2 * 3 * 4096 * 14_336 + 2 * 4096 * 5120)  # two experts, attention's four matrices
@@ -271,7 +263,7 @@ class FloatHead(LlamaForCausalLM):
         self.lm_head = FloatLinear(config.hidden_size, config.vocab_size, bias=False)
 
 
-@pytest.mark.parametrize("name", ["resident", "stream", "bulk", "fp32"])
+@pytest.mark.parametrize("name", ["resident", "stream", "fp32"])
 def test_parameters_that_stay_fp32_are_planned_as_they_are_held(name: str) -> None:
     """4 bytes of weight and of gradient, and no master."""
     strategy, model = Strategy.load(name), FloatHead(_config(vocab_size=4096))
@@ -408,8 +400,6 @@ def test_further_micro_batches_hide_their_own_copies(update: str, reduce: str) -
     [
         (1, 4096, "float32", 3051),
         (4, 16_384, "float32", 10_153),
-        (2, 32_768, "float32", 9923),
-        (4, 16_384, "bfloat16", 9798),
         (2, 32_768, "bfloat16", 9681),
     ],
 )
@@ -466,8 +456,7 @@ def test_spare_memory_is_what_the_host_has_left() -> None:
     assert "offload: spare is limited to 13.5 of 90.1 GB; the other updates wait" in " ".join(text.split())
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("name", ["resident", "stream", "offload"])
+@pytest.mark.parametrize(("name", "micro_batches"), [("resident", 1), ("offload", 4)])
 def test_inputs_of_blocks_on_the_host_are_planned(name: str, micro_batches: int) -> None:
     """Two of them count on the device; all are copied each way in each micro-batch, beside the computation."""
     planner = planner_of(tokens=65_536, profile="H100", micro_batches=micro_batches, loss_chunk=1024)
@@ -545,14 +534,11 @@ def test_where_the_link_limits_a_step_the_plan_says_what_helps() -> None:
     assert max(map(len, lines)) <= 80
     assert [line.split("  ")[0] for line in lines[lines.index("") :] if line.startswith(tuple(changes))] == changes
     assert all(change.startswith(("--micro", "resident")) for change, _ in helping(4096, room, moments="int8")[2])
+    # With 100 ms of computation 15 ms beyond it are no limit if 10 of them are the update's arithmetic.
+    assert [Time(100, 50, exposed, update=10).is_limited_by_link for exposed in (15, 25)] == [False, True]
     rounded = {"moments": "bfloat16", "moments_rounding": "stochastic"}
     assert helping(1024, **rounded)[2][-1].change == "moments: int8, stochastic"
     assert helping(65_536)[2] == []
-
-
-def test_arithmetic_of_the_update_is_no_wait_for_the_link() -> None:
-    """With 100 ms of computation: 15 ms beyond it, of which 10 are arithmetic, and 25."""
-    assert [Time(100, 50, exposed, update=10).is_limited_by_link for exposed in (15, 25)] == [False, True]
 
 
 def test_state_that_fits_on_the_device_is_not_streamed() -> None:
@@ -717,13 +703,6 @@ def test_previous_weights_that_do_not_fit_are_not_kept_by_next_forward(tmp_path:
     assert "  optimizer_state.update: next_forward in the strategy file: " in _run(*given, "--gpu-memory", room)[1]
 
 
-def test_a_gpu_is_known_by_its_name() -> None:
-    found = [profile_of_device(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Quadro")]
-    assert [profile and profile.name for profile in found] == ["H100", "A100", None]
-    assert find_profile("h200+nvlink-c2c").link == LINKS["nvlink-c2c"]
-    assert LINKS["pcie5"].each_way(2) < LINKS["pcie5"].both, "GPUs of a host share its links"
-
-
 def test_overlap_under_ddp_is_planned_as_the_next_forward() -> None:
     """Gradients are reduced at the end of backward, and nothing is tried in it."""
     sizes = model_sizes(_tiny())
@@ -734,30 +713,28 @@ def test_overlap_under_ddp_is_planned_as_the_next_forward() -> None:
     assert overlap == next_forward
 
 
-def test_a_gpu_has_the_memory_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, gigabytes, expected in (("NVIDIA A100 80GB PCIe MIG 1g.10gb", 10.2, 10.2), ("H100", 99.0, 85.0)):
-        _pretend_gpu(monkeypatch, name, gigabytes)
-        found = profile_here()
-        assert found is not None and found.memory_gb == pytest.approx(expected)
-        plan = plan_one("resident", Strategy.load("resident").config, _tiny(), 64, {"sequence": 32})
-        assert plan.limit == pytest.approx(expected * 1e9 * 0.95)
-
-
-def test_the_command_plans_for_the_memory_of_this_gpu(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_known_by_its_name_and_has_the_memory_that_it_has(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = tiny, "--tokens", 64, "--sequence", 32, "--strategy", "resident"
 
     def limit(*more: Any) -> float:
         return float(_values(*given, *more)["plans"][0]["limit"]) / 0.95e9
 
+    found = [profile_of_device(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Quadro")]
+    assert [profile and profile.name for profile in found] == ["H100", "A100", None]
+    assert find_profile("h200+nvlink-c2c").link == LINKS["nvlink-c2c"]
     monkeypatch.setattr(command, "cached_profile", lambda: None)
-    _pretend_gpu(monkeypatch, "NVIDIA A100-SXM4-40GB", 42.4)
-    assert limit() == pytest.approx(42.4)
+    for name, gigabytes, expected in (
+        ("NVIDIA A100 80GB PCIe MIG 1g.10gb", 10.2, 10.2),
+        ("H100", 99.0, 85.0),
+        ("NVIDIA GeForce RTX 4090", 25.3, 25.3),  # no known GPU
+        ("NVIDIA A100-SXM4-40GB", 42.4, 42.4),
+    ):
+        _pretend_gpu(monkeypatch, name, gigabytes)
+        assert limit() == pytest.approx(expected), name
     assert limit("--gpu-memory", 60) == pytest.approx(60.0)
     assert limit("--profile", "A100") == pytest.approx(85.0), "another machine's"
-    _pretend_gpu(monkeypatch, "NVIDIA GeForce RTX 4090", 25.3)
-    assert limit() == pytest.approx(25.3), "no known GPU"
     monkeypatch.setattr(command, "cached_profile", lambda: find_profile("H200"))
-    assert limit() == pytest.approx(25.3), "measured, and a part of the GPU since"
+    assert limit() == pytest.approx(42.4), "measured, and a part of the GPU since"
 
 
 def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, name: str, gigabytes: float) -> None:
@@ -768,12 +745,12 @@ def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, name: str, gigabytes: float) -
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: found)
 
 
-@pytest.mark.parametrize("wrong", [{"hidden_size": "abc"}, {"num_attention_heads": 0}, {"hidden_size": -4}])
-def test_a_wrong_value_in_a_config_is_one_sentence(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, **wrong}))
-    code, said = _run(tmp_path)
-    assert code == 2 and said.count("\n") == 1
-    assert said.startswith("lightstep: model_type 'llama': ")
+def test_a_wrong_value_in_a_config_is_one_sentence(tmp_path: Path) -> None:
+    for wrong in ({"hidden_size": "abc"}, {"num_attention_heads": 0}, {"hidden_size": -4}):
+        (tmp_path / "config.json").write_text(json.dumps({**TINY, **wrong}))
+        code, said = _run(tmp_path)
+        assert code == 2 and said.count("\n") == 1
+        assert said.startswith("lightstep: model_type 'llama': ")
 
 
 # -- several nodes
