@@ -448,12 +448,12 @@ def test_what_diverges_or_is_refused_is_no_measurement(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["lora", "moe"])
-def test_models_have_as_many_tensors_as_they_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_have_as_many_tensors_as_they_say(name: str) -> None:
     count, build = tensors.SIZES[name]
-    monkeypatch.setattr(torch.nn.Linear, "reset_parameters", lambda _: None)  # which takes longest
-    model = build()
+    with torch.device("meta"):
+        model, rows = build(), torch.ones(1, 64)
     assert len(list(model.parameters())) == count
-    model(torch.ones(1, 64)).backward()
+    model(rows).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -519,21 +519,12 @@ def test_bad_input_is_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "strategy", "overrides"),
-    [
-        ("stream", "stream", {}),
-        ("stream-overlap:optimizer_state.resident_gib=8", "stream-overlap", {"optimizer_state.resident_gib": 8}),
-        ("./a:b/c.yaml:clipping.max_norm=null", "./a:b/c.yaml", {"clipping.max_norm": None}),
-        ("a:x.y=1:x.z=two", "a", {"x.y": 1, "x.z": "two"}),
-    ],
-)
-def test_a_strategy_may_bring_overrides(text: str, strategy: str, overrides: dict[str, Any]) -> None:
-    assert parse_overrides(text, {}) == (strategy, overrides)
+def test_a_strategy_may_bring_overrides() -> None:
     own = {"clipping.max_norm": 1.0, "sharding.activation_checkpointing": True}
-    name, both = parse_overrides(text, own)
-    assert (name, both) == (strategy, own | overrides)
-    assert list(both)[: len(overrides)] == list(overrides), "a new sharding.kind drops what came before it"
+    assert parse_overrides("./a:b/c.yaml:clipping.max_norm=null", {}) == ("./a:b/c.yaml", {"clipping.max_norm": None})
+    name, both = parse_overrides("a:x.y=1:x.z=two", own)
+    assert (name, both) == ("a", own | {"x.y": 1, "x.z": "two"})
+    assert list(both)[:2] == ["x.y", "x.z"], "a new sharding.kind drops what came before it"
 
 
 def test_the_defaults_of_iterations_on_a_cpu(tmp_path: Path) -> None:
@@ -616,16 +607,12 @@ def shown(values: Values, width: int) -> str:
 KEPT = [file for file in sorted(BENCHMARKS.rglob("*.json")) if {"rounds", "rows"} <= set(json.loads(file.read_text()))]
 
 
-def test_results_that_are_kept_can_be_shown(tmp_path: Path) -> None:
+def test_results_that_are_kept_can_be_shown() -> None:
     assert len(KEPT) >= 15
     for file in KEPT:
         values = json.loads(file.read_text())
         table = shown(values, 200)
         assert all(report.label(row).split()[0] in table for row in values["rows"]), file.name
-    values = json.loads((BENCHMARKS / "h200-x2-8b-16k.json").read_text())
-    report.draw(values, IterationTask.view, tmp_path / "two-ranks.png")
-    report.draw({**values, "rows": []}, IterationTask.view, tmp_path / "empty.png")
-    assert (tmp_path / "two-ranks.png").stat().st_size > (tmp_path / "empty.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -10,9 +10,7 @@ import pytest
 from tests.covering import every_pair, every_value
 
 
-@pytest.mark.parametrize(
-    ("sizes", "most"), [((6, 3, 2, 5), 30), ((3, 5), 15), ((16, 2, 3), 48), ((7, 3, 3, 2), 22), ((4,), 4), ((1, 3), 3)]
-)
+@pytest.mark.parametrize(("sizes", "most"), [((6, 3, 2, 5), 30), ((7, 3, 3, 2), 22), ((4,), 4), ((1, 3), 3)])
 def test_every_two_values_meet(sizes: tuple[int, ...], most: int) -> None:
     axes = {f"axis{number}": [f"{number}.{value}" for value in range(size)] for number, size in enumerate(sizes)}
     names, cases = every_pair(**axes).args
