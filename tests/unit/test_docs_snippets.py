@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import commands_page
 from tests.snippets import CHECKOUT, Script, run_script, scripts_of
@@ -48,23 +47,6 @@ def test_the_example_of_exactness_runs(monkeypatch: pytest.MonkeyPatch, capsys: 
     runpy.run_path(str(script), run_name="__main__")
     said = capsys.readouterr().out
     assert "6 steps" in said and "every bit equal" in said and " 0 of them clipped" not in said
-
-
-def test_fused_and_default_implementations_differ_in_the_last_bits() -> None:
-    """Why a loop that is compared with lightstep's says ``fused=True``."""
-
-    def after_steps(**implementation: bool) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)
-        weight = torch.nn.Parameter(torch.randn(4096, generator=generator))
-        optimizer = torch.optim.AdamW([weight], lr=1e-2, **implementation)
-        for _ in range(5):
-            weight.grad = torch.randn(4096, generator=generator)
-            optimizer.step()
-        return weight.detach()
-
-    fused, default = after_steps(fused=True), after_steps()
-    assert not torch.equal(fused, default)
-    assert torch.allclose(fused, default, rtol=1e-4)
 
 
 SERVER_IN_A_FORK = f"""

@@ -565,14 +565,6 @@ def test_the_norm_of_a_preset_gives_way(tmp_path: Path) -> None:
     assert optimizer.max_norm is None
 
 
-def test_norms_that_contradict_nothing(tmp_path: Path) -> None:
-    """There is no global norm with updates in backward; and the same norm may be said twice."""
-    values = {"clipping": {"scope": "unit"}, "optimizer_state": {"update": "in_backward"}}
-    assert trainer_of(tmp_path, values, max_grad_norm=0.3).strategy.config.clipping.scope == "unit"
-    for norm in (0.3, None):
-        trainer_of(tmp_path, Strategy.load("resident", {"clipping.max_norm": norm}), max_grad_norm=norm or 0.0)
-
-
 def test_optimizers_that_were_made_elsewhere(tmp_path: Path) -> None:
     model, class_of_another = make_llama(), r"torch.optim.adamw.AdamW.*strategy.create_optimizer\(model, AdamW"
     theirs, other = torch.optim.AdamW(model.parameters()), Strategy.load("resident").create_optimizer(model, lr=1e-3)
