@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import time
@@ -142,14 +141,18 @@ def nothing(run: Run, folder: Path) -> None:
 # -- what arrives ------------------------------------------------------------------------------------------------------
 
 
-@every_value(
-    state=[state for state in STATES if state != "stream"],
-    case=itertools.product([nothing, edit, load, save], [{}, ON_HOST]),
+@pytest.mark.parametrize(
+    ("state", "weights", "meanwhile"),
+    [
+        (state, weights, [nothing, edit, load, save][(number + on_host) % 4])
+        for number, state in enumerate(["resident", "next_forward", "overlap", "in_backward"])
+        for on_host, weights in enumerate(({}, ON_HOST))
+    ],
 )
 def test_what_arrives_is_one_steps_whatever_training_does(
-    state: str, case: tuple[Callable[[Run, Path], None], dict[str, Any]], tmp_path: Path
+    state: str, weights: dict[str, Any], meanwhile: Callable[[Run, Path], None], tmp_path: Path
 ) -> None:
-    meanwhile, weights = case
+    """Each state with weights at each place; and what happens meanwhile with each of the two."""
     run = Run(STATES[state], Slow(seconds=0.004), weights=weights)
     visits = PreparedModel.of(run.model).weight_visits
     if visits is not None:
