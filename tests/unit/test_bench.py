@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from lightstep.bench.machine import Ranks, StepProfile, pinned_bytes
 from lightstep.bench.models import LlamaShape, MoeShape
 from lightstep.bench.run import Contender, Skipped
 from lightstep.bench.step import StepTask
-from lightstep.bench.strategies import _arguments, parse_overrides, parse_strategies
+from lightstep.bench.strategies import _arguments, parse_strategies
 from lightstep.cli import app
 from lightstep.config import ConfigError
 from lightstep.plan.timing import MeasuredLink
@@ -265,18 +264,6 @@ def test_two_ranks_step_and_save_together(tmp_path: Path) -> None:
     assert list((tmp_path / "saved").iterdir()) == []
 
 
-def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    torch.set_num_threads(1)  # as torchrun's OMP_NUM_THREADS=1 does
-    try:
-        values, _ = measured(tmp_path, *STEP, "--rounds", "1", "--strategies", "none", "--peers", "torch")
-        assert values["hardware"]["torch_threads"] == 3
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_traffic_is_compared_with_the_faster_of_two_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     links = iter([MeasuredLink(55.0, 53.0, 40.0, True), MeasuredLink(54.0, 54.0, 50.0, True)])
     monkeypatch.setattr(Ranks, "measure_link", lambda _: next(links))
@@ -447,16 +434,6 @@ def test_what_diverges_or_is_refused_is_no_measurement(tmp_path: Path, monkeypat
 # -- many small tensors ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["lora", "moe"])
-def test_models_have_as_many_tensors_as_they_say(name: str) -> None:
-    count, build = tensors.SIZES[name]
-    with torch.device("meta"):
-        model, rows = build(), torch.ones(1, 64)
-    assert len(list(model.parameters())) == count
-    model(rows).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def test_the_python_time_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(tensors.SIZES, "moe", (12, lambda: tensors.Layers(2, 2, tensors.Expert)))
     monkeypatch.setitem(tensors.SIZES, "lora", (8, lambda: tensors.Layers(2, 2, tensors.Adapter)))
@@ -477,11 +454,9 @@ def test_the_python_time_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, 
     ("arguments", "message"),
     [
         ("--peers torhc", "did you mean 'torch'"),
-        ("--strategies residnet", "residnet"),
         ("--strategies none --peers none", "nothing to measure"),
         ("--params 100", "smallest stack"),
         ("--params nan", "a number of parameters is needed"),
-        ("--layers 0", "at least 1"),
         ("--device meta", "allowed are cpu, cuda"),
         ("--device cuda:99", "GPU"),
         ("--steps 0", "'--steps'"),
@@ -499,8 +474,6 @@ def test_the_python_time_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, 
         ("--iteration --strategies stream:optimizer_state.ring_mib=-1", "ring_mib"),
         ("--iteration --strategies :a.b=4", "strategy's name is missing"),
         ("--iteration --strategies stream:clipping.max_norm=[1", "not a valid YAML value"),
-        ("--iteration --peers torhc", "allowed are all, none and torch, torch-fsdp2, cpu-adamw, torch-offload"),
-        ("--iteration --strategies none", "nothing to measure"),
         ("--iteration --sequence 64 --tokens 100", "a multiple of --sequence 64"),
         ("--iteration --tokens many", "whole numbers separated by commas"),
         ("--iteration --model mixtral", "--model mixtral: allowed are llama and qwen3-moe"),
@@ -517,14 +490,6 @@ def test_bad_input_is_one_sentence(
     done = bench(*arguments.split(), "--output", tmp_path / "out")
     assert done.exit_code == 2 and message in sentence(done.output)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_strategy_may_bring_overrides() -> None:
-    own = {"clipping.max_norm": 1.0, "sharding.activation_checkpointing": True}
-    assert parse_overrides("./a:b/c.yaml:clipping.max_norm=null", {}) == ("./a:b/c.yaml", {"clipping.max_norm": None})
-    name, both = parse_overrides("a:x.y=1:x.z=two", own)
-    assert (name, both) == ("a", own | {"x.y": 1, "x.z": "two"})
-    assert list(both)[:2] == ["x.y", "x.z"], "a new sharding.kind drops what came before it"
 
 
 def test_the_defaults_of_iterations_on_a_cpu(tmp_path: Path) -> None:
@@ -554,15 +519,6 @@ def test_models_have_the_size_that_is_asked_for() -> None:
     assert (whole.name, whole.layers) == ("Qwen3-30B-A3B", 48)
     assert sum(parameter.numel() for parameter in made.parameters()) == whole.parameters
     assert small.layers == 5 and small.name.startswith("5 blocks of")
-
-
-def test_a_model_has_the_same_weights_in_every_dtype() -> None:
-    shape = LlamaShape.nearest(60_000, 2)
-    model, wide = shape.make(CPU), shape.make(CPU, torch.float32)
-    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
-    for low, high in zip(model.parameters(), wide.parameters(), strict=True):
-        assert (low.dtype, high.dtype) == (torch.bfloat16, torch.float32)
-        assert torch.equal(low.float(), high) and bool(low.any())
 
 
 def small_task(tokens: int) -> IterationTask:
@@ -624,13 +580,6 @@ def test_the_table_fits_and_cuts_no_number(width: int) -> None:
     row = rows_of(values)["layer-stream"]
     assert f"{row['step_ms']:.1f}" in table and "{:.1f} – {:.1f}".format(*row["step_ms_range"]) in table
     assert ("for lack of room" in table) == (width < 100)
-
-
-@pytest.mark.parametrize(("ranks", "floor"), [(1, 250.0), (2, 125.0)])
-def test_ranks_share_the_bytes_of_the_model(ranks: int, floor: float) -> None:
-    values = {"link_gb_per_s": {"duplex": 40.0}, "ranks": ranks, "optimizer": {"class": "AdamW"}}
-    found = StepTask.view.panels[0].mark(values)
-    assert found is not None and found[0] == floor and ("shared by 2 ranks" in found[1]) == (ranks == 2)
 
 
 # -- what is only measurable on a GPU --------------------------------------------------------------------------------

@@ -164,17 +164,6 @@ def test_the_profiles_rates_are_those_of_the_files_that_they_name() -> None:
     assert PROFILES["H100"].update_ms == pytest.approx(resident * 4.8 / 3.35, rel=0.01)
 
 
-def test_few_blocks_stand_for_all_of_them() -> None:
-    """Three blocks, made longer, against all of five."""
-    from lightstep.plan import model
-
-    few = run_on_meta(_tiny(), 64, 32, True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "_BLOCKS", 5)
-        whole = run_on_meta(_tiny(), 64, 32, True)
-    assert few == whole and few.blocks == 5 and few.kept_per_block == 64 * 32 * 2
-
-
 def test_experts_are_counted_as_far_as_they_are_active() -> None:
     seen = run_on_meta(shape("Mixtral-8x7B"), 512, 512, False)
     blocks = 2 * 512 * (2 * 3 * 4096 * 14_336 + 2 * 4096 * 5120)  # two experts, attention's four matrices
@@ -236,14 +225,6 @@ def test_a_split_master_needs_a_bitmap_where_no_entry_has_unused_signs(kind: str
     strategy = Strategy.load("stream")
     model = strategy.prepare_model(nn.Linear(8, 8))
     assert state_of(strategy.create_optimizer(model, rules=RULES[kind]())).bitmap == bitmap
-
-
-def test_ddp_has_gradients_in_its_buckets_too() -> None:
-    sizes = model_sizes(_tiny())
-    alone, replicated = (
-        memory(settings("fp32", sharding={"kind": kind}), sizes, None, ranks=2).other for kind in ("single", "ddp")
-    )
-    assert replicated - alone == 4 * sizes.total
 
 
 class FloatLinear(nn.Linear):
@@ -614,15 +595,12 @@ NODES = ("Llama-3.1-8B", "--gpus-per-node", "8", "--gpus")
     [
         ((), "MODEL is missing"),
         (("Llama-3.2-3",), "did you mean 'Llama-3.2-3B'"),
-        (("Llama-3.2-3B", "--profile", "H10"), "profile 'H10' is not known, did you mean 'H100'"),
         (("Llama-3.2-3B", "--profile", "H100+pcie3"), "'pcie3' is not a known link, did you mean 'pcie"),
         (("Llama-3.2-3B", "--strategy", "fsdp2"), "cannot be planned for --gpus 1"),
         (("Llama-3.2-3B", "--strategy", "deepspeed-zero3", "--gpus", "2"), "measure it: lightstep bench --iteration"),
         (("Llama-3.2-3B", "--optimizer", "Adamw"), "--optimizer is 'Adamw', did you mean 'Adam"),
         (("json:nothing",), "json:nothing: module 'json' has no attribute 'nothing'"),
-        (("json:__name__",), "json:__name__ is not a function; one that returns the model is needed"),
         (("nothing", "--gpu-memory", "-3"), "--gpu-memory is -3; a positive number of GB is needed"),
-        (("nothing", "--host-memory", "nan"), "--host-memory is nan; a positive number of GB is needed"),
         (("nothing", "--tokens", "5000"), "--tokens is 5000, which is no multiple of --sequence 4096"),
         (("nothing", "--plot", "plan.txt"), "--plot is plan.txt; a file that ends in .png"),
         (("nothing", "--plot", "nowhere/plan.png"), "--plot is nowhere/plan.png, in a folder that does not exist"),
