@@ -254,7 +254,9 @@ DTYPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("bfloat16", "float32"), ("float32", "float16")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("bfloat16", "float16"), ("float16", "float32"), ("float32", "bfloat16")]
+)
 def test_weights_change_dtype_through_fp32(tmp_path: Path, saved: str, loaded: str) -> None:
     """From `optimizer.pt` as from `lightstep/`, bit for bit: masters become weights, fp32 weights become masters."""
     options = {"max_steps": 2, **SAVES, "save_steps": 1}
