@@ -671,16 +671,6 @@ def test_everything_on_the_host_of_a_machine_with_128_gb(tmp_path: Path) -> None
     assert plan["sums_on_host"] == "bfloat16" and plan["fits"] and plan["memory"]["spare"] > 0
 
 
-def test_previous_weights_that_do_not_fit_are_not_kept_by_next_forward(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY | {"hidden_size": 256, "num_hidden_layers": 20}))
-    file = tmp_path / "own.yaml"
-    file.write_text("optimizer_state: {backend: stream, update: overlap, ring_mib: 1}")
-    given = tmp_path, "--tokens", 64, "--sequence", 64, "--strategy", file
-    memory = _values(*given)["plans"][0]["memory"]
-    room = (memory["peak"] - memory["previous_weights"] / 2) / 0.95e9
-    assert "  optimizer_state.update: next_forward in the strategy file: " in _run(*given, "--gpu-memory", room)[1]
-
-
 def test_overlap_under_ddp_is_planned_as_the_next_forward() -> None:
     """Gradients are reduced at the end of backward, and nothing is tried in it."""
     sizes = model_sizes(_tiny())

@@ -126,22 +126,6 @@ def test_micro_batches_are_parts_of_one_batch(configured: Configured, loops: lis
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-6)
 
 
-def test_saves_and_validations_are_no_time_of_steps(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("lightstep.trainer.loop.time.perf_counter", lambda: now)
-    nothing: Any = None
-    loop = Loop(configured(), nothing, nothing, nothing)
-
-    def save() -> None:
-        nonlocal now
-        now += 100
-
-    loop._restart_clock()
-    now, loop.step = 2.0, 2
-    loop._untimed(save)
-    assert (loop._tokens_per_second(), loop.step_ms) == (4 * 32, 1000)
-
-
 # -- resuming
 
 
@@ -622,9 +606,3 @@ def test_lines_by_step_and_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of(_lines(monkeypatch, 1e9, 5)) == [2, 8, 14, 20]
     assert of(_lines(monkeypatch, 10.0, 0)) == [2, 12, 20]
     assert of(_lines(monkeypatch, 10.0, 0, take=60)) == list(range(2, 21, 2))
-
-
-def test_the_rate_is_that_of_all_tokens_in_all_of_their_time() -> None:
-    """A hundred tokens in one second and as many in three seconds: 50 a second."""
-    figures = [Figures([1.0], [1.0], 1.0, rate, 0) for rate in (100.0, 100 / 3)]
-    assert "  50 tokens/s  " in output._summary(figures)
