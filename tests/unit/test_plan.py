@@ -227,6 +227,14 @@ def test_a_split_master_needs_a_bitmap_where_no_entry_has_unused_signs(kind: str
     assert state_of(strategy.create_optimizer(model, rules=RULES[kind]())).bitmap == bitmap
 
 
+def test_ddp_has_gradients_in_its_buckets_too() -> None:
+    sizes = model_sizes(_tiny())
+    alone, replicated = (
+        memory(settings("fp32", sharding={"kind": kind}), sizes, None, ranks=2).other for kind in ("single", "ddp")
+    )
+    assert replicated - alone == 4 * sizes.total
+
+
 class FloatLinear(nn.Linear):
     """Computes in its weight's own dtype."""
 
