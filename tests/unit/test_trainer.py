@@ -129,32 +129,29 @@ def test_micro_batches_are_parts_of_one_batch(configured: Configured, loops: lis
 # -- resuming
 
 
-def test_a_resumed_run_takes_the_files_learning_rate(configured: Configured, loops: list[Loop]) -> None:
-    _train(configured(steps=2, optimizer={"lr": 0.01, "arguments": {"betas": [0.9, 0.95]}}, **LOGGED))
-    lower = {"lr": 0.001, "weight_decay": 0.2, "arguments": {"betas": [0.9, 0.99]}}
-    _, said = _train(configured(steps=3, optimizer=lower, scheduler={"name": "constant"}, **LOGGED), resume=True)
-    for sentence in (
-        "optimizer: lr is 0.001 from here on; until the checkpoint it was 0.01",
-        "optimizer: weight_decay is 0.2 from here on; until the checkpoint it was 0.01",
-        "optimizer: betas is [0.9, 0.99] from here on",
-        "scheduler, from here on: name cosine → constant, warmup_steps 2 → 0",
-    ):
-        assert sentence in said
-    (group,) = loops[-1].components.optimizer.param_groups
-    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.001, 0.2, (0.9, 0.99))
+def test_a_resumed_run_takes_the_files_settings_and_names_each_switch_that_stays(
+    configured: Configured, loops: list[Loop]
+) -> None:
+    """Switches in every run, and not ``foreach``: a checkpoint does not decide how a run computes."""
+    _, said = _train(configured(steps=2, optimizer={"lr": 0.01, "arguments": {"betas": [0.9, 0.95]}}, **LOGGED))
+    assert "amsgrad" not in said
+    lower = {"lr": 0.001, "weight_decay": 0.2, "arguments": {"betas": [0.9, 0.99], "amsgrad": True, "foreach": True}}
+    for steps in (3, 4):
+        _, said = _train(configured(steps=steps, optimizer=lower, scheduler={"name": "constant"}, **LOGGED), True)
+        assert "optimizer: amsgrad stays False, as in the checkpoint; True needs a new run" in said
+        assert "foreach stays" not in said
+        for sentence in (
+            "optimizer: lr is 0.001 from here on; until the checkpoint it was 0.01",
+            "optimizer: weight_decay is 0.2 from here on; until the checkpoint it was 0.01",
+            "optimizer: betas is [0.9, 0.99] from here on",
+            "scheduler, from here on: name cosine → constant, warmup_steps 2 → 0",
+        ):
+            assert (sentence in said) is (steps == 3)
+        (group,) = loops[-1].components.optimizer.param_groups
+        assert (group["lr"], group["weight_decay"], group["betas"]) == (0.001, 0.2, (0.9, 0.99))
+        assert not group["amsgrad"] and group["foreach"] is True
     rates = dict(read_scalars(configured().folder / "tensorboard", ("step/learning_rate",))["step/learning_rate"])
     assert rates[3] == pytest.approx(0.001), "the first step after the resume has it"
-
-
-def test_a_resumed_run_names_each_switch_that_stays(configured: Configured, loops: list[Loop]) -> None:
-    """In every run, and not ``foreach``: a checkpoint does not decide how a run computes."""
-    switches = {"amsgrad": True, "foreach": True}
-    for steps, arguments in ((1, {}), (2, switches), (3, switches)):
-        _, said = _train(configured(steps=steps, optimizer={"arguments": arguments}), resume=steps > 1)
-        stays = "optimizer: amsgrad stays False, as in the checkpoint; True needs a new run"
-        assert (stays in said) is bool(arguments) is ("amsgrad" in said) and "foreach stays" not in said
-        (group,) = loops[-1].components.optimizer.param_groups
-        assert not group["amsgrad"] and (not arguments or group["foreach"] is True)
 
 
 @pytest.mark.parametrize("strategy", ["fp32", "fp16"])
@@ -249,7 +246,9 @@ def test_a_finished_run_says_so_and_a_longer_one_follows_its_schedule_from_the_f
     assert rates[3:] == whole[3:] and len(whole) == 5
 
 
-def test_resuming_with_other_settings_or_text_warns(configured: Configured, loops: list[Loop], text: Path) -> None:
+def test_resuming_with_other_settings_or_text_warns_and_with_another_model_is_refused(
+    configured: Configured, loops: list[Loop], text: Path
+) -> None:
     _train(configured(steps=1, ema=0.9))
     text.write_text(text.read_text().replace("7", "8"))
     _, said = _train(configured(steps=2, seed=1, validation={"sequences": 2}), resume=True)
@@ -257,6 +256,13 @@ def test_resuming_with_other_settings_or_text_warns(configured: Configured, loop
     assert ", seed (0 → 1), validation.sequences (4 → 2)" in said
     assert "the text differs from the one that the checkpoint was trained on" in said
     assert loops[-1].components.scheduler.base_lrs == [0.01]
+    other = {"config": {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}}
+    for change, message in (
+        ({"name": "other"}, "holds no complete checkpoint; start without --resume"),
+        ({"model": other}, "--resume: .*belongs to another model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            _train(configured(**change), resume=True)
 
 
 @pytest.mark.parametrize(
@@ -274,17 +280,6 @@ def test_what_torchrun_may_not_start(
         _train(configured())
 
 
-def test_nothing_to_resume_from_is_refused(configured: Configured) -> None:
-    _train(configured(steps=1))
-    other = {"config": {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}}
-    for change, message in (
-        ({"name": "other"}, "holds no complete checkpoint; start without --resume"),
-        ({"model": other}, "--resume: .*belongs to another model"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            _train(configured(**change), resume=True)
-
-
 # -- what a run leaves behind
 
 
@@ -292,9 +287,10 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name.startswith("lightstep")]
 
 
-def test_logs_curve_and_checkpoints(configured: Configured, tmp_path: Path) -> None:
+def test_logs_curve_checkpoints_samples_and_a_model_that_trains_on(configured: Configured, tmp_path: Path) -> None:
+    sample = {"prompts": ["line ", "a"], "tokens": 5}
     seldom = {"checkpoint": {"every": 1, "keep": 2}, "validation": {"sequences": 4, "every": 3}}
-    outcome, _ = _train(configured(**seldom, **LOGGED))
+    outcome, said = _train(configured(sample=sample, **seldom, **LOGGED))
     folder = tmp_path / "runs/run"
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -303,6 +299,9 @@ def test_logs_curve_and_checkpoints(configured: Configured, tmp_path: Path) -> N
     assert [step for step, _ in scalars[VALIDATION]] == [0, 3, 6]
     rates = [rate for _, rate in scalars["step/learning_rate"]]
     assert rates[:3] == pytest.approx([0.0, 0.005, 0.01]) and rates[-1] < rates[3], "warm-up, then cosine"
+    assert [text[:1] for text in outcome.samples] == ["l", "a"] and "sample 2 of 2" in said
+    again, _ = _train(configured(name="again", steps=1, model=str(folder / "model")))
+    assert again.validation_before == outcome.validation_after
 
 
 def test_an_earlier_run_is_moved_aside(configured: Configured, tmp_path: Path) -> None:
@@ -455,14 +454,6 @@ def _llama(tied: bool = False) -> Any:
 
     keys = {key: value for key, value in MODEL.items() if key != "model_type"}
     return LlamaForCausalLM(LlamaConfig(vocab_size=16, tie_word_embeddings=tied, **keys))
-
-
-def test_samples_are_written_and_the_exported_model_trains_on(configured: Configured, tmp_path: Path) -> None:
-    sample = {"prompts": ["line ", "a"], "tokens": 5}
-    outcome, said = _train(configured(steps=2, sample=sample))
-    assert [text[:1] for text in outcome.samples] == ["l", "a"] and "sample 2 of 2" in said
-    again, _ = _train(configured(name="again", steps=1, model=str(tmp_path / "runs/run/model")))
-    assert again.validation_before == outcome.validation_after
 
 
 def test_a_hugging_face_folder_with_its_own_tokenizer(configured: Configured, tmp_path: Path, text: Path) -> None:
