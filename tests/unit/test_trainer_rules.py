@@ -52,7 +52,7 @@ def test_rules_train_as_those_of_the_strategy(tmp_path: Path) -> None:
 
     file = tmp_path / "rules.yaml"
     file.write_text(json.dumps({"rules": MAPPINGS}))
-    spellings: list[dict[str, Any]] = [{"options": {"rules": rules}} for rules in (MAPPINGS, RULES, file)]
+    spellings: list[dict[str, Any]] = [{"options": {"rules": rules}} for rules in (MAPPINGS, RULES)]
     for spelling in (*spellings, {"optim_args": f"rules={file}"}):
         found = make(tmp_path, max_steps=2, **spelling)
         found.train()
@@ -64,10 +64,15 @@ def test_rules_train_as_those_of_the_strategy(tmp_path: Path) -> None:
 
 
 def test_a_run_with_rules_is_continued(tmp_path: Path) -> None:
+    """The log has the first rule's rate. A lowest rate is in proportion to learning_rate, for every rule."""
+    schedule = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 3e-4}, "warmup_steps": 1}
     options = {"rules": MINIMAL, "asynchronous_saves": True}
-    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "warmup_steps": 2}
+    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **schedule}
     through = make(tmp_path, options=options, **steps)
     through.train()
+    logged = [entry["learning_rate"] for entry in through.state.log_history if "grad_norm" in entry]
+    assert logged[:2] == [0.0, 0.02] and logged[1] > logged[2] > logged[3]
+    assert [group["lr"] for group in through.optimizer.param_groups] == pytest.approx([0.002, 3e-4])
     resumed = make(tmp_path, seed=1, options=options, **steps)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     torch.testing.assert_close(weights(resumed), weights(through), rtol=0, atol=0)
@@ -75,16 +80,6 @@ def test_a_run_with_rules_is_continued(tmp_path: Path) -> None:
     torch.testing.assert_close(tested["state"], expected["state"], rtol=0, atol=0)
     assert tested["param_groups"] == expected["param_groups"]
     assert resumed.lr_scheduler.get_last_lr() == through.lr_scheduler.get_last_lr()
-
-
-def test_schedules_and_the_logged_rate(tmp_path: Path) -> None:
-    """The log has the first rule's. A lowest rate is in proportion to learning_rate, for every rule."""
-    schedule = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 3e-4}}
-    trainer = make(tmp_path, options={"rules": MINIMAL}, **schedule, max_steps=4, warmup_steps=1)
-    trainer.train()
-    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "grad_norm" in entry]
-    assert logged[:2] == [0.0, 0.02] and logged[1] > logged[2] > logged[3]
-    assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([0.002, 3e-4])
 
 
 @pytest.mark.parametrize(
@@ -112,19 +107,13 @@ def test_rules_that_cannot_be_used(tmp_path: Path, rules: Any, message: str) -> 
         make(tmp_path, options={"rules": rules}).train()
 
 
-@pytest.mark.parametrize(
-    ("options", "file", "message"),
-    [
+def test_rules_that_are_given_twice_or_are_not_there(tmp_path: Path) -> None:
+    for options, file, message in (
         ({"rules": MINIMAL}, "a.yaml", "given twice: as rules= and as optim_args='rules=a"),
         ({}, "missing.yaml", r"missing.yaml cannot be read: No such file"),
-    ],
-)
-def test_files_that_cannot_be_used(tmp_path: Path, options: dict[str, Any], file: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(tmp_path, options=options, optim_args=f"rules={file}").train()
-
-
-def test_rules_beside_an_optimizer(tmp_path: Path) -> None:
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make(tmp_path, options=options, optim_args=f"rules={file}").train()
     strategy, model = Strategy.load("resident"), make_llama()
     optimizers = (strategy.create_optimizer(model, lr=1e-3), None)
     with pytest.raises(ConfigError, match="both choose the optimizer"):
