@@ -1,6 +1,6 @@
-"""What users install: all modules, the presets and the types, from a wheel and a bare checkout, with no extra needed.
+"""What users install: all modules, the presets and the types, and what of it needs which extra.
 
-``make test`` itself runs in an editable install.
+``make wheel`` builds a wheel and runs what is in it; ``make test`` itself runs in an editable install.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import pickle
 import re
 import shutil
 import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -32,21 +30,6 @@ for name in {OPTIONAL!r}:
 """
 """Importing any of them fails as if it were not installed."""
 
-
-PRESETS = sorted(path.stem for path in (CHECKOUT / "strategies").glob("*.yaml"))
-
-# Whatever lightstep this interpreter has installed is behind the one at ``where``.
-LIST_PRESETS = """
-import sys
-from pathlib import Path
-where = sys.argv[1]
-sys.path.insert(0, where)
-import lightstep
-assert Path(lightstep.__file__).resolve().is_relative_to(Path(where).resolve()), lightstep.__file__
-for name in lightstep.available_strategies():
-    lightstep.Strategy.load(name)
-    print(name)
-"""
 
 PLAIN_MODEL = """
 import torch
@@ -71,51 +54,35 @@ LOOP = HIDDEN + PLAIN_MODEL + README.split("```python\n", 1)[1].split("```", 1)[
 """The first example of the README, where no extra is installed."""
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A copy of the checkout as git would make it: building leaves files beside the sources."""
-    copy = tmp_path / "checkout"
-    copy.mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(CHECKOUT / name, copy)
+FIND_PRESETS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])  # whatever lightstep this interpreter has installed is behind it
+import lightstep
+assert Path(lightstep.__file__).resolve().is_relative_to(Path(sys.argv[1]).resolve()), lightstep.__file__
+for name in lightstep.available_strategies():
+    lightstep.Strategy.load(name)
+    print(name)
+"""
+
+
+def test_a_bare_checkout_finds_the_presets_and_runs_the_loop_of_the_readme(tmp_path: Path) -> None:
     for name in ("lightstep", "strategies"):
-        shutil.copytree(CHECKOUT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return copy
-
-
-def _build(checkout: Path) -> Path:
-    """Build a wheel with this environment's setuptools, and unpack it."""
-    call = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    built = checkout.parent / "built"
-    built.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", call, str(built)], cwd=checkout, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    (wheel,) = built.glob("*.whl")
-    unpacked = checkout.parent / "unpacked"
-    zipfile.ZipFile(wheel).extractall(unpacked)
-    return unpacked
-
-
-def _presets_found(where: Path, then: str = "") -> list[str]:
-    """What a Python finds that imports the lightstep at ``where``; it also runs ``then``."""
+        shutil.copytree(CHECKOUT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = python("-c", LIST_PRESETS + then, str(where), cwd=where, env=environment)
+    done = python("-c", FIND_PRESETS + LOOP, str(tmp_path), cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    assert done.stdout.split() == sorted(path.stem for path in (CHECKOUT / "strategies").glob("*.yaml")) != []
 
 
-def test_a_wheel_and_a_bare_checkout_hold_every_module_preset_and_the_type_marker(checkout: Path) -> None:
-    assert _presets_found(checkout) == PRESETS  # before building, which leaves files there
-    unpacked = _build(checkout)
-    files = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
-    packaged = {name for name in files if ".dist-info/" not in name}
-    modules = {path.relative_to(checkout).as_posix() for path in (checkout / "lightstep").rglob("*.py")}
-    presets = {f"lightstep/strategies/{name}.yaml" for name in PRESETS}
-    assert packaged == modules | presets | {"lightstep/py.typed"}
-    assert PRESETS
-    assert _presets_found(unpacked, LOOP) == PRESETS
+def test_every_package_is_in_the_distribution() -> None:
+    """With the presets and the type marker; ``make wheel`` looks at what was built."""
+    parser = configparser.ConfigParser()
+    parser.read(CHECKOUT / "setup.cfg")
+    folders = {path.parent.relative_to(CHECKOUT) for path in (CHECKOUT / "lightstep").rglob("*.py")}
+    packages = {".".join(folder.parts) for folder in folders} | {"lightstep.strategies"}
+    assert set(parser["options"]["packages"].split()) == packages
+    assert dict(parser["options.package_data"]) == {"lightstep": "py.typed", "lightstep.strategies": "*.yaml"}
 
 
 # -- what importing brings along, and what runs without the libraries of the extras -----------------------------------
