@@ -72,7 +72,7 @@ def measured(folder: Path, *arguments: object, code: int = 0, draws: bool = Fals
 
 def on_two_ranks(folder: Path, *arguments: object) -> tuple[Values, str]:
     quick = "import gc; gc.collect = lambda *_: 0; from lightstep.bench import report, step; "
-    quick += "step._REPEATS = 2; report.draw = lambda *_: None; "
+    quick += "step._REPEATS = 2; step._QUIET_STEPS = 1; report.draw = lambda *_: None; "
     code = f"{quick}from lightstep.__main__ import main; main()"
     given = ("bench", *map(str, arguments), "--output", str(folder / "out"))
     status, output = run_script(Script(Path("bench"), 1, "python", 2, [code], given), folder)
