@@ -124,21 +124,34 @@ def test_public_names_are_where_they_are_said_to_be() -> None:
         exec("from lightstep import Strateggy")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "library", "extra"),
-    [
-        ([], "typer", "train"),
-        (["plan", "Llama-3.2-3B"], "transformers", "train"),
-        (["train", "examples/train.yaml"], "tensorboard", "train"),
-        (["bench"], "typer", "bench"),
-    ],
-)
-def test_a_command_names_the_extra_that_is_missing(arguments: list[str], library: str, extra: str) -> None:
-    done = _python(
-        f"import sys; sys.modules[{library!r}] = None; from lightstep.__main__ import main; main()", *arguments
-    )
-    sentence = f"lightstep: {library} is not installed; install it with: pip install 'lightstep-optim[{extra}]'\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
+MISSING = [
+    ([], "typer", "train"),
+    (["bench"], "typer", "bench"),
+    (["plan", "Llama-3.2-3B"], "transformers", "train"),
+    (["train", "examples/train.yaml"], "tensorboard", "train"),
+]
+
+WITHOUT = f"""
+import sys
+from lightstep.__main__ import main
+for arguments, library, _ in {MISSING!r}:
+    sys.argv[1:], installed = arguments, sys.modules.pop(library, None)
+    sys.modules[library] = None
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 2
+    del sys.modules[library]
+    if installed is not None:
+        sys.modules[library] = installed
+"""
+
+
+def test_commands_name_the_extra_that_is_missing() -> None:
+    done = _python(WITHOUT)
+    install = "is not installed; install it with: pip install"
+    sentences = [f"lightstep: {library} {install} 'lightstep-optim[{extra}]'\n" for _, library, extra in MISSING]
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "".join(sentences))
 
 
 def test_an_integration_names_the_extra_that_is_missing() -> None:
