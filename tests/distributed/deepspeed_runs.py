@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import importlib
 import os
 import types
@@ -57,11 +56,9 @@ def deepspeed_on_cpu() -> Iterator[Any]:
     deepspeed.ops.__compatible_ops__.clear()
     number_anew()
     _forget_groups(deepspeed)  # those of an earlier check in this process, too
-    gc.freeze()  # DeepSpeed collects garbage several times for each engine
     try:
         yield deepspeed
     finally:
-        gc.unfreeze()
         _forget_groups(deepspeed)
 
 
