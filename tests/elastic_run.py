@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import lightstep
 from lightstep.checkpoint import latest_checkpoint
 from lightstep.distributed import Ranks, is_sharded, local_tensor
+from lightstep.optimizer.state_edits import plain
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 
 PHASES = ("forward", "backward", "step", "save")
@@ -152,7 +153,7 @@ def _checksum(strategy: lightstep.Strategy, model: nn.Module, optimizer: Any) ->
     local: dict[str, tuple[bool, bytes]] = {}
     for name, parameter in strategy.unwrap_model(model).named_parameters():
         for key, value in {"": parameter, **optimizer.state.get(parameter, {})}.items():
-            tensor = local_tensor(torch.as_tensor(value)).detach().contiguous()
+            tensor = local_tensor(torch.as_tensor(plain(value))).detach().contiguous()
             local[f"{name}.{key}"] = is_sharded(parameter) and tensor.dim() > 0, _bytes(tensor)
     found = 0
     ranks = Ranks().gather(local)

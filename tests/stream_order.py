@@ -39,13 +39,28 @@ _MOST = 20
 """Conflicts that are kept."""
 
 _here = threading.local()
-_host: Clock = {}
-"""What the host has waited for: all that it submits later runs behind it."""
 
 
 def _join(clock: Clock, other: Clock) -> None:
     for number, count in other.items():
-        clock[number] = max(clock.get(number, 0), count)
+        if clock.get(number, 0) < count:
+            clock[number] = count
+
+
+class _Host:
+    """What the host has waited for: all that it submits later runs behind it."""
+
+    def __init__(self) -> None:
+        self.clock: Clock = {}
+        self.waits = 0
+        """How often it has waited."""
+
+    def wait(self, clock: Clock) -> None:
+        _join(self.clock, clock)
+        self.waits += 1
+
+
+_host = _Host()
 
 
 class Event:
@@ -59,7 +74,7 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        _join(_host, self.clock)
+        _host.wait(self.clock)
 
     def query(self) -> bool:
         return True
@@ -73,6 +88,7 @@ class Stream:
     def __init__(self, priority: int = 0, name: str = "of FSDP2", is_lane: bool = False) -> None:
         self.number, self.is_lane = next(self._numbers), is_lane
         self.name, self.clock, self.device = f"{name} ({self.number})", {self.number: 0}, torch.device("cpu")
+        self.seen = 0  # of the host's waits
 
     def __enter__(self) -> Stream:
         _stack().append(self)
@@ -93,11 +109,13 @@ class Stream:
         _join(self.clock, other.clock)
 
     def synchronize(self) -> None:
-        _join(_host, self.clock)
+        _host.wait(self.clock)
 
     def tick(self) -> int:
         """The count of one more piece of work."""
-        _join(self.clock, _host)
+        if self.seen != _host.waits:
+            _join(self.clock, _host.clock)
+            self.seen = _host.waits
         self.clock[self.number] += 1
         return self.clock[self.number]
 
@@ -314,7 +332,8 @@ class _Work:
 @contextlib.contextmanager
 def ordered_streams() -> Iterator[Accesses]:
     """In the body all lanes, and all streams of FSDP2, are such streams. Models and optimizers are made there, too."""
-    _host.clear()  # of streams that are gone
+    _host.clock.clear()  # of streams that are gone
+    vars(_here).clear()
     accesses = Accesses()
     broadcast = _Broadcasts(accesses)
 
