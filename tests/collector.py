@@ -1,10 +1,11 @@
-"""Python's collector of cycles, in processes that run many small tests."""
+"""Python's collector of cycles, in processes that run many small tests.
+
+torch is imported by those that run some: who hands tests to workers imports this, too.
+"""
 
 from __future__ import annotations
 
 import gc
-
-import torch
 
 
 def collect_seldom() -> None:
@@ -12,12 +13,18 @@ def collect_seldom() -> None:
 
     On a GPU as often as ever: memory is short there.
     """
-    if not torch.accelerator.is_available():
+    if not _has_accelerator():
         gc.set_threshold(10_000, 20, 50)
 
 
 def collect_and_skip() -> None:
     """Collect, and never look at what is left again. On a GPU it is looked at: a cycle may come to hold memory."""
     gc.collect()
-    if not torch.accelerator.is_available():
+    if not _has_accelerator():
         gc.freeze()
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()

@@ -7,17 +7,9 @@ import multiprocessing
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.collector import collect_and_skip, collect_seldom
 from tests.small_units import make_units_small
-
-torch.set_num_threads(1)
-
-if not torch.accelerator.is_available():
-    # torch.manual_seed would keep a stack for each kind of accelerator that may still come: a millisecond, every time.
-    for module in (torch.cuda, torch.cuda.random, torch.xpu, torch.xpu.random, torch.mtia):
-        module._lazy_call = lambda *_, **__: None  # type: ignore[attr-defined]
 
 # By the one process that ranks and examples are forked from. (GPUs cannot be used after a fork: ranks that see some
 # import these themselves.) Only the last list counts: no other module may set one.
@@ -26,6 +18,8 @@ multiprocessing.set_forkserver_preload(["tests.preload"])
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -55,9 +49,21 @@ def inputs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightstep.state.host_activations.HostActivations.SMALLEST", 1)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """The collector takes a fifth of the time of imports, and finds nothing there."""
     gc.disable()
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        prepare_torch()  # who hands out tests to workers begins sooner without it
+
+
+def prepare_torch() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    if not torch.accelerator.is_available():
+        # torch.manual_seed would keep a stack for each kind of accelerator that may still come: a millisecond each.
+        for module in (torch.cuda, torch.cuda.random, torch.xpu, torch.xpu.random, torch.mtia):
+            module._lazy_call = lambda *_, **__: None  # type: ignore[attr-defined]
 
 
 def pytest_collection_finish() -> None:
