@@ -92,13 +92,13 @@ def check_branches(rank: int, world_size: int, case: dict[str, Any], sharding: d
 
 
 STREAM = {"backend": "stream", "ring_mib": 1}
+FP16: dict[str, Any] = {"parameters": "float16", "loss_scale": FP16_SCALE}
+FP32 = {"parameters": "float32"}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "bf16": (2, {}, FSDP2),
     "bf16-reduced-in-bf16": (2, {"precision": {"reduce": "parameters"}}, FSDP2),
-    "fp16": (2, {"precision": {"parameters": "float16", "loss_scale": FP16_SCALE}}, FSDP2),
-    "fp32": (2, {"precision": {"parameters": "float32"}}, FSDP2),
-    "next_forward": (2, {"optimizer_state": {**STREAM, "update": "next_forward"}}, FSDP2),
-    "overlap": (2, {"optimizer_state": {**STREAM, "update": "overlap"}}, FSDP2),
+    "fp16-next_forward": (2, {"precision": FP16, "optimizer_state": {**STREAM, "update": "next_forward"}}, FSDP2),
+    "fp32-overlap": (2, {"precision": FP32, "optimizer_state": {**STREAM, "update": "overlap"}}, FSDP2),
     "in_backward": (2, {"optimizer_state": {**STREAM, "update": "in_backward"}, "clipping": {"max_norm": None}}, FSDP2),
     "hsdp": (4, {"optimizer_state": STREAM}, {**HSDP, "mesh": {"replicate": 2, "shard": 2}}),
     "ddp": (2, {}, {**DDP, "bucket_mib": OWN_BUCKETS}),

@@ -115,10 +115,8 @@ def load_layouts(rank: int, world_size: int, folder: str, layout: str, saved_by:
         drawn = Path(folder, f"{other}-{rank}.rng")
         if drawn.exists():
             assert torch.equal(torch.rand(3), torch.load(drawn)), f"{other}: random numbers of rank {rank}"
-        run.train(2 if other == layout else 1)
         if other == layout:
-            same(run.content(), expected["after"])
-        assert all(parameter.grad is None for parameter in run.model.parameters())
+            same(run.train(2).content(), expected["after"])
 
 
 @pytest.fixture(scope="module")

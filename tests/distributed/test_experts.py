@@ -168,17 +168,18 @@ def check_same_bits(
 @pytest.mark.parametrize(
     ("ranks", "home", "time", "limit", "mib"),
     [
-        (2, "stream", "at_step", "not clipped", 0.001),
         (2, "resident", "next_forward", "clipped", 0.001),
         (2, "stream", "overlap", "clipped", None),
-        (2, "resident", "in_backward", "not clipped", None),
-        (4, "stream, some resident", "next_forward", "clipped", None),
+        (2, "stream, some resident", "in_backward", "not clipped", None),
         (4, "stream", "overlap", "not clipped", 0.001),
         (4, "bulk", "in_backward", "clipped", 64.0),
     ],
 )
 def test_the_same_bits(pool: Pool, ranks: int, home: str, time: str, limit: str, mib: float | None) -> None:
-    """All weights of a model that rests on the host are sharded by the strategy."""
+    """All weights of a model that rests on the host are sharded by the strategy.
+
+    In the next forward, with weights on the device: ``test_next_forward.py``.
+    """
     by_strategy = mib is not None or ranks == 4
     pool.run(check_same_bits, ranks, home=home, time=time, limit=limit, by_strategy=by_strategy, mib=mib)
 

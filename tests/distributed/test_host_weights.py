@@ -190,11 +190,12 @@ def check_class(rank: int, world_size: int, name: str, home: str, time: str) -> 
 
 
 @every_value(
-    name=[name for name in OPTIMIZERS if not name.startswith("AdamW-")],
+    name=["SGD-plain", "SGD-foreach", "ASGD", "Lion"],
     home=["stream", "bulk", "resident"],
-    time=["at_step", "next_forward", "overlap", "in_backward", "overlap"],
+    time=["at_step", "next_forward", "overlap", "in_backward"],
 )
-def test_every_class(pool: Pool, name: str, home: str, time: str) -> None:
+def test_other_classes(pool: Pool, name: str, home: str, time: str) -> None:
+    """Without state, with one or several entries, and not torch's. All of them: ``tests/unit/test_exactness.py``."""
     pool.run(check_class, 2, name=name, home=home, time=time)
 
 

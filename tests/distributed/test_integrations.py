@@ -299,7 +299,6 @@ def plain_loop(rank: int, world_size: int, values: dict[str, Any], logs: list[di
     [
         *((kind, "next_forward", ("device", "device")) for kind in STRATEGIES),
         ("strategy", "overlap", ("host", "device")),
-        ("strategy", "overlap", ("device", "host")),
         ("accelerate", "next_forward", ("host", "host")),
     ],
 )
@@ -535,7 +534,7 @@ def accelerated_steps(accelerator: Accelerator, model: nn.Module, optimizer: Any
     ("kind", "places"),
     [
         *((kind, ("device", "device")) for kind in STRATEGIES),
-        *(("accelerate", places) for places in (("host", "device"), ("device", "host"))),
+        ("accelerate", ("host", "device")),
     ],
 )
 @on_ranks(2)

@@ -15,7 +15,6 @@ from tests.distributed.test_next_forward import LAYOUTS, Training
 STREAM = {"backend": "stream", "ring_mib": 1}
 SETTINGS: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "resident": (2, FSDP2, {"backend": "resident"}, "float16"),
-    "bulk": (2, FSDP2, {"backend": "bulk"}, "bfloat16"),
     "next_forward": (2, FSDP2, {**STREAM, "update": "next_forward"}, "float32"),
     "in_backward": (2, FSDP2, {**STREAM, "update": "in_backward"}, "bfloat16"),
     "overlap": (2, FSDP2, {**STREAM, "update": "overlap"}, "bfloat16"),

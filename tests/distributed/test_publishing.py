@@ -113,8 +113,9 @@ SETS: dict[str, tuple[int, dict[str, Any]]] = {
 """World size, and arguments. Shards in memory that the first trainer cannot map are sent to it."""
 
 
-@pytest.mark.parametrize("what", SETS)
+@pytest.mark.parametrize("what", [what for what in SETS if what != "fsdp2-overlap"])
 def test_every_set_is_one_steps(pool: Pool, what: str, tmp_path: Path) -> None:
+    """Shards on the device under overlap: what changed of them is sent below."""
     world_size, arguments = SETS[what]
     pool.run(check_sets, world_size, folder=str(tmp_path), **arguments)
 

@@ -238,7 +238,6 @@ def check_on_host(
 @pytest.mark.parametrize(
     ("ranks", "layers", "time", "compute", "saved"),
     [
-        (1, [[0, 1, 2, 3]], "overlap", True, "device"),
         (2, [[0, 1, 2, 3]], "next_forward", True, "host"),
         (2, PARTS, "at_step", False, "device"),
         (4, [[0, 1, 2, 3]], "overlap", False, "host"),

@@ -19,7 +19,7 @@ KILLS = [
     Kill(rank=0, phase="backward", delay=0, steps=2, host=0),
     Kill(rank=1, phase="save", delay=0.02, steps=1, host=1),
 ]
-STEPS = 18
+STEPS = 12
 
 
 def options_in(folder: Path) -> Options:
