@@ -64,7 +64,7 @@ class SumsAside:
         self._newest: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # arguments of `add_reduced` in this backward
         self._totals: dict[Tensor, Tensor] = {}  # sums of what `add_reduced` got, while they are not in p.grad
         self._set_totals: dict[Tensor, Tensor] = {}  # those that p.grad was set to
-        self._beside: list[Tensor] = []  # the parameters with both, a total and a p.grad, after the last backward
+        self._beside: dict[Tensor, Identity] = {}  # p.grad beside a total, as the last backward left both
 
     def set_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Sum the gradients of exactly these parameters."""
@@ -73,11 +73,24 @@ class SumsAside:
         self._hooks.set_parameters(parameters, _weak_hook(own, SumsAside.before), _weak_hook(own, SumsAside._after))
 
     def forget_dropped(self) -> None:
-        """Between backwards: who has set ``p.grad`` to ``None`` (``model.zero_grad()``) has dropped the total, too."""
-        for parameter in self._beside:
-            if parameter.grad is None and parameter not in self._earlier:
+        """Between backwards: who has set ``p.grad`` to ``None`` (``model.zero_grad()``) has dropped the total, too.
+
+        Raises:
+            RuntimeError: ``p.grad`` was written to in place, which has not reached the total.
+        """
+        left = {p: identity for p, identity in self._beside.items() if p not in self._earlier}
+        for parameter, (address, version) in left.items():
+            if parameter.grad is None:
                 self._totals.pop(parameter, None)
-        self._beside = []
+            elif (now := _identity(parameter.grad))[0] == address and now[1] != version:
+                raise RuntimeError(
+                    f"p.grad of a parameter of shape {tuple(parameter.shape)} was written to in place (clipped, "
+                    "scaled, or zeroed by zero_grad(set_to_none=False)), and it holds only what a backward without "
+                    "a forward of the model has added (a penalty): the gradient that DDP has reduced before is "
+                    "beside it, in fp32. Run one backward of the sum of both losses, or let step() clip "
+                    "(clipping.max_norm). optimizer.zero_grad() drops the gradients"
+                )
+        self._beside = {}
 
     def begin(self) -> None:
         """A backward begins.
@@ -201,7 +214,7 @@ class SumsAside:
             self._merge(parameter)
         if parameters is None:
             self._set_grads_to_totals()
-            self._beside = list(self._totals)
+            self._beside = {p: _identity(p.grad) for p in self._totals if p.grad is not None}
 
     def _update_totals(self) -> None:
         """Add what the reduction has passed. DDP leaves no copy if it has seen no gradient on any rank, but an earlier
@@ -282,6 +295,7 @@ class SumsAside:
         self._placeholders.clear()
         mappings: Sequence[dict[Tensor, Any]]
         mappings = (self._own_gradients, self._shards, self._earlier, self._newest, self._totals, self._set_totals)
+        self._beside.clear()
         for mapping in mappings:
             mapping.clear()
 

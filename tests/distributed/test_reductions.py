@@ -276,3 +276,29 @@ def test_zero_grad_of_the_model_drops_what_is_kept_beside_a_penalty(rank: int, w
             run.optimizer.backward(penalty(run, 0.5))
             run.step()
     assert_same(runs)
+
+
+@on_ranks(2)
+def test_writes_to_a_penalty_beside_what_ddp_has_reduced_are_refused(rank: int, world_size: int) -> None:
+    """They would reach the penalty alone: ``zero_grad(set_to_none=False)`` would keep the reduced gradients."""
+    runs = [Run(rank, world_size, {"kind": "ddp"}, RESIDENT) for _ in range(2)]
+
+    def backwards(run: Run) -> None:
+        run.optimizer.backward(run.loss())
+        run.optimizer.backward(torch.stack([p.float().sum() for p in run.model.parameters()]).sum())
+
+    def clip(run: Run) -> None:
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+
+    for write in (lambda run: run.model.zero_grad(set_to_none=False), clip):
+        for then in (lambda run: run.step(), lambda run: run.optimizer.backward(run.loss(1))):
+            backwards(runs[0])
+            write(runs[0])
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=r"was written to in place .* beside it, in fp32"):
+                    then(runs[0])
+            runs[0].optimizer.zero_grad()
+        for run in runs:
+            backwards(run)
+            run.step()
+        assert_same(runs)
