@@ -8,7 +8,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -135,7 +134,9 @@ class GradientNorm:
             norm = self._as_torch(norms)
             overflow = (~norm.isfinite()).float()
             return norm, reduction.anywhere(overflow) if reduction.everywhere else overflow
-        total, overflow = reduction.total_and_overflow(self._partial_sums(norms), self.norm_type)
+        total, overflow = reduction.total_and_overflow(
+            self._partial_sums(norms), self.norm_type, self._present(norms), self._refuse_partial
+        )
         norm = self._root(total)
         return norm, torch.maximum((~norm.isfinite()).float(), overflow.float().clamp_(max=1))
 
@@ -144,21 +145,32 @@ class GradientNorm:
         listed = [norm for norm in norms if norm is not None]
         local = torch.stack(listed) if listed else torch.zeros(0)
         local = local.to(self.device, torch.float32)
-        if math.isinf(self.norm_type):
-            largest = torch.linalg.vector_norm(local, self.norm_type) if listed else local.new_zeros(())
-            return self._reduction.max_over_shards(largest) if self._reduction.has_shards else largest
         if not self._reduction.has_shards:
-            return torch.linalg.vector_norm(local, self.norm_type)
-        pairs = zip(self._parameters, norms, strict=True)
-        has_gradient = [norm is not None for parameter, norm in pairs if norm is not None or parameter.requires_grad]
-        refuse = partial(self._refuse_partial, norms) if self._whole else _allow_partial
-        whole = self._reduction.sum_over_shards(local, has_gradient, self.norm_type, refuse)
-        return torch.linalg.vector_norm(whole, self.norm_type)
+            return self._norm_of(local)
+        has_gradient = [found for found in self._present(norms) if found is not None]
 
-    def _refuse_partial(self, norms: Sequence[Tensor | None], elsewhere: Sequence[int]) -> None:
+        def on_partial(positions: Sequence[int]) -> None:
+            numbers = [number for number, found in enumerate(self._present(norms)) if found is not None]
+            self._refuse_partial([numbers[position] for position in positions])
+
+        if math.isinf(self.norm_type):
+            return self._norm_of(self._reduction.max_over_shards(local, has_gradient, on_partial))
+        return self._norm_of(self._reduction.sum_over_shards(local, has_gradient, self.norm_type, on_partial))
+
+    def _present(self, norms: Sequence[Tensor | None]) -> list[bool | None]:
+        """For each parameter, whether it has a gradient here; ``None``: it can have none on any rank."""
         pairs = zip(self._parameters, norms, strict=True)
-        listed = [parameter for parameter, norm in pairs if norm is not None or parameter.requires_grad]
-        found = [tuple(listed[n].shape) for n in elsewhere if local_tensor(listed[n]).numel()]
+        return [True if norm is not None else False if p.requires_grad else None for p, norm in pairs]
+
+    def _norm_of(self, norms: Tensor) -> Tensor:
+        """The norm of the norms (1-dim), 0-dim."""
+        is_empty = math.isinf(self.norm_type) and not norms.numel()  # torch has no maximum of nothing
+        return norms.new_zeros(()) if is_empty else torch.linalg.vector_norm(norms, self.norm_type)
+
+    def _refuse_partial(self, elsewhere: Sequence[int]) -> None:
+        """Refuse gradients that other ranks alone have, if they have to be the whole ones."""
+        parameters = [self._parameters[number] for number in elsewhere] if self._whole else []
+        found = [tuple(parameter.shape) for parameter in parameters if local_tensor(parameter).numel()]
         if found:
             raise RuntimeError(
                 f"{len(found)} sharded parameters (shapes {found[:3]}) have a gradient on other ranks and none on "
@@ -184,10 +196,6 @@ class GradientNorm:
 
     def _root(self, total: Tensor) -> Tensor:
         return (total if math.isinf(self.norm_type) else total.pow(1.0 / self.norm_type)).float()
-
-
-def _allow_partial(_: Sequence[int]) -> None:
-    """Some gradients are on other ranks alone."""
 
 
 @functools.cache

@@ -76,6 +76,7 @@ class NormReduction:
             if mesh.get_coordinate() is not None and any(_sharded_on(p, key) for p in parameters)
         }
         self._groups = [_group(key[0], mesh, self.device) for key, mesh in reduced.items()]
+        self._members = [[n for n, p in enumerate(parameters) if _sharded_on(p, key)] for key in reduced]
         index = {key: number for number, key in enumerate(reduced, start=1)}
         self.num_sums = len(reduced) + 3
         self.sum_of = [self._sum_index(parameter, index) for parameter in parameters]
@@ -168,12 +169,27 @@ class NormReduction:
             dist.all_reduce(reduced, group=self._shards)
         return reduced
 
-    def max_over_shards(self, largest: Tensor) -> Tensor:
-        """The norm for ``p = inf``, from the largest element of this rank's gradients (0-dim)."""
+    def max_over_shards(
+        self, norms: Tensor, present: Sequence[bool], on_partial: Callable[[Sequence[int]], None] = lambda _: None
+    ) -> Tensor:
+        """:meth:`sum_over_shards` for ``p = inf``; a parameter that has no gradient anywhere has the norm 0.
+
+        If this rank lacks some gradients, the host waits.
+        """
         # The maximum of NaN and a number is either of them, depending on the backend.
-        largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
+        largest = norms.nan_to_num(nan=math.inf, posinf=math.inf)
+        if not all(present):
+            here = [number for number, found in enumerate(present) if found]
+            padded = largest.new_full((len(present),), -1.0)
+            padded[torch.tensor(here, dtype=torch.int64, device=padded.device)] = largest
+            largest = padded
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shards)
-        return largest
+        if not all(present):
+            somewhere = (largest >= 0).tolist()
+            elsewhere = [n for n, found in enumerate(present) if somewhere[n] and not found]
+            if elsewhere:
+                on_partial(elsewhere)
+        return largest.clamp_(min=0)
 
     def anywhere(self, overflow: Tensor) -> Tensor:
         """The overflow flag, 0-dim fp32: 1 if it is 1 on any rank that shares the flag, else 0; reduced in place."""
@@ -201,9 +217,22 @@ class NormReduction:
             dist.all_reduce(differing, op=_operation(norm_type), group=self._world)
         return _combined([*parts, differing], norm_type)
 
-    def total_and_overflow(self, sums: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
-        """:meth:`total`, and whether it or any part of it is not finite on any rank (0-dim bool)."""
-        parts, differing, copies = self._reduce_over_meshes(sums, norm_type)
+    def total_and_overflow(
+        self,
+        sums: Sequence[Tensor],
+        norm_type: float,
+        present: Sequence[bool | None],
+        on_partial: Callable[[Sequence[int]], None] = lambda _: None,
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`total`, and whether it or any part of it is not finite on any rank (0-dim bool).
+
+        If this rank lacks some gradients of shards, the host waits.
+
+        Args:
+            present: for each parameter, whether it has a gradient here; ``None``: it can have none on any rank.
+            on_partial: called with the numbers of sharded parameters with a gradient on other ranks alone.
+        """
+        parts, differing, copies = self._reduce_over_meshes(sums, norm_type, present, on_partial)
         overflow = ~_combined([*parts, differing, copies], norm_type).isfinite()
         if self._world is None:
             return _combined([*parts, differing], norm_type), overflow
@@ -211,13 +240,35 @@ class NormReduction:
         dist.all_reduce(everywhere, op=_operation(norm_type), group=self._world)
         return _combined([*parts, everywhere[1]], norm_type), everywhere[0] > 0
 
-    def _reduce_over_meshes(self, sums: Sequence[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Reduce each mesh's partial sum; returns these with the first one, the differing part, and the copies."""
+    def _reduce_over_meshes(
+        self,
+        sums: Sequence[Tensor],
+        norm_type: float,
+        present: Sequence[bool | None] = (),
+        on_partial: Callable[[Sequence[int]], None] = lambda _: None,
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Reduce each mesh's partial sum; returns these with the first one, the differing part, and the copies.
+
+        With each sum goes, for each of its parameters, whether it has a gradient.
+        """
         if math.isinf(norm_type):  # as in `max_over_shards`
             sums = [part.nan_to_num(nan=math.inf, posinf=math.inf) for part in sums]
         *parts, differing, copies = sums
-        for part, group in zip(parts[1:], self._groups, strict=True):
-            dist.all_reduce(part, op=_operation(norm_type), group=group)
+        elsewhere: list[int] = []
+        for number, (group, members) in enumerate(zip(self._groups, self._members, strict=True), start=1):
+            listed = [member for member in members if present and present[member] is not None]
+            missing = [member for member in listed if not present[member]]
+            found = parts[number].new_ones(1 + len(listed))
+            if missing:
+                found[1:] = torch.tensor([bool(present[member]) for member in listed])
+            found[0] = parts[number]
+            dist.all_reduce(found, op=_operation(norm_type), group=group)
+            parts[number] = found[0]
+            if missing:
+                somewhere = dict(zip(listed, found[1:].tolist(), strict=True))
+                elsewhere += [member for member in missing if somewhere[member]]
+        if elsewhere:
+            on_partial(elsewhere)
         return parts, differing, copies
 
 

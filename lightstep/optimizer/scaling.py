@@ -173,11 +173,13 @@ class Scaling:
 
 def _measured(items: Sequence[Managed]) -> list[Tensor]:
     """The parameters, on the devices of their gradients. There is nothing to be read in those that rest on the host."""
-    found = []
+    found: list[Tensor] = []
     for item in items:
-        found.append(item.param if item.home is None else like(item.param, item.local))
-        if item.home is not None:
-            found[-1].differs_across_ranks = differs_across_ranks(item.param)  # type: ignore[attr-defined]
+        if item.home is None:
+            found.append(item.param)
+            continue
+        found.append(like(item.param, item.local.detach()).requires_grad_(item.param.requires_grad))
+        found[-1].differs_across_ranks = differs_across_ranks(item.param)  # type: ignore[attr-defined]
     return found
 
 

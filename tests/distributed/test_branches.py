@@ -6,6 +6,7 @@ was never called, is an error there.
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightstep.distributed import local_tensor
 from tests.covering import every_value
 from tests.distributed.models import CLASSES, TinyTransformer, loss_of
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool
+from tests.distributed.ranks import Pool, device_of
 from tests.distributed.sharding_runs import DDP, FSDP2, HSDP
 from tests.distributed.test_exactness import OWN_BUCKETS, DistributedPair
 from tests.reference.pair import FP16_SCALE
@@ -160,19 +161,24 @@ class EqualBranches(Branching):
             block.a = nn.Linear(7, 7, bias=False)
 
 
-@on_ranks(2)
-def test_ranks_that_use_other_branches_without_saying_so_are_refused(rank: int, world_size: int) -> None:
+@on_ranks(2, ("norm_type", "placement"), [(2.0, "device"), (math.inf, "device"), (2.0, "host"), (math.inf, "host")])
+def test_ranks_that_use_other_branches_without_saying_so_are_refused(
+    rank: int, world_size: int, norm_type: float, placement: str
+) -> None:
     """The branches are equally large, and FSDP2 adds the gradients of one to those of the other."""
-    pair = DistributedPair(rank, world_size, {}, FSDP2, EqualBranches)
-    model: Any = pair.strategy.unwrap_model(pair.model)
+    values: dict[str, Any] = {"sharding": FSDP2, "clipping": {"norm_type": norm_type}}
+    values |= {"weights": {"placement": placement}, "optimizer_state": {"backend": "stream"}}
+    strategy, device = lightstep.Strategy.load(values), device_of(rank, world_size)
+    model: Any = strategy.prepare_model(EqualBranches())
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
     before = [local_tensor(parameter.detach()).clone() for parameter in model.parameters()]
     model.uses = ("a", "b", "a", "head") if rank == 0 else ("b", "b", "a", "head")
-    pair.optimizer.backward(loss_of(pair.model, 0, 0, rank, pair.device))
+    optimizer.backward(loss_of(model, 0, 0, rank, device))
     with pytest.raises(RuntimeError, match="ranks have used different parameters of one FSDP module"):
-        pair.optimizer.step()
+        optimizer.step()
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(local_tensor(parameter.detach()), old)
-    pair.optimizer.zero_grad()
+    optimizer.zero_grad()
     model.uses = ("a", "b", "a", "head")
-    pair.optimizer.backward(loss_of(pair.model, 0, 0, rank, pair.device))
-    assert pair.optimizer.step()
+    optimizer.backward(loss_of(model, 0, 0, rank, device))
+    assert optimizer.step()

@@ -285,6 +285,31 @@ def test_other_gradients_on_other_ranks(rank: int, world_size: int) -> None:
         assert bool(lightstep.global_grad_norm(parameters).isnan()) == (there != set() or reductions == 2)
 
 
+@on_ranks(4, ("layout", "dropped"), [(mixed, (1, 2)), (tensor_parallel, (1, 2)), (tensor_parallel, (3, 3))])
+def test_gradients_of_some_ranks_alone_are_refused_on_mixed_meshes(
+    rank: int, world_size: int, layout: Layout, dropped: tuple[int, int]
+) -> None:
+    """Each half of the ranks lacks another gradient; one that all ranks lack is none."""
+    device = device_of(rank, world_size)
+    placed = layout(device, world_size)
+    for norm_type in NORM_TYPES:
+        parameters = make_parameters(placed, whole_values(placed, device))
+        norm_of = GradientNorm(parameters, norm_type, whole=True)
+        gradients = [local_gradient(parameter, torch.float32) for parameter in parameters]
+        everywhere, _ = norm_of([None if number in dropped else one for number, one in enumerate(gradients)])
+        assert close(everywhere, exact(own_values(placed, device, dropped), norm_type))
+        gradients[dropped[rank % 2]] = None
+        if dropped[0] == dropped[1]:
+            assert norm_of(gradients)
+            continue
+        with pytest.raises(RuntimeError, match="ranks have used different parameters of one FSDP module"):
+            norm_of(gradients)
+
+
+def own_values(placed: list[Any], device: torch.device, dropped: tuple[int, int]) -> list[Tensor]:
+    return [value for number, value in enumerate(whole_values(placed, device)) if number not in dropped]
+
+
 @on_ranks(2)
 def test_partial_gradient(rank: int, world_size: int) -> None:
     """A partial gradient is added up over its mesh in fp32, without rounding on the way."""
