@@ -9,6 +9,7 @@ All replicas must have gradients for the same parameters. DDP and FSDP2 ensure t
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,12 +56,36 @@ class ReplicaShare:
     # -- set-up
 
     def assign(self, managed: Sequence[Managed], cost: Cost) -> list[Managed]:
-        """Assign every parameter to a replica; returns this one's."""
+        """Assign every parameter to a replica; returns this one's.
+
+        Raises:
+            ValueError: on all replicas: they have different parameters, or settings for one of them.
+        """
+        self._refuse_different(managed)
         self._owners = assign_owners(managed, cost, self._owners, self.replicas.size)
         for item, owner in self._owners.items():
             item.is_remote = owner != self.replicas.rank
         self._plan(managed, cost)
         return [item for item in managed if not item.is_remote]
+
+    def _refuse_different(self, managed: Sequence[Managed]) -> None:
+        """Refuse parameters and hyper-parameters that are not the same on all replicas, as torch's DDP does for models.
+
+        Weights would be received in the place of others, and each would have the settings of its owner.
+        """
+        found = self.replicas.gather_objects([_description(item) for item in managed])
+        for rank, listed in enumerate(found):
+            for first, other in itertools.zip_longest(found[0], listed, fillvalue={"parameter": None}):
+                differ = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+                if differ:
+                    shown = differ[:1] if differ[0] == "parameter" else differ
+                    one, another = ({key: each.get(key) for key in shown} for each in (first, other))
+                    raise ValueError(
+                        f"the optimizers of replicas 0 and {rank} differ: one has {one}, and the other {another}, for "
+                        f"{first['parameter'] or other['parameter']} or in its place. Replicas share the updates "
+                        "(optimizer_state.backend: stream): give the optimizer the same parameters with the same "
+                        "settings on all ranks"
+                    )
 
     def _plan(self, managed: Sequence[Managed], cost: Cost) -> None:
         """Plan the broadcasts."""
@@ -206,6 +231,12 @@ def assign_owners(managed: Sequence[Managed], cost: Cost, known: Owners, replica
             shared[item] = loads.index(min(loads))
             loads[shared[item]] += cost(item)
     return {item: shared[item] for item in managed}
+
+
+def _description(item: Managed) -> dict[str, Any]:
+    """What is equal on all replicas: the parameter, and the numbers among its group's settings."""
+    settings = {key: value for key, value in item.group.items() if type(value) in (bool, int, float, str)}
+    return {"parameter": item.name, "shape": tuple(item.local.shape), "dtype": item.local.dtype, **settings}
 
 
 @dataclass(frozen=True)

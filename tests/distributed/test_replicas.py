@@ -576,3 +576,46 @@ def test_who_shares(rank: int, world_size: int) -> None:
     assert plain.backend._share.replicas.size == world_size
     assert Replicas.of_shards(plain.inner.parameters()) is None
     assert Replicas.of_shards([]) is None
+
+
+def _lacks_one(groups: list[dict[str, Any]], rank: int) -> None:
+    del groups[0]["params"][rank]
+
+
+def _swapped_groups(groups: list[dict[str, Any]], rank: int) -> None:
+    first = groups[0]["params"].pop(rank)
+    groups[1]["params"].append(first)
+
+
+def _other_rate(groups: list[dict[str, Any]], rank: int) -> None:
+    groups[1]["lr"] = 1e-3 * (1 + rank)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (_lacks_one, "{'parameter': 'blocks.0.norm.weight'}, and the other {'parameter': 'embed.weight'}"),
+        (
+            _swapped_groups,
+            "{'lr': 0.001, 'weight_decay': 0.0}, and the other {'lr': 0.003, 'weight_decay': 0.1}, for emb",
+        ),
+        (_other_rate, "{'lr': 0.001}, and the other {'lr': 0.002}, for gain"),
+    ],
+)
+def test_other_parameters_or_settings_on_other_replicas_are_refused(pool: Pool, change: Any, found: str) -> None:
+    pool.run(check_refused_difference, 2, change=change, found=found)
+
+
+def check_refused_difference(rank: int, world_size: int, change: Any, found: str) -> None:
+    strategy = lightstep.Strategy.load({"sharding": DDP, "optimizer_state": STREAM})
+    model: Any = strategy.prepare_model(TinyTransformer())
+    groups = strategy.unwrap_model(model).split()
+    change(groups, rank)
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, param_groups=groups)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(2):
+        optimizer.backward(loss_of(model, 0, 0, rank, strategy.device))
+        with pytest.raises(ValueError, match=f"the optimizers of replicas 0 and 1 differ: one has {found}"):
+            optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
