@@ -256,14 +256,17 @@ def _sum_alike(parts: Iterable[Any], zeros: bool) -> None:
         part.to_accumulated_grad_if_needed()
 
 
-def forget_interrupted(root: nn.Module) -> None:
+def forget_interrupted(root: nn.Module, accumulates: bool) -> None:
     """A forward of the outermost FSDP module begins: FSDP2 forgets one, or a backward, that has ended with an error.
 
     It would take that one for still running, reduce no gradients of the outermost module any more, and compute with
     weights that were gathered then. What such a backward has left unreduced is dropped.
 
+    Args:
+        accumulates: gradients of micro-batches under ``accumulate(last=False)`` are left, and would be dropped with it.
+
     Raises:
-        RuntimeError: a backward has ended with an error, and this torch cannot forget it.
+        RuntimeError: a backward has ended with an error, and this torch cannot forget it, or it ``accumulates``.
     """
     assert isinstance(root, FSDPModule)
     context: Any = root._get_fsdp_state()._state_ctx
@@ -271,6 +274,12 @@ def forget_interrupted(root: nn.Module) -> None:
     if torch._C._current_graph_task_id() != NO_BACKWARD or not (in_backward or context.iter_forward_root is not None):
         return
     if hasattr(root, "reset_iter_state"):
+        if in_backward and accumulates:
+            raise RuntimeError(
+                "a backward ended with an error, and its gradients are mixed with those of this step's other "
+                "micro-batches, which FSDP2 has not reduced: call optimizer.zero_grad(), and run all micro-batches of "
+                "the step again"
+            )
         root.reset_iter_state()
         if in_backward:
             drop_unreduced(root, root.parameters())

@@ -87,7 +87,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
         if visits is not None:
             visits.watch(inner)
             PreparedModel.of(inner).weight_visits = visits
-        inner.register_forward_pre_hook(ModuleHook(lambda root, _: forget_interrupted(root)), prepend=True)
+        inner.register_forward_pre_hook(ModuleHook(_forget_interrupted), prepend=True)
         sharded_gradients.add_model(inner)  # an optimizer that was created before may be given these parameters
         return model
 
@@ -345,6 +345,10 @@ def _refuse_unsharded(optimizer: BaseOptimizer, shards: Mapping[Tensor, Place]) 
             "drift apart. Put them in before prepare_model(); or mark those whose values are each rank's own with "
             "parameter.differs_across_ranks = True"
         )
+
+
+def _forget_interrupted(root: nn.Module, _: Any) -> None:
+    forget_interrupted(root, any(optimizer.unreduced for optimizer in PreparedModel.of(root).optimizers))
 
 
 @contextlib.contextmanager

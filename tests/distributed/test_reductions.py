@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import lightstep
 from lightstep.distributed import local_tensor
@@ -302,3 +303,33 @@ def test_writes_to_a_penalty_beside_what_ddp_has_reduced_are_refused(rank: int, 
             backwards(run)
             run.step()
         assert_same(runs)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch has it from 2.13 on")
+@on_ranks(2, "failing", [0, 1, 2])
+def test_micro_batches_before_one_that_failed_are_not_lost_unnoticed(rank: int, world_size: int, failing: int) -> None:
+    """FSDP2 keeps their sums, to which a backward that ended with an error has added a part of its own."""
+    runs = [Run(rank, world_size, FSDP2, RESIDENT) for _ in range(2)]
+
+    def raising(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    def micro_batch(run: Run, micro: int) -> None:
+        with run.strategy.accumulate(run.model, last=micro == 2):
+            run.optimizer.backward(run.loss(micro))
+
+    for micro in range(failing):
+        micro_batch(runs[0], micro)
+    handle = runs[0].layers[1].register_full_backward_hook(raising)
+    with pytest.raises(torch.OutOfMemoryError):
+        micro_batch(runs[0], failing)
+    handle.remove()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a backward ended with an error, and its gradients are mixed"):
+            runs[0].loss()
+    runs[0].optimizer.zero_grad()
+    for run in runs:
+        for micro in range(3):
+            micro_batch(run, micro)
+        run.step()
+    assert_same(runs)
