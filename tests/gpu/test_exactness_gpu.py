@@ -20,7 +20,6 @@ from tests.unit.test_exactness import (  # noqa: F401  (they run here as they ar
     test_nan_skips_as_inf_does,
     test_odd_memory_layouts,
     test_other_norms,
-    test_the_same_optimizer_on_the_default_group,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("small_units", "never_pauses")]

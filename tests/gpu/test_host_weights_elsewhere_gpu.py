@@ -38,7 +38,7 @@ def test_the_trainer(arguments: str, time: str, tmp_path: Path) -> None:
         if "max_grad_norm" in ARGUMENTS[arguments]:
             preset.pop("clipping")
         given = {**ARGUMENTS[arguments], "use_cpu": False}
-        run = Run(tmp_path / placement, preset, arguments=given, evaluates_first=arguments == "plain")
+        run = Run(tmp_path / placement, preset, arguments=given, evaluates_first="bf16" in given)
         where = {parameter.device.type for parameter in run.trainer.model.parameters()}
         assert where == {"cpu" if placement == "host" else "cuda"}
         runs.append(run)

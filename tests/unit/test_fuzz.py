@@ -436,6 +436,14 @@ class Programs:
                     parameter.copy_(before * 0.75)
                 if how == "there and back":
                     parameter.copy_(before)
+        if how == "data" and "on the host" in self.kind:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """After writes through ``.data`` to weights on the host, which no step sees."""
+        self.optimizer.refresh_master_weights()
+        for twin, master in self.loop.masters.items():
+            master.copy_(twin)
 
     def edit_state(self, which: int, in_place: bool, entry: int) -> None:
         name, key = list(self.twins)[which], MOMENTS[self.base][entry % len(MOMENTS[self.base])]

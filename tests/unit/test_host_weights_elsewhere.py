@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lightstep import ConfigError, Strategy
-from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
+from lightstep.integrations.transformers import LightstepTrainer
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.covering import every_value
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
@@ -74,7 +74,7 @@ def same(tested: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 # ---- accelerate
 
 
-@every_value(time=TIMES, fp16=[False, True])
+@every_value(time=TIMES[1:], fp16=[False, True])
 def test_accelerate(time: str, fp16: bool, tmp_path: Path) -> None:
     """Micro-batches, skipped steps, norms for the logs; saved, and resumed under either placement."""
     more = {"precision": in_accelerate.FP16["precision"]} if fp16 else {}
@@ -97,40 +97,7 @@ def test_accelerate(time: str, fp16: bool, tmp_path: Path) -> None:
     assert found[0][2:] == found[1][2:]
 
 
-def test_accelerate_saves_and_evaluates_the_weights_as_they_are(tmp_path: Path) -> None:
-    found = []
-    for placement in ("device", "host"):
-        run = in_accelerate.Training(values(placement))
-        delay(run.model)
-        run.train(range(2))
-        state = run.accelerator.get_state_dict(run.model)
-        kept = {name: value.clone() for name, value in state.items()}
-        with torch.no_grad():
-            loss = in_accelerate.loss_of(run.model, 9, 0)
-        run.accelerator.save_model(run.model, str(tmp_path / placement))
-        found.append((kept, loss, run.accelerator.unwrap_model(run.model).state_dict()))
-    same(found[1][0], found[0][0])
-    assert torch.equal(found[0][1], found[1][1])
-    files = [(tmp_path / placement / "model.safetensors").read_bytes() for placement in ("device", "host")]
-    assert files[0] == files[1]
-
-
 # ---- the Trainer
-
-
-class Watch(TrainerCallback):
-    """Reads parameters that it has held since training began, as an average of weights does, and writes to one."""
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.held = list(model.parameters())
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seen.append(torch.stack([parameter.data.float().norm() for parameter in self.held]))
-        with torch.no_grad():
-            self.held[-1].mul_(1.5)
 
 
 class Delays(TrainerCallback):
@@ -156,15 +123,12 @@ class Run:
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "bf16 autocast, no accumulation": {"bf16": True, "gradient_accumulation_steps": 1},
     "recomputing, reentrant": {
         "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True},
     },
-    "recomputing, not reentrant, own norm": {
+    "recomputing, not reentrant, own norm, the best": {
         "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, "max_grad_norm": 0.1,
-    },
-    "the best": {
         "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4,
         "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
     },
@@ -178,7 +142,7 @@ def test_the_trainer(arguments: str, time: str, tmp_path: Path) -> None:
         preset = dict(values(placement, time))
         if "max_grad_norm" in ARGUMENTS[arguments]:
             preset.pop("clipping")
-        first = arguments == "plain"
+        first = "bf16" in ARGUMENTS[arguments]
         runs.append(Run(tmp_path / placement, preset, arguments=ARGUMENTS[arguments], evaluates_first=first))
     same(runs[1].weights, runs[0].weights)
     assert (runs[1].logs, runs[1].first, runs[1].last) == (runs[0].logs, runs[0].first, runs[0].last)
@@ -186,55 +150,19 @@ def test_the_trainer(arguments: str, time: str, tmp_path: Path) -> None:
     assert rests is not None and all(not group.is_entered for group in rests.weights.groups)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """The weights of a run with weights on the device."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
-        return Run(tmp_path_factory.mktemp("uninterrupted"), values("device"), arguments={"max_steps": 4}).weights
-
-
-@pytest.mark.parametrize(
-    ("saved_on", "resumed_on", "asynchronous"), [("host", ("host", "device"), True), ("device", ("host",), False)]
-)
-def test_the_trainer_resumes(
-    saved_on: str,
-    resumed_on: tuple[str, ...],
-    asynchronous: bool,
-    tmp_path: Path,
-    uninterrupted: dict[str, Tensor],
-) -> None:
+def test_the_trainer_resumes(tmp_path: Path) -> None:
+    """With weights at either place."""
+    uninterrupted = Run(tmp_path / "uninterrupted", values("device"), arguments={"max_steps": 4}).weights
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    more = {"asynchronous_saves": asynchronous}
-    Run(tmp_path / "run", values(saved_on), arguments=saving, **more)
-    for placement in resumed_on:
+    more = {"asynchronous_saves": True}
+    Run(tmp_path / "run", values("host"), arguments=saving, **more)
+    for placement in ("host", "device"):
         checkpoint = str(tmp_path / "run" / "checkpoint-2")
         resumed = Run(tmp_path / "run", values(placement), arguments={"max_steps": 4}, resume=checkpoint, **more)
         same(resumed.weights, uninterrupted)
     resumed.trainer.save_model(str(tmp_path / "whole"))
     again = make_llama(3).from_pretrained(tmp_path / "whole", dtype=torch.bfloat16)
     same(weights_of(again), uninterrupted)
-
-
-def test_callbacks_that_hold_parameters(tmp_path: Path) -> None:
-    seen, runs = [], []
-    for placement in ("device", "host"):
-        watch = Watch()
-        runs.append(Run(tmp_path / placement, values(placement, "overlap"), callbacks=[watch]))
-        seen.append(watch.seen)
-    assert all(torch.equal(*norms) for norms in zip(*seen, strict=True))
-    same(runs[1].weights, runs[0].weights)
-
-
-def test_generation_and_prediction(tmp_path: Path) -> None:
-    tokens = torch.arange(6)[None]
-    found = []
-    for placement in ("device", "host"):
-        run = Run(tmp_path / placement, values(placement))
-        model = run.trainer.model.eval()
-        written = model.generate(input_ids=tokens, max_new_tokens=5, do_sample=False, pad_token_id=0)
-        found.append((written, torch.from_numpy(run.trainer.predict(Rows()).predictions)))
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def test_callbacks_that_read_gradients_are_refused(tmp_path: Path) -> None:
@@ -245,27 +173,10 @@ def test_callbacks_that_read_gradients_are_refused(tmp_path: Path) -> None:
         Run(tmp_path, values("host"), callbacks=[Reader()])
 
 
-class OwnTrainer(LightstepMixin, Trainer):
-    """As TRL's trainers, it computes its own loss, with a reference model beside."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        with torch.no_grad():
-            wanted = self.reference(input_ids=inputs["input_ids"]).logits.float().log_softmax(-1)
-        found = model(input_ids=inputs["input_ids"]).logits.float().log_softmax(-1)
-        loss = nn.functional.kl_div(found, wanted, log_target=True, reduction="batchmean")
-        return (loss, {"loss": loss, "logits": found}) if return_outputs else loss
-
-
-def test_a_trainer_with_a_reference_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OwnTrainer, "reference", make_llama(5).eval(), raising=False)
-    runs = [Run(tmp_path / placement, values(placement), kind=OwnTrainer) for placement in ("device", "host")]
-    same(runs[1].weights, runs[0].weights)
-
-
 # ---- Fabric
 
 
-def test_fabric(tmp_path: Path) -> None:
+def test_fabric() -> None:
     found = []
     for placement in ("device", "host"):
         fabric = Fabric(devices=1, accelerator="cpu")
@@ -284,19 +195,8 @@ def test_fabric(tmp_path: Path) -> None:
                         fabric.clip_gradients(model, optimizer, **how)
             if number % 2 == 1:
                 optimizer.step()
-            if number == 3:
-                fabric.save(str(tmp_path / placement), {"model": model, "optimizer": optimizer})
         optimizer.synchronize()
         found.append(weights_of(model.module))
-        fabric.load(str(tmp_path / placement), {"model": model, "optimizer": optimizer})
-        for number in range(4, 8):
-            batch = {key: rows[number][key][None] for key in ("input_ids", "labels")}
-            with strategy.accumulate(model, last=number % 2 == 1):
-                optimizer.backward(model(**batch).loss / 2)
-            if number % 2 == 1:
-                optimizer.step()
-        optimizer.synchronize()
-        same(weights_of(model.module), found[-1])
     same(found[1], found[0])
 
 
@@ -343,7 +243,7 @@ def apply_like_ligers(model: Any, _: Any) -> None:
     model.forward = MethodType(forward, model)
 
 
-@pytest.mark.parametrize(("tied", "time", "recompute"), [(True, "overlap", False), (False, "in_backward", True)])
+@pytest.mark.parametrize(("tied", "time", "recompute"), [(True, "overlap", True)])
 def test_a_loss_like_ligers(
     time: str, tied: bool, recompute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,24 +265,6 @@ def test_a_loss_like_ligers(
 
 
 # ---- what creates the optimizer first
-
-
-def test_an_optimizer_that_is_created_before_the_model_is_prepared() -> None:
-    found = []
-    for early in (False, True):
-        strategy = Strategy.load(values("host"))
-        model = make_llama()
-        if not early:
-            model = strategy.prepare_model(model)
-        optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
-        if early:
-            model = strategy.prepare_model(model)
-        for number in range(3):
-            optimizer.backward(model(**{key: Rows()[number][key][None] for key in ("input_ids", "labels")}).loss)
-            optimizer.step()
-        optimizer.synchronize()
-        found.append(weights_of(model))
-    same(found[1], found[0])
 
 
 def test_a_model_that_was_never_prepared_is_refused() -> None:

@@ -17,7 +17,7 @@ import torch
 from lightstep.state.host_fields import Field
 from lightstep.state.lanes import LaneError, _Status
 from lightstep.state.store import Store
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.patience import PATIENCE
 from tests.unit.test_host_weights import TIMES, make
 from tests.unit.test_next_forward import Training
@@ -27,14 +27,11 @@ FAILURES = ["no room", "a copy", "interrupt"]
 pytestmark = pytest.mark.usefixtures("small_units")
 
 
-@every_pair(time=TIMES, kind=FAILURES, gib=[0, 1])
+@every_value(time=TIMES, kind=FAILURES, gib=[0, 1])
 def test_a_run_goes_on_after_a_failure(
     time: str, kind: str, gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the ``count``-th copy to the device, wherever that is: in forward, in backward or in an update.
-
-    Two kinds, or two times, meet each count.
-    """
+    """Of the ``count``-th copy to the device, wherever that is: in forward, in backward or in an update."""
     weights = {"placement": "host", "device_mib": 0.02, "gradients_gib": gib}
     run = make("stream", time, "clipped", "bfloat16", weights)
     run.train(2)
@@ -101,7 +98,7 @@ class Saved:
         run.steps = self.steps
 
 
-@every_pair(
+@every_value(
     update=[("overlap", 3), ("in_backward", 5)],  # nobody waits for that one before step()
     placement=["device", "host"],
     through_strategy=[True, False],

@@ -14,7 +14,7 @@ from lightstep import Strategy
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError
 from lightstep.trainer.config import TrainConfig
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.python import python
 from tests.reference.tiny_llama import VOCABULARY, make_llama
 from tests.unit.test_next_forward import assert_same
@@ -46,7 +46,7 @@ def train(strategy: Strategy, model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@every_pair(stored=[torch.float32, torch.bfloat16], tied=[False, True], shards=["5GB", "3KB"])
+@every_value(stored=[torch.float32, torch.bfloat16], tied=[False, True], shards=["5GB", "3KB"])
 def test_a_folder_is_loaded_as_from_pretrained_loads_it(
     stored: torch.dtype, tied: bool, shards: str, tmp_path: Path
 ) -> None:
@@ -182,10 +182,10 @@ print(max(most[0], anonymous()) - before, sum(p.nbytes for p in model.parameters
 @pytest.mark.parametrize("how", ["meta", "from_pretrained"])
 def test_the_peak_is_the_weights_and_a_tensor(how: str, tmp_path: Path) -> None:
     """Peak anonymous memory of a child process, which reads the files as pages of the system's cache."""
-    changes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_hidden_layers": 4}
-    model = make_llama(vocab_size=8192, tie_word_embeddings=True, **changes).bfloat16()
+    changes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_hidden_layers": 3}
+    model = make_llama(vocab_size=2048, tie_word_embeddings=True, **changes).bfloat16()
     largest = max(parameter.nbytes for parameter in model.parameters())
-    model.save_pretrained(tmp_path, max_shard_size="50MB")
+    model.save_pretrained(tmp_path, max_shard_size="25MB")
     del model
     done = python("-c", SCRIPT, str(tmp_path), how, cwd=Path.cwd(), imported="transformers.trainer")
     assert done.returncode == 0, done.stderr

@@ -182,7 +182,6 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
 INTERRUPTED = {
-    "the optimizer's end": IN_THE_FINALIZER + AND_GOES_ON,
     "the submission of the last update": IN_SUBMISSION
     + AND_GOES_ON.replace("130", "130 if not torch.equal(weight, old) else 'the update is lost'"),
     "the optimizer's end, behind which there is nothing": IN_THE_FINALIZER + "del optimizer",

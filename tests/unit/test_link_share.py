@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -74,26 +73,11 @@ class Share(LinkShare):
         self.mark(self.compute)  # type: ignore[arg-type]
 
 
-def test_the_first_backward_says_nothing() -> None:
-    assert Share().fraction == 1.0
-
-
 def test_less_is_tried_when_the_lane_is_behind() -> None:
     share = Share()
     assert share.backward(LATE) == pytest.approx(LAYERS / (LAYERS + LATE))
     assert share.backward(100.0) == pytest.approx(LAYERS / (LAYERS + LATE) / 2), "not less than half at a time"
     assert [share.backward(100.0) for _ in range(5)][-1] == 0.05
-
-
-def test_what_would_help_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "lightstep"):
-        share = Share()
-        share.backward(ON_TIME)
-        assert not caplog.text
-        for _ in range(3):
-            share.backward(LATE)
-    assert caplog.text.count("the link takes longer than backward: 71 % of the units") == 1
-    assert "a larger optimizer_state.resident_gib" in caplog.text
 
 
 @pytest.mark.parametrize(("behind", "part"), [(LATE, 0.38), (ON_TIME, 0.5), (EARLY, 0.55)])
@@ -152,19 +136,6 @@ def test_what_the_model_waits_for_weights_counts(share: Share) -> None:
     share.store.host_weights.of_each = 4.0
     assert share.backward(EARLY) == pytest.approx(0.6)
     assert share.backward(LATE) == pytest.approx(0.6 * 6 / (LAYERS + LATE), abs=0.05), "and so does the lane"
-
-
-def test_more_is_not_tried_soon_after_the_model_has_waited(share: Share) -> None:
-    share.store.host_weights.of_each = 4.0
-    tried = share.backward(EARLY)
-    share.store.host_weights.of_each = 0.0
-    assert {share.backward(EARLY) for _ in range(15)} == {tried}
-    assert share.backward(EARLY) == pytest.approx(tried + 0.05)
-
-
-def test_waits_that_are_not_over_say_nothing(share: Share) -> None:
-    share.store.host_weights.of_each = None
-    assert share.backward(LATE) == 1.0
 
 
 def test_what_rests_on_the_host_together_is_updated_together() -> None:

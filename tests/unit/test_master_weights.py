@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from tests.covering import every_pair, every_value
-from tests.reference.pair import BACKENDS, DTYPES, TWO_GROUPS, Pair, same, scale_for
+import lightstep
+from tests.covering import every_value
+from tests.reference.pair import BACKENDS, EVERY_TIME, TWO_GROUPS, Pair, same, scale_for
 
-
-def by_load_state_dict(model: nn.Module, name: str, new: Tensor) -> None:
-    model.load_state_dict({name: new}, strict=False)
-
-
-def by_copy(model: nn.Module, name: str, new: Tensor) -> None:
-    with torch.no_grad():
-        model.get_parameter(name).copy_(new)
-
-
-def by_data_copy(model: nn.Module, name: str, new: Tensor) -> None:
-    model.get_parameter(name).data.copy_(new)
-
-
-def by_data_swap(model: nn.Module, name: str, new: Tensor) -> None:
-    model.get_parameter(name).data = new.clone()
-
-
-EDITS = [by_load_state_dict, by_copy, by_data_copy, by_data_swap]
 LOW = ["bfloat16", "float16"]
-
-backends = pytest.mark.parametrize("backend", list(BACKENDS))
 
 
 def build(parameters: str, backend: str, name: str = "AdamW") -> Pair:
@@ -45,40 +27,6 @@ def build(parameters: str, backend: str, name: str = "AdamW") -> Pair:
         late_from=3,
         **scale_for(parameters),
     )
-
-
-def edit_both(pair: Pair, name: str, edit: Callable[[nn.Module, str, Tensor], None]) -> None:
-    """Give ``name`` new values, all of them different, in both models; the reference adopts them."""
-    old = pair.model.get_parameter(name).detach()
-    new = (old * -1.5 + 0.3).clone()
-    assert bool((new != old).all())
-    expected = pair.reference_model.get_parameter(name)
-    edit(pair.model, name, new)
-    expected.data.copy_(new)
-    pair.reference.adopt(expected)
-    assert torch.equal(pair.model.get_parameter(name), new)
-
-
-SOME = [["hidden.weight"], ["dead.weight", "frozen.weight", "late.weight"], []]
-
-
-@every_pair(names=SOME, before=[0, 2, 5], edit=EDITS, parameters=DTYPES, backend=BACKENDS)
-def test_an_edit_is_adopted(
-    names: list[str],
-    before: int,
-    edit: Callable[[nn.Module, str, Tensor], None],
-    parameters: str,
-    backend: str,
-) -> None:
-    """Of one parameter, of layers without gradients, or of the whole model: the masters of these start again, their
-    moments and every other master go on untouched."""
-    pair = build(parameters, backend)
-    pair.train(before)
-    for name in names or dict(pair.model.named_parameters()):
-        edit_both(pair, name, edit)
-    pair.train(4)
-    edit_both(pair, "gain", edit)
-    pair.train(2)
 
 
 @every_value(parameters=LOW, backend=BACKENDS)
@@ -99,24 +47,6 @@ def test_one_edited_row_is_never_reverted(parameters: str, backend: str) -> None
 
 
 @every_value(parameters=LOW, backend=BACKENDS)
-def test_loading_the_weights_that_are_there_loses_no_digits(parameters: str, backend: str) -> None:
-    pair = build(parameters, backend)
-    pair.train(5)
-    pair.model.load_state_dict({name: value.clone() for name, value in pair.model.state_dict().items()})
-    pair.train(5)
-
-
-@every_value(parameters=LOW, backend=BACKENDS)
-def test_a_skipped_step_keeps_an_edit(parameters: str, backend: str) -> None:
-    pair = build(parameters, backend)
-    pair.overflow_at = frozenset({5})
-    pair.train(5)
-    edit_both(pair, "hidden.weight", by_copy)
-    pair.train(4)
-    assert pair.reference.skipped_steps == 1
-
-
-@every_value(parameters=LOW, backend=BACKENDS)
 def test_refresh_rebuilds_every_master_from_the_model(parameters: str, backend: str) -> None:
     pair = build(parameters, backend)
     pair.train(5)
@@ -134,25 +64,73 @@ def test_refresh_rebuilds_every_master_from_the_model(parameters: str, backend: 
     pair.train(5)
 
 
-@backends
-def test_fp32_parameters_are_their_own_masters(backend: str) -> None:
-    pair = build("float32", backend)
-    pair.train(2)
-    assert all("master" not in pair.optimizer.state[p] for p in pair.model.parameters() if p in pair.optimizer.state)
-    pair.optimizer.refresh_master_weights()
-    pair.train(2)
+# -- before the first update a master is what the user gave
 
 
-@backends
-def test_updates_smaller_than_a_bf16_digit_add_up(backend: str) -> None:
-    """Why masters exist: 100 steps of 2^-15 move a bf16 weight of 1 by 0.003; without masters it would not move."""
-    pair = build("bfloat16", backend, "SGD-momentum")
-    for group in pair.optimizer.param_groups:
-        group.update(lr=2.0**-13, weight_decay=0.0, momentum=0.0, nesterov=False)
-    gain = pair.model.gain
-    with torch.no_grad():
-        gain.fill_(1.0)
-    for _ in range(100):
-        gain.grad = torch.full_like(gain, 0.25)
-        pair.optimizer.step()
-    assert gain.item() == float(torch.tensor(1 - 100 * 2.0**-15).bfloat16())
+VALUES = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def given() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Run:
+    """A model under one backend and the same in plain torch, with fp32 masters of the given weights."""
+
+    def __init__(self, kind: str) -> None:
+        self.strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": EVERY_TIME[kind]})
+        self.model = self.strategy.prepare_model(given())
+        self.optimizer: Any = self.strategy.create_optimizer(self.model, **VALUES)
+        self.masters = [nn.Parameter(parameter.detach()) for parameter in given().parameters()]
+        self.plain = torch.optim.AdamW(self.masters, fused=True, **VALUES)
+
+    def check(self, model: nn.Module, optimizer: Any, layers: tuple[int, ...] = (0, 2)) -> None:
+        """Two more steps of these layers are those of plain torch."""
+        masters = dict(zip(self.model.state_dict(), self.masters, strict=True))
+        for step in range(2):
+            for name, parameter in model.named_parameters():
+                if int(name[0]) in layers:
+                    parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
+                    masters[name].grad = parameter.grad.float()
+            optimizer.step()
+            self.plain.step()
+            self.plain.zero_grad()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, masters[name].to(parameter.dtype)), name
+            if parameter in optimizer.state:
+                assert torch.equal(optimizer.state[parameter]["master"].cpu(), masters[name]), name
+
+
+kinds = pytest.mark.parametrize("kind", ["resident", "stream-in-backward-and-forward"])
+
+
+@kinds
+def test_state_that_torch_makes_to_look_at_takes_no_master_away(kind: str) -> None:
+    run = Run(kind)
+    get_state_dict(run.model, run.optimizer)  # makes state by a step with zero gradients
+    run.check(run.model, run.optimizer)
+
+
+@kinds
+def test_plain_torchs_state_is_that_of_the_weights_that_were_given(kind: str) -> None:
+    """It holds no masters."""
+    run = Run(kind)
+    for master in run.masters:
+        master.grad = torch.full_like(master, 0.3)
+    run.plain.step()
+    model = given()
+    model.load_state_dict(dict(zip(model.state_dict(), run.masters, strict=True)))
+    model = run.strategy.prepare_model(model)
+    optimizer = run.strategy.create_optimizer(model, **VALUES)
+    optimizer.load_state_dict(copy.deepcopy(run.plain.state_dict()))
+    run.check(model, optimizer)
+
+
+def test_looking_leaves_the_optimizer_free_to_be_sharded() -> None:
+    run = Run("resident")
+    state = run.optimizer.state_dict()
+    assert sorted(state["state"]) == [0, 1, 2, 3] and all([*own] == ["master"] for own in state["state"].values())
+    run.optimizer.load_state_dict(state)
+    assert not run.optimizer.is_set_up and not run.optimizer.state
+    run.check(run.model, run.optimizer)

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -99,7 +99,7 @@ CLASSES = {
 PLACES = ["bulk", "resident", "stream-overlap-resident-in-part", "stream-in-backward-and-forward"]
 
 
-@every_pair(name=CLASSES, parameters=DTYPES, backend=PLACES, kind=KINDS, rounding_seed=SEEDS)
+@every_pair(name=[*CLASSES][:4], parameters=DTYPES, backend=PLACES[1:], kind=KINDS, rounding_seed=SEEDS)
 def test_the_bits_of_a_loop_that_keeps_its_moments_so(
     name: str, parameters: str, backend: str, kind: tuple[str, str], rounding_seed: int
 ) -> None:
@@ -125,16 +125,11 @@ def test_the_bits_of_a_loop_that_keeps_its_moments_so(
 
 STREAM = {"backend": "stream", "ring_mib": 8}
 SHAPES = [(700, 613), (700, 640), (40, 48), (300, 17), (5,), (1,), (0, 4), (2, 3, 64)]
+SMALL = SHAPES[2:]
 
 
 homes_and_moments = pytest.mark.parametrize(
-    ("state", "moments"),
-    [
-        ({}, "int8"),
-        ({"backend": "bulk"}, "bfloat16"),
-        (STREAM, "bfloat16"),
-        ({**STREAM, "update": "next_forward"}, "int8"),
-    ],
+    ("state", "moments"), [({"backend": "bulk"}, "bfloat16"), ({**STREAM, "update": "next_forward"}, "int8")]
 )
 
 
@@ -145,6 +140,7 @@ def by_hand(
     rounding_seed: int = 0,
     master_weights: bool | str = True,
     references: Mapping[tuple[str, str], type[ReferenceLoop]] = KINDS,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
     **options: Any,
 ) -> Any:
     """A run on gradients from nowhere beside its reference: optimizer, parameters."""
@@ -152,7 +148,6 @@ def by_hand(
     precision = {"rounding_seed": rounding_seed, "master_weights": master_weights}
     values = {"precision": precision, "clipping": {"max_norm": None}, "optimizer_state": state}
     generator = torch.Generator().manual_seed(0)
-    shapes = [(61, 47), (300, 17), (0, 4)] if optimizer_class is torch.optim.Muon else SHAPES
     model = nn.ParameterList(torch.randn(shape, generator=generator) for shape in shapes)
     strategy = lightstep.Strategy.load(values)
     model = strategy.prepare_model(representable(model))
@@ -191,7 +186,7 @@ def test_large_tensors_whole_and_cut(state: dict[str, Any], moments: str) -> Non
 def test_rounding_by_default_and_as_given(state: dict[str, Any], moments: str) -> None:
     """8-bit moments stochastically, bf16 to nearest; a given value counts."""
     for rounding in (None, "nearest", "stochastic"):
-        by_hand({**state, "moments": moments, "moments_rounding": rounding}, lr=1e-2, betas=(0.9, 0.999))
+        by_hand({**state, "moments": moments, "moments_rounding": rounding}, shapes=SMALL, lr=1e-2, betas=(0.9, 0.999))
 
 
 def test_what_counts_no_steps_is_rounded_to_nearest_by_default(caplog: Any) -> None:
@@ -213,12 +208,9 @@ def test_what_counts_no_steps_is_rounded_to_nearest_by_default(caplog: Any) -> N
 @pytest.mark.parametrize(
     ("name", "moments", "masters", "width"),
     [
-        ("resident", "bfloat16", True, 8),
         ("bulk", "bfloat16", True, 6),
         ("stream", "bfloat16", True, 6),
         ("stream", "int8", True, 2 + (1 + 4 / 128) + (1 + 4 / 128 + 1 / 8)),
-        ("stream", "float32", "stochastic", 8),
-        ("resident", "bfloat16", "stochastic", 4),
         ("stream", "bfloat16", "stochastic", 4),
         ("resident", "int8", "stochastic", 2.1875),
     ],
@@ -228,7 +220,7 @@ def test_bytes_per_parameter(name: str, moments: str, masters: bool | str, width
     strategy = lightstep.Strategy.load(name, overrides=changes)
     planned = cost(strategy.config)
     state = planned.device_state if name == "resident" else planned.host_state
-    model = strategy.prepare_model(nn.Linear(1024, 4096, bias=False))
+    model = strategy.prepare_model(nn.Linear(512, 2048, bias=False))
     optimizer = strategy.create_optimizer(model)
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
@@ -241,7 +233,7 @@ def test_bytes_per_parameter(name: str, moments: str, masters: bool | str, width
 
 @pytest.mark.parametrize("state", [{}, {**STREAM, "ring_mib": 32}])
 def test_classes_that_need_whole_tensors(state: dict[str, Any]) -> None:
-    by_hand(state, optimizer_class=torch.optim.Muon, lr=1e-2)
+    by_hand(state, shapes=[(61, 47), (300, 17), (0, 4)], optimizer_class=torch.optim.Muon, lr=1e-2)
 
 
 # -- 8 bits ------------------------------------------------------------------------------------------------------------
@@ -358,20 +350,6 @@ def test_a_block_that_is_not_finite_is_seen() -> None:
             assert decoded[:128].isnan().all() and decoded[128:].isfinite().all()
 
 
-def test_rows_without_blocks_keep_fp32() -> None:
-    shapes = {(8, 384): True, (8, 48): True, (6, 17): False, (40,): False, (3, 5, 64): True, (4, 8): False}
-    model = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
-    optimizer = lightstep.MixedPrecisionOptimizer(list(model), torch.optim.AdamW, {"lr": 0.1}, moments=Moments("int8"))
-    for parameter in model:
-        parameter.grad = torch.randn_like(parameter)
-    given = [parameter.grad.clone() for parameter in model]
-    optimizer.step()
-    for parameter, gradient, coded in zip(model, given, shapes.values(), strict=True):
-        assert bool(block_of(parameter.shape)) is coded
-        exact = torch.zeros_like(gradient).lerp_(gradient, 1 - 0.9)
-        assert torch.equal(optimizer.state[parameter]["exp_avg"], exact) is not coded
-
-
 # -- stochastic rounding -----------------------------------------------------------------------------------------------
 
 
@@ -418,44 +396,6 @@ def test_it_is_right_on_average_and_depends_on_everything() -> None:
     assert torch.equal(runs[3][:-1], runs[0][1:])
 
 
-def second_moment(moments: str, rounding: str | None, squares: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """What it is after 100 steps with beta2 0.999."""
-    weight = nn.Parameter(torch.zeros_like(squares))
-    optimizer = lightstep.MixedPrecisionOptimizer(
-        [weight], torch.optim.AdamW, {"lr": 0.0}, moments=Moments(moments, rounding)
-    )
-    state = {"step": 1.0, "exp_avg": weight * 0, "exp_avg_sq": squares}
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
-    for _ in range(100):
-        weight.grad = gradient.clone()
-        optimizer.step()
-    found: torch.Tensor = optimizer.state[weight]["exp_avg_sq"].float()
-    return found
-
-
-def test_the_second_moment_does_not_stand_still() -> None:
-    """Gradients are a tenth of what they were: rounding to nearest keeps the old second moment."""
-    given = torch.ones(4096), torch.full((4096,), 0.1)
-    exact = 0.999**100 + 0.01 * (1 - 0.999**100)
-    assert second_moment("bfloat16", "nearest", *given).mean().item() == 1.0
-    assert abs(second_moment("bfloat16", "stochastic", *given).mean().item() - exact) < 0.01 * exact
-
-
-def test_an_8_bit_second_moment_does_not_stand_still_beside_a_large_one() -> None:
-    """One element's scale is constant, and its neighbours get gradients that are larger than they were."""
-    squares, gradient = torch.full((64, 128), 0.01), torch.full((64, 128), 0.2)
-    squares[:, 0] = gradient[:, 0] = 1.0
-    start = kept_in("int8", "exp_avg_sq", squares)[:, 1:].mean().item()
-    found = {
-        rounding: second_moment("int8", rounding, squares, gradient)[:, 1:].mean().item()
-        for rounding in ("nearest", "stochastic", None)
-    }
-    exact = start * 0.999**100 + 0.04 * (1 - 0.999**100)
-    assert found["nearest"] == start
-    assert abs(found["stochastic"] - exact) < 0.02 * exact
-    assert found[None] == found["stochastic"]
-
-
 # -- from one setting to another ---------------------------------------------------------------------------------------
 
 
@@ -493,13 +433,10 @@ def kept_in(moments: str, key: str, value: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("first", "then", "backend"),
     [
-        ("float32", "bfloat16", "resident"),
         ("bfloat16", "float32", "stream"),
-        ("bfloat16", "bfloat16", "stream"),
         ("int8", "int8", "stream"),
         ("int8", "float32", "resident"),
         ("int8", "bfloat16", "stream"),
-        ("bfloat16", "int8", "resident"),
         ("float32", "int8", "stream"),
     ],
 )
@@ -526,16 +463,6 @@ def test_checkpoints_convert(tmp_path: Any, caplog: Any, first: str, then: str, 
             expected = kept_in(then, key, value) if key.startswith("exp_avg") else value
             for found in (loaded.state[q][key], direct.state[r][key]):
                 assert found.dtype == expected.dtype and torch.equal(found.cpu(), expected.cpu())
-
-
-def test_another_seed_gives_other_bits() -> None:
-    runs = []
-    for seed in (0, 1, 2, 2):
-        precision = {"rounding_seed": seed}
-        _, model, optimizer = trained("bfloat16", steps=2, precision=precision, moments_rounding="stochastic")
-        runs.append(optimizer.state[model.hidden.weight]["exp_avg_sq"])
-    assert torch.equal(runs[2], runs[3])
-    assert all((one != other).float().mean() > 0.1 for one, other in itertools.combinations(runs[:3], 2))
 
 
 def test_after_resuming_the_seed_is_that_of_the_strategy() -> None:

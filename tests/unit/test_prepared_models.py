@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import pickle
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import lightstep
@@ -120,32 +122,6 @@ def waits(training: Training) -> list[Any]:
 
     engine.wait_for_update = waiting
     return asked
-
-
-def test_zero_grad_and_clipping_of_a_plain_loop_wait_for_nothing(nothing_by_itself: None) -> None:
-    training = Training(OVERLAP)
-    training.train(2)
-    asked = waits(training)
-    for around in (training.model, training.model.blocks[1], nn.Sequential(training.model), AroundIt(training.model)):
-        around.zero_grad()
-        around.zero_grad(set_to_none=False)
-    training.optimizer.zero_grad()
-    assert asked == [] and training.optimizer.has_deferred_updates
-    training.model.train().eval().train()
-    training.optimizer.backward(training.loss())
-    del asked[:]
-    torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1e9)
-    assert not training.optimizer.has_deferred_updates  # backward has waited
-    assert training.optimizer.step()
-
-
-class AroundIt(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.inside = model
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
 
 
 def test_a_read_waits_for_its_own_module_and_once(nothing_by_itself: None) -> None:
@@ -332,3 +308,76 @@ def test_masters_start_from_the_fp32_weights_of_a_folder(tmp_path: Path) -> None
     for name, master in initial_masters(model).items():
         given = saved.get_parameter(name)
         assert (master is None) if not given.requires_grad else torch.equal(master, given)
+
+
+# -- readers that come by other ways: another module, another thread
+
+
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5
+
+
+class HeadLoss(nn.Module):
+    """As fused cross entropies that keep the head's weight."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def trained() -> tuple[nn.Module, Any]:
+    """After a first step, which makes state; lanes are slow from here on."""
+    torch.manual_seed(0)
+    strategy = lightstep.Strategy.load({"optimizer_state": OVERLAP})
+    model = strategy.prepare_model(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]))
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    step(model, optimizer)
+    optimizer._backend.lanes.delay = lambda lane: time.sleep(0.01)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.backward(model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("parametrized", [True, False])
+def test_a_module_of_later_reads_what_is_up_to_date(parametrized: bool) -> None:
+    """A parametrization of the model's layer, or a module beside the model."""
+    model, optimizer = trained()
+    if parametrized:
+        parametrize.register_parametrization(model[3], "weight", Halved())
+    reader = model[3] if parametrized else HeadLoss(model[3].weight)
+    step(model, optimizer)
+    found = reader.weight.detach().clone()
+    optimizer.synchronize()
+    assert torch.equal(found, model[3].weight)
+
+
+def test_a_read_while_another_thread_collects_the_optimizer() -> None:
+    for _ in range(3):
+        model, optimizer = trained()
+        step(model, optimizer)
+        optimizer.me = optimizer
+        gc.disable()
+        del optimizer
+        collector = threading.Thread(target=gc.collect)
+        collector.start()
+        time.sleep(0.01)
+        found = model[3].weight.detach().clone()
+        collector.join()
+        gc.enable()
+        assert torch.equal(found, model[3].weight)
+
+
+def test_what_a_deleted_optimizer_has_left_is_done_before_a_forward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the last block there may be compiled code, whose reads nobody sees."""
+    model, optimizer = trained()
+    monkeypatch.setattr(DeferredUpdates, "shut_down_orphaned", lambda self: None)  # another thread would do it
+    step(model, optimizer)
+    weight, before = model[3].weight, optimizer.engine.queue
+    del optimizer
+    assert before.pending
+    PreparedModel.of(model).gates._updates.wait()
+    assert not before.pending and torch.isfinite(weight).all()

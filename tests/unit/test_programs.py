@@ -14,33 +14,34 @@ import torch
 from tests.covering import every_pair
 from tests.unit.test_fuzz import LOOPS, MOMENTS, run
 
-KINDS = ["resident", "stream in part, next_forward", "stream, overlap", "on the host, overlap", "stream, in_backward"]
+KINDS = ["stream, overlap", "on the host, next_forward", "stream, in_backward"]
 TRAIN, STEP = ("train", 1), ("step", False)
 BACKWARD = ("backward", 1, True, None)
-SAVES = ["state", "checkpoint", "meanwhile"]
+
+
+def move(kind: str, how: str, new_model: bool = True, moments: str = "float32") -> tuple[Any, ...]:
+    return "move", kind, how, new_model, moments
+
 
 PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     # -- gradients
-    "what was added up is given up": [TRAIN, ("backward", 3, False, None), ("zero_grad", False), TRAIN, ("train", 3)],
-    "the model gives it up": [TRAIN, ("backward", 2, False, None), ("zero_grad", True), ("train", 2)],
+    "what was added up is given up": [
+        TRAIN, ("backward", 3, False, None), ("zero_grad", False), TRAIN,
+        ("backward", 2, False, None), ("zero_grad", True), ("train", 3),
+    ],
     "steps of plain backwards": [TRAIN, TRAIN, ("backward", 2, True, "own"), STEP, TRAIN],
     "some micro-batches overflow": [TRAIN, ("backward", 2, False, None), ("backward", 1, True, "inf"), STEP, TRAIN],
     "an error in backward": [TRAIN, ("fail", "mix.weight", True, True), TRAIN, ("fail", "gain", False, True), TRAIN],
+    "a gradient that is refused in the step": [TRAIN, BACKWARD, ("fail_in_step",), TRAIN],
     "a closure": [TRAIN, ("closure", False), ("closure", True), TRAIN],
     # -- settings
     "a schedule": [TRAIN, ("schedule",), TRAIN, ("schedule",), ("lr", 1, 3e-2), TRAIN],
-    "a group that is added": [("train", 2), ("add_group",), ("train", 2)],
+    "a group that is added": [TRAIN, ("edit", "exchange", 2), ("edit", "copy_", 5), ("add_group",), ("train", 2)],
     "a group that is added at first": [("add_group",), ("train", 2)],
-    "edits before a group is added": [TRAIN, ("edit", "exchange", 2), ("edit", "copy_", 5), ("add_group",), TRAIN],
     # -- layers that come and go
     "a layer that is thawed": [("freeze", "mix", True), TRAIN, TRAIN, ("freeze", "mix", False), ("train", 3), TRAIN],
     "thawed, by plain backwards": [
-        ("freeze", "blocks.1", True),
-        TRAIN,
-        ("freeze", "blocks.1", False),
-        ("backward", 3, True, "own"),
-        STEP,
-        TRAIN,
+        ("freeze", "blocks.1", True), TRAIN, ("freeze", "blocks.1", False), ("backward", 3, True, "own"), STEP, TRAIN,
     ],
     "frozen when its gradient has arrived": [
         BACKWARD, ("freeze", "mix", True), STEP, ("freeze", "mix", False), TRAIN,
@@ -48,53 +49,50 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     ],
     **{
         f"saved while a layer is frozen, as {how}": [
-            TRAIN, TRAIN, ("freeze", "mix", True), TRAIN, ("move", "resident", how, True, "float32"),
-            ("freeze", "mix", False), TRAIN,
+            TRAIN, TRAIN, ("freeze", "mix", True), TRAIN, move("resident", how), ("freeze", "mix", False), TRAIN,
         ]
-        for how in SAVES
+        for how in ("state", "checkpoint")
     },
+    # -- weights that others write to
+    "edits of single weights": [
+        TRAIN, ("edit", "load_state_dict", 2), ("train", 2), ("edit", "data", 5), TRAIN, ("edit", "exchange", 3), TRAIN,
+    ],
+    "edits of all weights": [
+        ("train", 2), ("edit", "copy_", -1), TRAIN, ("edit", "data", -1), TRAIN, ("edit", "load_state_dict", -1), TRAIN,
+    ],
+    "the weights that are there are loaded": [("train", 2), TRAIN, ("edit", "there and back", -1), ("train", 2), TRAIN],
+    "an edit before a step that is skipped": [TRAIN, ("edit", "copy_", 2), ("backward", 1, True, "inf"), STEP, TRAIN],
     "edits before the first step": [("edit", "copy_", -1), TRAIN, ("edit", "there and back", 2), TRAIN, TRAIN],
     # -- memory
     "released before the first step, between and twice": [
-        ("memory", "release_device_memory"),
-        TRAIN,
-        ("memory", "release_device_memory"),
-        ("memory", "release_device_memory"),
-        ("train", 2),
-        ("read", "optimizer.state"),
-        ("memory", "release_device_memory"),
-        TRAIN,
+        ("memory", "release_device_memory"), TRAIN, ("memory", "release_device_memory"),
+        ("memory", "release_device_memory"), ("train", 2), ("read", "optimizer.state"),
+        ("memory", "release_device_memory"), TRAIN,
     ],
     "other sizes of resident state": [
         TRAIN, ("memory", "1"), TRAIN, ("memory", "1e-6"), TRAIN, TRAIN, ("memory", "0"), TRAIN, ("memory", "1"), TRAIN,
     ],
-    "edits while state is resident": [
+    "edits and reads while state is resident": [
         TRAIN, ("memory", "1"), TRAIN, ("edit", "data", 3), ("edit_state", 3, False, 0), TRAIN,
         ("edit", "there and back", -1), ("edit_state", 5, True, 1), TRAIN,
-    ],
-    "reads while state is resident": [
-        TRAIN, ("memory", "1"), TRAIN, ("read", "optimizer.state_dict"), TRAIN, ("read", "evaluate"), TRAIN,
+        ("read", "optimizer.state_dict"), TRAIN, ("read", "evaluate"), TRAIN,
     ],
     # -- optimizers that come and go
-    **{
-        f"into other places, as {how}": [
-            TRAIN, TRAIN, ("move", "stream in part, next_forward", how, True, "float32"), TRAIN,
-            ("move", "stream, overlap", how, False, "float32"), TRAIN,
-        ]
-        for how in SAVES
-    },
-    **{
-        f"into {moments} moments": [TRAIN, TRAIN, ("move", "stream, overlap", "checkpoint", True, moments), TRAIN]
-        for moments in LOOPS
-    },
+    "into other places": [
+        TRAIN, TRAIN, move("stream in part, next_forward", "meanwhile"), TRAIN,
+        move("stream, overlap", "checkpoint", new_model=False), TRAIN, move("bulk", "state"), TRAIN,
+    ],
+    **{f"saved before the first step, as {how}": [move("stream, overlap", how), TRAIN, TRAIN]
+       for how in ("state", "checkpoint")},
+    **{f"into {moments} moments": [TRAIN, TRAIN, move("stream, overlap", "checkpoint", moments=moments), TRAIN]
+       for moments in LOOPS},
     "saved between backward and step": [("train", 2), BACKWARD, ("save", "checkpoint"), STEP, TRAIN,
                                         ("load", "stream", True, True, "float32"), TRAIN],
-    **{
-        f"edited and saved, as {how}": [
-            TRAIN, ("edit", edit, -1), ("read", "optimizer.state"), ("move", "resident", how, True, "float32"), TRAIN,
-        ]
-        for how, edit in zip(SAVES, ("exchange", "data", "copy_"), strict=True)
-    },
+    "edited and saved": [
+        TRAIN, ("edit", "exchange", -1), ("read", "optimizer.state"), move("resident", "state"), TRAIN,
+        ("edit", "data", -1), move("stream, overlap", "checkpoint"), TRAIN,
+        ("edit", "copy_", -1), ("read", "optimizer.state"), move("resident", "meanwhile"), TRAIN,
+    ],
     "released while it is saved": [
         ("train", 2), ("memory", "release_device_memory"), ("save", "meanwhile"), TRAIN,
         ("load", None, False, True, "float32"), ("train", 2),

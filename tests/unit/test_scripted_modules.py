@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep.config import ConfigError
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.reference.pair import BACKENDS
 from tests.reference.plain_loop import ReferenceLoop
 
@@ -48,7 +48,7 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
         optimizer.step()
 
 
-@every_pair(how=["script", "trace"], backend=BACKENDS, root=[False, True])
+@every_value(how=["script", "trace"], backend=BACKENDS, root=[False, True])
 def test_same_bits_as_the_plain_loop(how: str, backend: str, root: bool) -> None:
     values: dict[str, Any] = {"optimizer_state": BACKENDS[backend], "clipping": {"max_norm": 0.5}}
     strategy = lightstep.Strategy.load(values)
@@ -65,8 +65,7 @@ def test_same_bits_as_the_plain_loop(how: str, backend: str, root: bool) -> None
             assert torch.equal(parameter, wanted), f"step {step}: {name}"
 
 
-@pytest.mark.parametrize("update", DEFERRED)
-@pytest.mark.parametrize("how", ["script", "trace"])
+@every_value(update=DEFERRED, how=["script", "trace"])
 def test_deferred_updates_are_refused_by_name(how: str, update: str) -> None:
     clipping = {"clipping.scope": "unit"} if update == "in_backward" else {}
     strategy = lightstep.Strategy.load("stream", overrides={"optimizer_state.update": update, **clipping})
@@ -77,8 +76,7 @@ def test_deferred_updates_are_refused_by_name(how: str, update: str) -> None:
         strategy.prepare_model(network(how, root=True))
 
 
-@pytest.mark.parametrize("update", DEFERRED)
-@pytest.mark.parametrize("how", ["script", "trace"])
+@every_value(update=DEFERRED, how=["script", "trace"])
 def test_frozen_ones_are_no_obstacle(how: str, update: str) -> None:
     clipping = {"clipping.scope": "unit"} if update == "in_backward" else {}
     runs = []

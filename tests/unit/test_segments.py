@@ -12,7 +12,7 @@ from torch import Tensor
 from lightstep.state import segment as segment_module
 from lightstep.state.store import Store
 from tests import stores
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.reference.lion import Lion
 from tests.reference.pair import BACKENDS, DTYPES, Pair
 from tests.unit.test_stream import Run
@@ -32,11 +32,8 @@ class Adding(torch.optim.Optimizer):
             p.add_(total, alpha=0.01)
 
 
-MAKERS: dict[str, Callable[[], Store]] = {
-    "resident": stores.resident,
-    "bulk": stores.bulk,
-    "stream": lambda: stores.stream(ring_mib=1),
-}
+MAKERS: dict[str, Callable[[], Store]] = {"resident": stores.resident, "stream": lambda: stores.stream(ring_mib=1)}
+every_home = pytest.mark.parametrize("backend", list(MAKERS))
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "AdamW-tensor-lr": (torch.optim.AdamW, {"lr": torch.tensor(1e-2)}),
@@ -54,7 +51,7 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 WAYS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
 
 
-@every_pair(name=CLASSES, way=WAYS, backend=BACKENDS, parameters=DTYPES)
+@every_value(name=CLASSES, way=WAYS, backend=BACKENDS, parameters=DTYPES)
 def test_every_class_gives_torchs_bits(
     name: str, way: str, backend: str, parameters: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +90,7 @@ def even(backend: str) -> Run:
     return Run(MAKERS[backend](), shapes=[(16,)] * 12, layers=[None] * 12)
 
 
-@pytest.mark.parametrize("backend", list(MAKERS))
+@every_home
 def test_histories_part_where_updates_differ_and_meet_again_when_they_are_loaded(backend: str) -> None:
     run = even(backend)
     run.step(0)
@@ -109,7 +106,7 @@ def test_histories_part_where_updates_differ_and_meet_again_when_they_are_loaded
     assert [float(entries["step"]) for entries in run.entries()] == [2.0] + [3.0] * 11
 
 
-@pytest.mark.parametrize("backend", list(MAKERS))
+@every_home
 def test_a_count_that_is_handed_out_is_nobody_elses(backend: str) -> None:
     run = even(backend)
     run.step(0)
@@ -118,7 +115,7 @@ def test_a_count_that_is_handed_out_is_nobody_elses(backend: str) -> None:
     assert [float(entries["step"]) for entries in run.entries()] == [1.0] * 12
 
 
-@pytest.mark.parametrize("backend", list(MAKERS))
+@every_home
 def test_only_what_was_written_to_has_changed(backend: str) -> None:
     run = even(backend)
     run.step(0)
@@ -129,7 +126,7 @@ def test_only_what_was_written_to_has_changed(backend: str) -> None:
     assert run.backend.changed([]) == []
 
 
-@pytest.mark.parametrize("backend", list(MAKERS))
+@every_home
 def test_a_weight_that_is_loaded_later_is_what_the_master_starts_from(backend: str) -> None:
     run = even(backend)
     item = run.items[0]

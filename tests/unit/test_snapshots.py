@@ -26,7 +26,7 @@ from lightstep.state import units as units_module
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
-from tests.covering import every_pair, every_value
+from tests.covering import every_value
 from tests.patience import PATIENCE
 from tests.unit.test_next_forward import Training, assert_same
 
@@ -145,7 +145,7 @@ def train_beside_saves(tested: Training, reader: Reader, folder: Path, updates_w
     assert reader.taken
 
 
-@every_pair(
+@every_value(
     update=["next_forward", "in_backward", "overlap"],
     parameters=["bfloat16", "float32", "float16"],
     resident_gib=[0.0, 3000 / GIB],

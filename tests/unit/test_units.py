@@ -103,26 +103,6 @@ def test_tied_parameters_come_once() -> None:
     assert names(plan_units([embed, managed("w", 100, 0), head], ten, 1 << 20)) == [["embed"], ["w"]]
 
 
-def test_a_tensor_of_525_million_elements_is_cut_into_equal_aligned_pieces() -> None:
-    embed, capacity = managed("embed", 128256 * 4096), 120 << 20
-    units = plan_units([embed], ten, capacity)
-    assert_a_partition(units, [embed], capacity)
-    sizes = [ten(*unit.parts[0][:1], unit.parts[0][2] - unit.parts[0][1]) for unit in units]
-    assert len(units) == -(-ten(embed, embed.local.numel()) // capacity)
-    assert max(sizes) - min(sizes) < len(units) * ten(embed, CUT_ELEMENTS) + 1
-
-
-def test_a_large_layer_becomes_several_units_of_about_one_size() -> None:
-    shapes = {"q": 4096 * 4096, "k": 4096 * 1024, "v": 4096 * 1024, "o": 4096 * 4096}
-    shapes |= dict.fromkeys(("gate", "up", "down"), 4096 * 14336) | {"norm1": 4096, "norm2": 4096}
-    items = [managed(name, elements, 0) for name, elements in shapes.items()]
-    units = plan_units(items, ten, 120 << 20)
-    assert_a_partition(units, items, 120 << 20)
-    sizes = [sum(ten(owner, stop - start) for owner, start, stop in unit.parts) for unit in units]
-    assert len(units) == 18
-    assert min(sizes) > 0.8 * max(sizes)  # equal pieces: none is too small for link speed
-
-
 def test_no_unit_is_left_almost_empty() -> None:
     """A step in a stream changes copies at each unit, so a few KiB in a slot of their own cost as much as a slot."""
     hidden, wide = 2048, 7168
@@ -132,12 +112,6 @@ def test_no_unit_is_left_almost_empty() -> None:
     units = plan_units(items, ten, capacity)
     assert_a_partition(units, items, capacity)
     assert len(units) == -(-10 * sum(sizes) // capacity)
-
-
-def test_units_do_not_cross_layers() -> None:
-    items = [managed(f"{layer}.w", 5000, layer) for layer in range(3)]
-    for unit in plan_units(items, ten, 30_000):
-        assert len({owner.layer for owner, _, _ in unit.parts}) == 1
 
 
 def test_whole_tensors_are_not_cut() -> None:
@@ -170,15 +144,12 @@ def test_a_slot_too_small_for_a_piece_is_refused_with_the_numbers() -> None:
         plan_units([whole("big", 1000)], ten, 9999)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_any_model_is_partitioned(seed: int) -> None:
-    generator = random.Random(seed)
-    sizes = [generator.choice([0, 1, 7, 128, 129, 1000, 4096, 40_000]) for _ in range(generator.randint(1, 12))]
-    items = [managed(f"p{i}", size, generator.choice([None, 0, 1, 2])) for i, size in enumerate(sizes)]
-    capacity = generator.choice([1280, 1500, 5000, 100_000])
-    assert_a_partition(plan_units(items, ten, capacity), items, capacity)
-
-
-def test_a_unit_is_named_by_its_first_and_last_parameter() -> None:
-    unit = plan_units([managed("layers.0.q", 9, 0), managed("layers.0.down", 9, 0)], ten, 2000)[0]
-    assert unit.label == "layers.0.q … layers.0.down"
+def test_any_model_is_partitioned() -> None:
+    for seed in range(20):
+        generator = random.Random(seed)
+        sizes = [generator.choice([0, 1, 7, 128, 129, 1000, 4096, 40_000]) for _ in range(generator.randint(1, 12))]
+        items = [managed(f"p{i}", size, generator.choice([None, 0, 1, 2])) for i, size in enumerate(sizes)]
+        capacity = generator.choice([1280, 1500, 5000, 100_000])
+        units = plan_units(items, ten, capacity)
+        assert_a_partition(units, items, capacity)
+        assert all(len({owner.layer for owner, _, _ in unit.parts}) == 1 for unit in units), seed

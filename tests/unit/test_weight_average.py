@@ -13,11 +13,9 @@ from lightstep import Strategy, WeightAverage
 from lightstep.checkpoint.formats import describe_checkpoint
 from tests.covering import every_value
 from tests.patience import PATIENCE
-from tests.reference.pair import EVERY_TIME, IN_BACKWARD, TWO_GROUPS, Pair, scale_for
+from tests.reference.pair import IN_BACKWARD, TWO_GROUPS, Pair, scale_for
 from tests.reference.plain_loop import ReferenceAverage
 from tests.reference.tiny_model import loss_of
-
-CASES = {**EVERY_TIME, **IN_BACKWARD}
 
 
 class Averaged(Pair):
@@ -44,7 +42,11 @@ class Averaged(Pair):
             assert average.dtype == torch.float32 and torch.equal(average, expected), name
 
 
-@every_value(backend=CASES, parameters=["bfloat16", "float16", "float32"], late=[False, True])
+@every_value(
+    backend=["bulk", "stream-overlap-resident-in-part", "stream-in-backward-and-forward", "stream-in-backward"],
+    parameters=["bfloat16", "float16", "float32"],
+    late=[False, True],
+)
 def test_the_average_is_a_plain_loops(backend: str, parameters: str, late: bool) -> None:
     scale = {} if backend in IN_BACKWARD else scale_for(parameters)
     overflow = [3] if scale.get("loss_scale", "none") != "none" else []
