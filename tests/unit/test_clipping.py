@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep import Strategy, clip_grad_norm_, global_grad_norm
-from lightstep.clipping import _middle
 from tests.reference.pair import strategy_values
 from tests.reference.plain_loop import check_norm
 
@@ -187,10 +186,3 @@ def test_bad_norms_are_named(name: str, bad: Any) -> None:
 @pytest.mark.parametrize("norm_type", ["inf", ".inf", math.inf])
 def test_infinity_may_be_written_in_a_file(norm_type: Any) -> None:
     assert Strategy.load({"clipping": {"norm_type": norm_type}}).config.clipping.norm_type == math.inf
-
-
-@given(st.lists(st.integers(0, 1000), min_size=2, max_size=30))
-def test_both_parts_of_a_cut_list_add_up_to_about_as_much(sizes: list[int]) -> None:
-    middle = _middle(sizes)
-    assert 0 < middle < len(sizes)
-    assert abs(sum(sizes[:middle]) - sum(sizes[middle:])) <= max(sizes)

@@ -134,24 +134,6 @@ def staying_run(time: str, gib: float | str = 1.0, told: bool = True) -> Run:
     return Run({"placement": "host", "device_mib": 0.001, "gradients_gib": gib}, time, PRECISION, told)
 
 
-@pytest.mark.parametrize("time", ["overlap"])
-def test_what_stays_is_copied_neither_way(time: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tested = staying_run(time)
-    tested.train(COUNTS[:2])
-    copied = list[host_fields.Field]()
-    for name in ("bring", "fill", "take_back", "copy_back"):
-        method = getattr(host_fields.Field, name)
-
-        def watched(field: host_fields.Field, *more: Any, method: Any = method) -> None:
-            copied.append(field)
-            method(field, *more)
-
-        monkeypatch.setattr(host_fields.Field, name, watched)
-    tested.train(COUNTS)
-    assert tested.optimizer.memory_report()["device_bytes"] >= tested.weights.staying.nbytes > 0
-    assert copied and all(field in {group.weights for group in tested.weights.groups} for field in copied)
-
-
 @every_value(time=TIMES[1:], told=[True, False])
 def test_what_stays_leaves_when_its_memory_is_lent(time: str, told: bool) -> None:
     """Also between two micro-batches, and before a sum in fp32 takes over."""

@@ -35,14 +35,6 @@ def test_a_slab_is_rounded_to_pages_and_to_nothing_else(nbytes: int) -> None:
     slab.close()
 
 
-def test_several_threads_touch_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_TOUCH_CHUNK", mmap.PAGESIZE)
-    monkeypatch.setattr(host_memory, "_processors", lambda: 3)
-    pages = torch.full((7 * mmap.PAGESIZE + 5,), 255, dtype=torch.uint8)
-    host_memory._first_touch(pages)
-    assert torch.count_nonzero(pages[:: mmap.PAGESIZE]) == 0
-
-
 def test_views_share_the_slab_and_do_not_overlap() -> None:
     slab = HostSlab(4096)
     low = slab.tensor(torch.int16, 8)

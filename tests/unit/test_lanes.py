@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, LaneError, Lanes
+from lightstep.state.lanes import LaneError, Lanes
 from tests.patience import PATIENCE
 from tests.python import python
 
@@ -105,16 +105,6 @@ def test_the_caller_is_a_lane_too(lanes: Lanes) -> None:
     lanes.device_to_host.run(lambda: log.append("written"))
     lanes.synchronize()
     assert log == ["copied", "computed", "written"]
-
-
-def test_delays_come_before_every_job_in_its_own_lane(lanes: Lanes) -> None:
-    seen: list[tuple[str, str]] = []
-    lanes.delay = lambda name: seen.append((name, threading.current_thread().name))
-    for lane in (lanes.host_to_device, lanes.compute, lanes.device_to_host, lanes.caller()):
-        lane.run(lambda: None)
-    lanes.synchronize()
-    names = [HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST]
-    assert sorted(seen) == sorted([*((n, f"lightstep-{n}") for n in names), (COMPUTE, threading.current_thread().name)])
 
 
 def fail() -> None:

@@ -273,16 +273,6 @@ BETWEEN: dict[Callable[[Training], None], str] = {
 }
 
 
-LINES: dict[Callable[[Training], None], str] = {
-    change_lr: "rolled back before step() (1 so far): hyper-parameters were changed",
-    edit_gradient: "rolled back before step() (1 so far): gradients were changed",
-    evaluate: "rolled back before step() (1 so far): blocks.0.norm.weight was read",
-    edit_gradient_data: "redo (1 steps redone so far): gradients were changed after their use",
-    clip_tighter: "redo (1 steps redone so far): gradients are clipped",
-}
-"""What the log says of it."""
-
-
 def step_and_write(training: Training, what: str, synchronize: bool) -> None:
     """A program writes to the weights or gradients that it has in a list, right after the step."""
     parameters = [p for p in training.named.values() if p.grad is not None]
@@ -345,9 +335,8 @@ def test_a_write_after_step_is_told_whatever_the_verdict(clipping: dict[str, Any
     [*zip(BETWEEN, cycle(["bfloat16", "float32"]), strict=False), (edit_a_weight, "float32")],
 )
 def test_what_happens_between_backward_and_step(
-    act: Callable[[Training], None], parameters: str, verdicts: Counter[str], caplog: pytest.LogCaptureFixture
+    act: Callable[[Training], None], parameters: str, verdicts: Counter[str]
 ) -> None:
-    caplog.set_level("INFO", overlap.logger.name)
     tested, expected = pair(parameters=parameters)
     for training in (tested, expected):
         training.train(3)
@@ -365,8 +354,6 @@ def test_what_happens_between_backward_and_step(
     for mine, theirs in zip(tested.found, expected.found, strict=True):
         assert_same(mine, theirs)
     assert seen[BETWEEN[act]] >= 1
-    if act in LINES:
-        assert f"updates in backward: {LINES[act]}" in caplog.messages
 
 
 @pytest.mark.parametrize("clipping", [NEVER, TIGHT], ids=["committed", "redone"])
@@ -421,10 +408,7 @@ READS: dict[str, Callable[[Training], Any]] = {
 
 
 @pytest.mark.parametrize("how", READS)
-def test_weights_are_those_of_before_until_step(
-    how: str, verdicts: Counter[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", overlap.logger.name)
+def test_weights_are_those_of_before_until_step(how: str, verdicts: Counter[str]) -> None:
     tested, _ = pair()
     tested.train(3)
     tested.optimizer.synchronize()
@@ -433,7 +417,6 @@ def test_weights_are_those_of_before_until_step(
     backward(tested)
     READS[how](tested)
     assert verdicts["rolled back"] == 1
-    assert "(1 so far): everything was read, or another backward began" in caplog.text or how != "synchronize"
     assert_same(weights(tested), before)
     if how not in ("delete", "zero_grad"):
         now = tested.optimizer.state_dict()["state"]
