@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lightstep
-from lightstep.optimizer import queue
 from tests.covering import every_value
 from tests.python import python
 from tests.reference.pair import EVERY_TIME, IN_BACKWARD
 from tests.unit.test_edits import Setup
-from tests.unit.test_stream import random_delays
 
 EVERY = {**EVERY_TIME, **IN_BACKWARD}
 
@@ -67,38 +65,6 @@ def test_everything_is_freed_at_once(kind: str, parameters: str, scale: Any) -> 
     del scheduler, optimizer, held
     assert [reference() for reference in gone if reference() is not None] == []
     assert hooks_on(model) == 0
-
-
-def deep() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(5, 5) for _ in range(20)))
-
-
-def trained(state: dict[str, Any], phases: int, seed: int | None = None) -> dict[str, Tensor]:
-    """The weights after functions that each made an optimizer of their own, and let it go."""
-    strategy = lightstep.Strategy.load({"clipping": {"max_norm": 0.5}, "optimizer_state": state})
-    model = strategy.prepare_model(deep())
-
-    def train() -> None:
-        optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
-        for step in range(3):
-            if step == 2 and seed is not None:
-                random_delays(optimizer._backend.lanes, seed, 1e-3)
-            inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).bfloat16()
-            optimizer.backward(model(inputs).float().square().mean() * 1e3)
-            optimizer.step()
-
-    for _ in range(phases):
-        train()
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def test_the_last_update_is_in_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "SUBMIT_IN_STEP", 10)
-    expected = trained({"backend": "stream", "ring_mib": 0.01}, phases=2)
-    for seed in range(2):
-        found = trained({"backend": "stream", "ring_mib": 0.01, "update": "next_forward"}, phases=2, seed=seed)
-        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 def test_an_entry_that_somebody_keeps_keeps_nothing_else() -> None:
