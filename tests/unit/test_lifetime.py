@@ -1,4 +1,7 @@
-"""An optimizer that goes away: its last update is in the weights, its memory is free at once and its hooks are off."""
+"""An optimizer that goes away: its memory is free at once, its hooks are off, and an interrupt then is not lost.
+
+That its last update is in the weights is a program of ``test_programs.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Masters follow the model: what a user writes into the weights is adopted, and nothing else is touched."""
+"""Masters follow the model, in part or as a whole, and before the first update they are what the user gave.
+
+Whole weights that a user writes to, in every way, are programs of ``test_programs.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepared models: whoever reads a parameter gets an updated one, and what was never prepared is refused."""
+"""Prepared models: whoever reads a parameter, by any way, gets an updated one; what was never prepared is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies: loading by name, path, mapping and overrides; every mistake gets one clear sentence."""
+"""Strategies: loading by name, path, mapping and overrides, with one clear sentence for each mistake; the presets."""
 
 from __future__ import annotations
 
