@@ -1,7 +1,7 @@
 """Short programs against the textbook loop, one thing each, in the language of the random ones of ``test_fuzz.py``.
 
-Something wrong that people have met, or would meet, is one row. It runs with state in several places, at all update
-times, with weights on the device or the host, and in every dtype.
+Something wrong that people have met, or would meet, is one row. It runs under two of the settings at the end, which
+have state and weights in several places, updates at several times, and every class, dtype and kind of moments.
 """
 
 from __future__ import annotations
