@@ -222,8 +222,8 @@ def test_a_kernel_with_other_bits_steps_aside(
 
 def test_betas_whose_corrections_never_end_are_left_alone() -> None:
     device = torch.device("cpu")
-    assert adam_batch.corrections(0.9, 0.9999999, device) is None
-    found = adam_batch.corrections(0.9, 0.999, device)
+    assert corrections(0.9, 0.9999999, device) is None
+    found = corrections(0.9, 0.999, device)
     assert found is not None
     table = found.read()
     steps = torch.tensor([1.0, 7.0, 10_000.0])

@@ -17,17 +17,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lightstep
 from lightstep.optimizer import overlap
 from lightstep.optimizer.overlap import SpeculativeUpdates
 from lightstep.state import versions
 from lightstep.state.lanes import DEVICE_TO_HOST
 from lightstep.state.ring import Ring
+from lightstep.state.schema import aligned
 from tests.covering import every_value
 from tests.distributed.models import TinyTransformer
 from tests.patience import PATIENCE
 from tests.unit import test_next_forward as others
 from tests.unit.test_next_forward import assert_same, small_cuts
 from tests.unit.test_residency import Growing
+from tests.unit.test_stream import random_delays
 
 __all__ = ["small_cuts"]
 
@@ -578,6 +581,45 @@ def test_weights_that_travel_take_no_device_memory_beside_the_ring(verdicts: Cou
     assert reports[0]["device_bytes"] > reports[1]["device_bytes"] == 0
     assert reports[1]["ring_bytes"] <= 1.25 * reports[0]["ring_bytes"]
     assert reports[1]["host_bytes"] > reports[0]["host_bytes"]
+
+
+class Gated(nn.Module):
+    """A layer with a gate, which reads what it is given in its own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(24, 24), nn.Linear(24, 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate = self.gate(hidden.to(self.gate.weight.dtype)).sigmoid().mean()
+        return hidden + self.layer(hidden).tanh() * gate.to(hidden.dtype)
+
+
+def test_previous_weights_take_their_own_bytes(verdicts: Counter[str]) -> None:
+    """2 for a weight in bf16, and 4 for one in fp32 in the same unit."""
+    trained = []
+    for state in (RESIDENT, ON_HOST):
+        torch.manual_seed(0)
+        strategy = lightstep.Strategy.load({"clipping": {"max_norm": 100.0}, "optimizer_state": state})
+        model: Any = strategy.prepare_model(nn.Sequential(*(Gated() for _ in range(4))))
+        for block in model:
+            block.gate.float()
+        optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+        for step in range(10):
+            inputs = torch.randn(4, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
+            with strategy.accumulate(model, last=True):
+                loss = model(inputs).float().square().mean()
+                optimizer.backward(loss * (1000 if step in (3, 7) else 1))
+            optimizer.step()
+            if state is not RESIDENT:
+                random_delays(optimizer.engine.backend.lanes, step, 1e-3)
+        trained.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
+    assert_same(trained[1], trained[0])
+    assert verdicts["commit"] > 1 and verdicts["redo"] > 1
+    previous: dict[Any, Any] = optimizer.engine.backend._versions._previous
+    assert any(len({part.owner.local.dtype for part in record.parts}) > 1 for record in previous)
+    for record, kept in previous.items():
+        assert kept.nbytes == sum(part.owner.local.itemsize * aligned(part.elements) for part in record.parts)
 
 
 def test_where_the_ring_has_no_room_for_weights_they_do_not_travel(
