@@ -619,7 +619,7 @@ def test_previous_weights_take_their_own_bytes(verdicts: Counter[str]) -> None:
     previous: dict[Any, Any] = optimizer.engine.backend._versions._previous
     assert any(len({part.owner.local.dtype for part in record.parts}) > 1 for record in previous)
     for record, kept in previous.items():
-        assert kept.nbytes == sum(part.owner.local.itemsize * aligned(part.elements) for part in record.parts)
+        assert kept.weights_nbytes == sum(part.owner.local.itemsize * aligned(part.elements) for part in record.parts)
 
 
 def test_where_the_ring_has_no_room_for_weights_they_do_not_travel(
