@@ -49,5 +49,6 @@ def no_grad_no_inference() -> Iterator[None]:
     Tensors made under ``torch.inference_mode()`` cannot be written to outside of it. Evaluation and generation run
     under it, and may call into the library, which then allocates memory that later steps write to.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    switched_off = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    with switched_off, torch.no_grad():
         yield

@@ -144,8 +144,9 @@ class Lanes:
             lane.wait(queued)
 
     def caller_waits_for_updates(self) -> None:
-        """Make the caller wait for what is queued in the compute lane."""
-        self.caller().wait(self.compute.record(self._updates))
+        """Make the caller wait for what is queued in the compute lane, unless a job has failed."""
+        if self._status.error is None:
+            self.caller().wait(self.compute.record(self._updates))
 
     def load(self, target: Tensor, source: Tensor) -> None:
         """Copy from the host to the device in the lane, between what the caller has queued and what it queues next."""

@@ -778,8 +778,7 @@ class Store:
                     self._settle(record)
         items = list(items)
         for lanes in self._lanes.values() if items else ():
-            if not lanes.failed:
-                lanes.caller_waits_for_updates()  # they gather weights in the same memory
+            lanes.caller_waits_for_updates()  # they gather weights in the same memory
         if self.host_weights is None or not items:
             return self._comparison.changed(items)
         with self.host_weights.holding(groups_of(item.home for item in items)):
