@@ -116,7 +116,8 @@ class Engine(BetweenSteps):
         if self.edits.readings:
             self.edits.outdate()
         if not final:
-            return scaling.layers, scaling.unclipped_factors(self.loss_scale, next(iter(self.managed)).local.device)
+            first = next(iter(self.managed.by_parameter.values()))
+            return scaling.layers, scaling.unclipped_factors(self.loss_scale, first.local.device)
         scaling.reset_norms()
         self._used = []
         return scaling.layers, (None, None)

@@ -121,7 +121,7 @@ class SpeculativeUpdates(Early):
             return
         (layers, assumed), managed = prepared, step.managed
         with no_grad_no_inference():
-            written = managed.find_written(managed)
+            written = managed.find_written(managed.by_parameter.values())
             if written and not managed.are_unmoved(written):  # they will get other records
                 written = list(managed)
         self._find_written = managed.find_written
@@ -129,7 +129,7 @@ class SpeculativeUpdates(Early):
             self._update_pause()
         self._link_share.adapt()
         self._assumed = assumed
-        without_gradient = [item for item in managed if not item.updated]
+        without_gradient = [item for item in managed.by_parameter.values() if not item.updated]
         self._arrivals.set_layers(layers, self._backend.units(), batched=True, without_gradient=without_gradient)
         plan = self._plan_for(step.param_groups, written)
         self._has_shared = bool(plan.shared)

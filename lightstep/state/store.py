@@ -473,7 +473,7 @@ class Store:
         if updated or record.slot is not None:  # there, joining took bits out of the record
             self._write(record, segments)
         if record.slot is None and updated:
-            if version is None:
+            if version is None and self._versions.pinned:
                 self._versions.move_if_pinned(record)
             self._live_ring().write_back(slot, record, version or record)  # type: ignore[arg-type]
         elif record.slot is None:

@@ -202,6 +202,7 @@ class Versions:
     Attributes:
         speculative: the records that have a speculative update.
         may_reserve: another :meth:`reserve` of the same records may return others, because spare slabs came or went.
+        pinned: the slabs that snapshots read.
         device_copies: what the last snapshot copies of records that live on the device.
     """
 
@@ -217,7 +218,7 @@ class Versions:
         self._bytes = 0
         self._full = False
         self._released = False
-        self._pinned: dict[HostSlab, _Pin] = {}
+        self.pinned: dict[HostSlab, _Pin] = {}
         self.speculative: dict[Record, Version] = {}
         self._previous: dict[Record, Version] = {}
         self._kept: dict[WeightGroup, KeptWeights] = {}
@@ -272,7 +273,7 @@ class Versions:
         spare = self._spare[record.slab.nbytes]
         if len(spare) >= count:
             return True
-        if any(pin.record_has_left for pin in list(self._pinned.values())):  # these become spare when they are unpinned
+        if any(pin.record_has_left for pin in list(self.pinned.values())):  # these become spare when they are unpinned
             return False
         slab = self._new_slab(record.slab.nbytes, record.device)
         if slab is not None:
@@ -384,7 +385,7 @@ class Versions:
             kept.uses -= 1
         record.slab, record.host, record.written_back = version.slab, version.host, version.written_back
         version.slab = version.host = version.saved = None
-        if old in self._pinned:
+        if old in self.pinned:
             self._leave(old)
         else:
             self._spare[old.nbytes].append(old)
@@ -401,18 +402,13 @@ class Versions:
 
     # -- snapshots
 
-    @property
-    def pinned(self) -> bool:
-        """Whether any slab is pinned by a snapshot."""
-        return bool(self._pinned)
-
     def pin(self, slab: HostSlab) -> None:
         """Protect the slab from writes. No copy to it may be under way."""
-        self._pinned[slab] = _Pin()
+        self.pinned[slab] = _Pin()
 
     def unpin(self, slab: HostSlab) -> None:
         """End the protection: the slab is not read any more. Any thread may call this."""
-        pin = self._pinned.pop(slab)
+        pin = self.pinned.pop(slab)
         if pin.is_second_to_leave():
             self._add_spare(slab)
             self.may_reserve = True
@@ -420,7 +416,7 @@ class Versions:
 
     def _leave(self, slab: HostSlab) -> None:
         """The record has got another slab."""
-        pin = self._pinned.get(slab)
+        pin = self.pinned.get(slab)
         if pin is not None:
             pin.record_has_left = self.may_reserve = True
         if pin is None or pin.is_second_to_leave():
@@ -440,7 +436,7 @@ class Versions:
     @property
     def in_use(self) -> bool:
         """Whether a snapshot is being read."""
-        return bool(self._pinned) or not (self.device_copies is None or self.device_copies.closed)
+        return bool(self.pinned) or not (self.device_copies is None or self.device_copies.closed)
 
     def before_write(self, record: Record) -> None:
         """Call it before a record is written to where it lives; nothing may be under way in the lanes."""
@@ -465,7 +461,7 @@ class Versions:
         Returns:
             Whether the record has moved.
         """
-        slab = None if record.slab not in self._pinned else self._replacement_slab(record)
+        slab = None if record.slab not in self.pinned else self._replacement_slab(record)
         if slab is None:
             return False
         room, before = slab.tensor(torch.uint8, record.nbytes), record.host
@@ -478,7 +474,7 @@ class Versions:
         """A slab to which the record can move; ``None`` if its own is not pinned any more. May wait for the reader."""
         assert record.slab is not None
         spare = self._spare[record.slab.nbytes]
-        while (pin := self._pinned.get(record.slab)) is not None:
+        while (pin := self.pinned.get(record.slab)) is not None:
             slab = spare.pop() if spare else self._new_slab(record.slab.nbytes, record.device)
             if slab is not None:
                 self._leave(record.slab)
