@@ -147,7 +147,8 @@ class GradientNorm:
         local = local.to(self.device, torch.float32)
         if not self._reduction.has_shards:
             return self._norm_of(local)
-        has_gradient = [found for found in self._present(norms) if found is not None]
+        pairs = zip(self._parameters, norms, strict=True)
+        has_gradient = [norm is not None for parameter, norm in pairs if norm is not None or parameter.requires_grad]
 
         def on_partial(positions: Sequence[int]) -> None:
             numbers = [number for number, found in enumerate(self._present(norms)) if found is not None]
