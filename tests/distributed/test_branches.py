@@ -89,7 +89,7 @@ def train(pair: DistributedPair, steps: list[list[tuple[str, ...]]]) -> None:
 
 def check_branches(rank: int, world_size: int, case: dict[str, Any], sharding: dict[str, Any], never: bool) -> None:
     pair = DistributedPair(rank, world_size, case, sharding, Branching)
-    train(pair, [*(NEVER_CALLED if never else FIRST_STEPS), *random_steps(3)])
+    train(pair, [*(NEVER_CALLED if never else FIRST_STEPS), *random_steps(2)])
 
 
 STREAM = {"backend": "stream", "ring_mib": 1}

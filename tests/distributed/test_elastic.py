@@ -28,10 +28,9 @@ KILLS = {
     "synchronous": [
         Kill(rank=1, phase="forward", delay=0, steps=1),
         Kill(rank=0, phase="save", delay=0.01, steps=2),
-        Kill(rank=0, phase="step", delay=0, steps=1),
     ],
     "asynchronous": [
-        Kill(rank=1, phase="backward", delay=0, steps=4),
+        Kill(rank=0, phase="step", delay=0, steps=4),
         Kill(rank=1, phase="save", delay=0.03, steps=1),
     ],
 }
@@ -64,8 +63,11 @@ def expected(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
 
 
 @pytest.mark.parametrize("saves", KILLS)
-def test_kills_in_every_phase(tmp_path: Path, saves: str, expected: dict[int, int]) -> None:
-    """With shards on the device, and on the host if saves are asynchronous: the bits are the same."""
+def test_kills(tmp_path: Path, saves: str, expected: dict[int, int]) -> None:
+    """In a step, whose phases leave the same files, and while a checkpoint is written.
+
+    With shards on the device, and on the host if saves are asynchronous: the bits are the same.
+    """
     cluster, found = OneHost(tmp_path, FORKING), Found()
     try:
         while len(found.kills) < len(KILLS[saves]):  # a run may end before its time has come on a busy machine

@@ -71,13 +71,14 @@ TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
 @pytest.mark.parametrize(
     ("layout", "update"),
     [
+        ("units", "next_forward"),
         *(("ddp", update) for update in ("at_step", "next_forward", "in_backward")),
         *(("copies", update) for update in ("next_forward", "in_backward")),
         ("hsdp", "overlap"),
     ],
 )
 def test_everything_is_ordered(pool: Pool, layout: str, update: str) -> None:
-    """Updates of units are below. DDP tries none."""
+    """Other updates of units are below. DDP tries none."""
     world_size, sharding = CASES[layout]
     pool.run(check_order, world_size, cpu=True, sharding=sharding, update=update)
 

@@ -73,7 +73,7 @@ def test_a_run_goes_on_with_fewer_hosts_and_then_with_more(elastic: TwoHosts, tm
         assert all(abs(loss - resumed.loss) < 0.02 for loss in again)
 
 
-LAST = "checkpoint-24"
+LAST = "checkpoint-16"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Named:
 @pytest.fixture
 def training(hosts: Hosts, tmp_path: Path) -> Iterator[TwoHosts]:
     """``lightstep train``, with checkpoints on each host's own disk."""
-    file = training_file(tmp_path, output=hosts.disk, steps=24)
+    file = training_file(tmp_path, output=hosts.disk, steps=16)
     program = ["lightstep", "train", str(file), "--resume", "auto"]
     cluster = TwoHosts(hosts, tmp_path, launcher=Launcher(FORKING.module, program), each=1)
     yield cluster
