@@ -361,16 +361,18 @@ def test_what_happens_between_backward_and_step(
 
 @pytest.mark.parametrize("clipping", [NEVER, TIGHT], ids=["committed", "redone"])
 @pytest.mark.usefixtures("never_pauses")
-def test_gradients_are_freed_with_the_last_wait(clipping: dict[str, Any]) -> None:
+def test_gradients_are_freed_with_the_last_wait(clipping: dict[str, Any], verdicts: Counter[str]) -> None:
     """Not with the next backward, whose own gradients would find them still there."""
     training = Training(OVERLAP, clipping=clipping)
-    training.train(2)
+    training.train(3)
+    verdicts.clear()
     backward(training)
     gradients = [weakref.ref(parameter.grad) for parameter in training.named.values() if parameter.grad is not None]
     assert tried(training) and gradients
     training.optimizer.step()
     training.optimizer.synchronize()
     assert [gradient() for gradient in gradients if gradient() is not None] == []
+    assert +verdicts == {"commit" if clipping is NEVER else "redo": 2}
 
 
 @pytest.mark.parametrize("verdict", ["commit", "redo", "drop"])
