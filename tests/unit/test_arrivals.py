@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -79,6 +80,18 @@ def test_what_is_complete_last_and_used_first() -> None:
     assert counted.last_in_backward() == [], "neither is used first nor comes with what is"
     counted.backward(["embed", "norm", "head", "a", "b"])
     assert len(counted.last_in_backward()) == 6, "all of it, where one module is reduced as a whole"
+
+
+def test_what_was_planned_holds_until_units_or_their_order_change() -> None:
+    counted = Counted()
+    counted.lay_out("embed", "a", "b", "norm", "head")
+    seen = [counted.arrivals.changes]
+    for completed in (AS_FSDP2, AS_FSDP2, [], ["norm", "a", "embed"], ["norm", "a", "embed"]):
+        counted.backward(completed)
+        seen.append(counted.arrivals.changes)
+    counted.lay_out("embed a", "b", "norm head")
+    seen.append(counted.arrivals.changes)
+    assert [later - before for before, later in pairwise(seen)] == [1, 0, 0, 1, 0, 1]
 
 
 def test_layers_that_are_staged_together_come_when_the_last_of_them_is_complete() -> None:
