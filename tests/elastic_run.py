@@ -144,7 +144,7 @@ def _loss(model: nn.Module, step: int, rank: int, ranks: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCABULARY, (_ROWS, 6), generator=generator)[rank::ranks]
     logits: Tensor = model(tokens).float()
-    return nn.functional.cross_entropy(logits.reshape(-1, CLASSES), (tokens % CLASSES).reshape(-1))
+    return nn.functional.cross_entropy(logits.reshape(-1, CLASSES), (tokens % CLASSES).reshape(-1).to(logits.device))
 
 
 def _checksum(strategy: lightstep.Strategy, model: nn.Module, optimizer: Any) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,19 +43,21 @@ def inputs_on(device: torch.device, _: nn.Module, arguments: tuple[Any, ...], na
     return tree_map_only(Tensor, move, arguments), tree_map_only(Tensor, move, named)
 
 
-class ModuleHook(partial[Any]):
+class ModuleHook:
     """A hook of any kind that runs outside of compiled graphs. In a copy (or pickle) of the module it does nothing.
 
     Args:
         call: the function to call. It must refer to the module by weak references only.
     """
 
-    def __new__(cls, call: Callable[..., Any]) -> ModuleHook:
-        return super().__new__(cls, torch.compiler.disable(call))  # dynamo would trace it into the graph
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = None if call is None else torch.compiler.disable(call)  # dynamo would trace it into the graph
+
+    def __call__(self, *arguments: Any) -> Any:
+        return None if self._call is None else self._call(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook()
 
     def __reduce__(self) -> Any:
-        return copy, (_nothing,)
-
-
-def _nothing(*_: Any) -> None:
-    """A hook in a copy."""
+        return ModuleHook, ()

@@ -18,7 +18,7 @@ from lightstep.precision import split, split_triton
 from lightstep.precision.gradient_stage import GradientStage
 from lightstep.precision.split import Splitter, probe_masters
 from lightstep.state.host_memory import HostSlab
-from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, CallerStream, LaneError, Lanes, StreamLane
+from lightstep.state.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, CallerStream, LaneError, Lanes, StreamLane
 from lightstep.state.schema import Managed
 from lightstep.state.store import Store
 from tests import stores
@@ -441,7 +441,7 @@ def failing(layers: Layers, lane: str, at: int) -> Callable[[], None]:
     return lambda: setattr(layers.backend.lanes, "delay", None)
 
 
-@pytest.mark.parametrize("lane", [HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST])
+@pytest.mark.parametrize("lane", [HOST_TO_DEVICE, DEVICE_TO_HOST])
 def test_a_failure_in_a_lane_stops_the_optimizer_until_a_load(lane: str) -> None:
     tested, expected = Layers(streamed()), Layers(stores.resident())
     for layers in (tested, expected):

@@ -8,7 +8,7 @@ from tests.python import python
 
 CODE = "from tests import step_counts; step_counts.BLOCKS = 3; step_counts.main()"
 
-MOST = {"stream-overlap": (200, 45, 34)}
+MOST = {"resident": (110, 28, 26), "stream": (125, 34, 29), "stream-overlap": (206, 47, 36)}
 """Functions, classes and files: who raises one says what that bought."""
 
 
@@ -24,7 +24,6 @@ def test_the_command_counts_every_way_to_train() -> None:
     functions, classes, files, calls = zip(*found.values(), strict=True)
     assert functions[0] == classes[0] == files[0] == 0
     assert 0 < functions[1] < min(functions[2:])
-    assert functions[1] <= 110
     assert all(a > b > c for a, b, c in zip(functions[1:], classes[1:], files[1:], strict=True))
     assert 0 < calls[1] < calls[2] < calls[3]
     assert calls[0] > 0
