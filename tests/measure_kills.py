@@ -195,7 +195,7 @@ class TwoHosts:
             nproc_per_node=self._each,
             max_restarts=RESTARTS,
             rdzv_endpoint=f"{ADDRESSES[0]}:{PORT + 1}",
-            rdzv_conf="is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8",
+            rdzv_conf="is_host=0,last_call_timeout=2,keep_alive_interval=1",
         )
 
     def kill_host(self, host: int, comes_back: bool = True) -> None:
