@@ -177,7 +177,8 @@ def test_importing_touches_no_device() -> None:
 def test_parameters_on_two_devices_equal_a_plain_loop(parameters: torch.dtype, optimizer_class: Any) -> None:
     """A model that its user has spread over devices, with one norm, and a step that overflows on one of them.
 
-    torch adds up the norms device by device, in the order of a hash table. So the norm here is the textbook's.
+    torch adds up norms in fp32, device by device in the order of a hash table; lightstep adds them up in fp64. So the
+    norms are close, and the loop clips by lightstep's.
     """
     torch.manual_seed(0)
     strategy = lightstep.Strategy.load(
@@ -202,13 +203,11 @@ def test_parameters_on_two_devices_equal_a_plain_loop(parameters: torch.dtype, o
             layers[2].weight.grad[0, 0] = torch.inf
         for master, parameter in zip(masters, model.parameters(), strict=True):
             master.grad = parameter.grad.float().clone()
-        gradients = [master.grad for master in masters if master.grad is not None]
-        norms = [torch._foreach_norm([gradient])[0].to("cuda:0") for gradient in gradients]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        for gradient in gradients:
-            gradient *= torch.clamp(0.1 / (norm + 1e-6), max=1.0).to(gradient.device)
-        result = optimizer.step()
-        assert torch.equal(result.grad_norm.cpu(), norm.cpu()) and bool(result) is (step != 3)
+        result, norm = optimizer.step(), nn.utils.get_total_norm([master.grad for master in masters])
+        torch.testing.assert_close(result.grad_norm.cpu(), norm.cpu())
+        assert bool(result) is (step != 3)
+        for master in masters:
+            master.grad *= torch.clamp(0.1 / (result.grad_norm + 1e-6), max=1.0).to(master.device)
         if step != 3:
             expected.step()
         for master, parameter in zip(masters, model.parameters(), strict=True):
