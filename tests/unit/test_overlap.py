@@ -20,8 +20,10 @@ from torch import Tensor, nn
 import lightstep
 from lightstep.optimizer import overlap
 from lightstep.optimizer.overlap import SpeculativeUpdates
+from lightstep.optimizer.speculation import LinkShare
 from lightstep.state import versions
 from lightstep.state.lanes import DEVICE_TO_HOST
+from lightstep.state.record import Record
 from lightstep.state.ring import Ring
 from lightstep.state.schema import aligned
 from tests.covering import every_value
@@ -622,6 +624,36 @@ def test_previous_weights_take_their_own_bytes(verdicts: Counter[str]) -> None:
     assert any(len({part.owner.local.dtype for part in record.parts}) > 1 for record in previous)
     for record, kept in previous.items():
         assert kept.weights_nbytes == sum(part.owner.local.itemsize * aligned(part.elements) for part in record.parts)
+
+
+@pytest.mark.parametrize("fraction", [0.6, 1.0])
+def test_the_ring_is_filled_with_what_the_next_backward_completes_first(
+    fraction: float, monkeypatch: pytest.MonkeyPatch, verdicts: Counter[str]
+) -> None:
+    """Each record is fetched once in a step, whatever share of the units is left to the forward."""
+    monkeypatch.setattr(LinkShare, "adapt", lambda self: setattr(self, "fraction", fraction))
+    fetched: list[Record] = []
+    taken: list[Record] = []
+    fetch, take = Ring._fetch, Ring.acquire
+    monkeypatch.setattr(Ring, "_fetch", lambda self, record: (fetched.append(record), fetch(self, record)))
+    monkeypatch.setattr(Ring, "acquire", lambda self, record: (taken.append(record), take(self, record))[1])
+    tested, expected = pair()
+    losses = [tested.step() for _ in range(3)]
+    backend = tested.optimizer.engine.backend
+    for step in range(3):
+        tested.optimizer.synchronize()
+        ready = backend._ring.staged()
+        tested.delays(step)
+        assert len(ready) > 2
+        fetched.clear()
+        taken.clear()
+        losses.append(tested.step())
+        tested.optimizer.synchronize()
+        assert sum(record.nbytes for record in fetched) == sum(unit.nbytes for unit in backend._records)
+        assert taken[: len(ready)] == ready
+    assert losses == expected.train(6)
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts.keys() == {"commit"}
 
 
 def test_where_the_ring_has_no_room_for_weights_they_do_not_travel(
