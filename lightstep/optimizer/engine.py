@@ -45,7 +45,7 @@ class Engine(BetweenSteps):
         self._measured: Measured | None = None
         self._used: list[Tensor] = []  # the parameters that had a gradient in the last step
         self._skips_on_device = False
-        self._known_to_skip: Any = None  # what that depends on
+        self._kinds: Any = None  # of groups and classes, on which that depends
 
     # -- backward
 
@@ -200,10 +200,11 @@ class Engine(BetweenSteps):
 
         That is so for classes without ``found_inf``, and before there is state.
         """
-        known = updates[0].values.kinds, self.classes.version
-        if known != self._known_to_skip:
-            devices, self._known_to_skip = self.managed.devices, known
-            self._skips_on_device = all(self.classes.skips_on_device(one, self.param_groups) for one in devices)
+        kinds = updates[0].values.kinds, self.classes.version
+        if kinds != self._kinds:
+            devices = self.managed.devices
+            self._skips_on_device = all(self.classes.skips_on_device(device, self.param_groups) for device in devices)
+            self._kinds = kinds
         on_host = not self._skips_on_device or any(update.without_state for update in updates)
         return on_host and self.queue.overflows(updates)
 
