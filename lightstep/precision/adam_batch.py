@@ -187,7 +187,8 @@ class AdamCall:
         shared: ``overflow``, ``corrections``, ``learning_rate``, ``divisor``, ``factor``.
         numbers: ``lr``, ``beta1``, ``beta2``, ``weight_decay``, ``eps``, and the length of ``corrections``.
         constants: whether weights decay, apart from the gradient, and whether the step goes up.
-        kind: what the memory that an update needs depends on: the constants, and whether there is a largest moment.
+        kind: what a plan of updates depends on: whether the learning rate is on the device, whether there is a largest
+            moment, and the constants.
         form: calls with the same number are of one form: constants, and dtypes and alignments of :attr:`shared`.
     """
 

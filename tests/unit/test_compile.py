@@ -167,7 +167,7 @@ def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(tmp_path: Path) ->
     same(list(strategy.unwrap_model(model).state_dict().values()), list(plain.state_dict().values()))
 
 
-@pytest.mark.parametrize("update", ["in_backward"])
+@pytest.mark.parametrize("update", ["at_step", "in_backward"])
 def test_compiled_autograd_with_accumulation_gives_the_same_weights(update: str) -> None:
     from torch._dynamo import compiled_autograd
 

@@ -280,9 +280,8 @@ def test_a_model_that_is_moved_keeps_its_state(backend: str, parameters: str, mo
     assert_same(setup.train(2, 3), expected.train(2, 3))
 
 
-@pytest.mark.parametrize("backend", ["stream"])
-def test_a_model_on_two_devices_is_refused_and_loses_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, expected = Setup(backend).train(0, 1), Setup(backend).train(0, 1)
+def test_a_model_on_two_devices_is_refused_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, expected = Setup("stream").train(0, 1), Setup("stream").train(0, 1)
     item = setup.optimizer.managed()[0]
     here, item.local = item.local, item.local.to("meta")
     setup.backward(2)

@@ -153,12 +153,9 @@ def test_what_stays_leaves_when_its_memory_is_lent(time: str, told: bool) -> Non
     assert_same(*found)
 
 
-@pytest.mark.parametrize("time", ["overlap"])
-def test_a_device_without_room_keeps_fewer(
-    time: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_without_room_keeps_fewer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """First for gradients, then for weights, which come before gradients that stay."""
-    tested = staying_run(time)
+    tested = staying_run("overlap")
     bring, staying, phases = host_fields.Field.bring, tested.weights.staying, ["gradients", "weights"]
 
     def checked(field: host_fields.Field) -> None:

@@ -676,10 +676,9 @@ def test_what_users_do_between_steps(tied: bool, tmp_path: Path) -> None:
             assert found == wanted, name
 
 
-@pytest.mark.parametrize("mib", [0.001])
-def test_weights_are_read_on_the_host_between_forward_and_backward(mib: float) -> None:
+def test_weights_are_read_on_the_host_between_forward_and_backward() -> None:
     """The device memory in which the forward has used them may be freed at any time."""
-    run = make("resident", "at_step", "clipped", "bfloat16", {"placement": "host", "device_mib": mib})
+    run = make("resident", "at_step", "clipped", "bfloat16", {"placement": "host", "device_mib": 0.001})
     run.train(1)
     expected = clean(run.snapshot())
     loss = run.loss(5)
@@ -691,11 +690,10 @@ def test_weights_are_read_on_the_host_between_forward_and_backward(mib: float) -
     run.optimizer.step()
 
 
-@pytest.mark.parametrize("mib", [64.0])
-def test_what_is_written_to_data_between_two_evaluations_counts(mib: float) -> None:
+def test_what_is_written_to_data_between_two_evaluations_counts() -> None:
     """By somebody who holds the parameter: no read through the model says that it may be written to."""
     losses = []
-    for weights in (None, {"placement": "host", "device_mib": mib}):
+    for weights in (None, {"placement": "host", "device_mib": 64.0}):
         run = make("resident", "at_step", "clipped", "bfloat16", weights)
         head = run.model.head.weight
         run.train(2)
@@ -749,11 +747,10 @@ def test_masters_that_are_loaded_into_fp32_weights_stay() -> None:
     assert_same(found[1][1], found[0][1])
 
 
-@pytest.mark.parametrize("time", ["overlap"])
-def test_a_write_while_other_weights_of_the_block_are_updated(time: str) -> None:
+def test_a_write_while_other_weights_of_the_block_are_updated() -> None:
     losses, snapshots = [], []
     for weights in (None, {"placement": "host", "device_mib": 64.0}):
-        home, when = ("stream", time) if weights else ("resident", "at_step")
+        home, when = ("stream", "overlap") if weights else ("resident", "at_step")
         run = make(home, when, "clipped", "bfloat16", weights, make=partial(TinyTransformer, width=16))
         run.train(1)
         if weights:
@@ -997,7 +994,7 @@ def test_what_is_assigned_to_data_between_forward_and_backward_counts() -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("time", ["at_step"])
+@pytest.mark.parametrize("time", ["at_step", "in_backward"])
 def test_a_held_parameter_is_read_and_written_to_right_after_the_step(time: str) -> None:
     """Its update would otherwise be on its way to it still."""
     found = []
@@ -1030,12 +1027,11 @@ def test_an_empty_weight_is_replaced() -> None:
     assert kept.shape == (0, 4)
 
 
-@pytest.mark.parametrize("time", ["overlap"])
-def test_another_thread_that_reads_weights_changes_nothing(time: str) -> None:
+def test_another_thread_that_reads_weights_changes_nothing() -> None:
     """As a save in the background does, whose `save_pretrained` asks for the model's dtype."""
     expected = make("resident", "at_step", "clipped", "bfloat16")
     losses = expected.train(6)
-    tested = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.001})
+    tested = make("stream", "overlap", "clipped", "bfloat16", {"placement": "host", "device_mib": 0.001})
     assert tested.train(2) == losses[:2]
     tested.delays(0)
     done, reads, names = threading.Event(), [0], [name for name, _ in expected.model.named_parameters()]

@@ -235,9 +235,8 @@ def test_a_thread_saves_checkpoints(name: str, asynchronous: bool, tmp_path: Pat
         assert step >= 0 and same(loaded.weights(), history[step][0])
 
 
-@pytest.mark.parametrize("name", ["overlap"])
-def test_a_thread_trains_another_optimizer(name: str, history: History) -> None:
-    one, other = Run(name, delays=4), Run(name, delays=5)
+def test_a_thread_trains_another_optimizer(history: History) -> None:
+    one, other = Run("overlap", delays=4), Run("overlap", delays=5)
     with in_thread(lambda: other.steps < 40 and other.step()) as errors:
         one.train(5)
     assert not errors
@@ -430,10 +429,9 @@ def test_a_handler_may_save_while_memory_is_shared_out(history: History, tmp_pat
     reader.check(history)
 
 
-@pytest.mark.parametrize("name", ["overlap"])
-def test_a_handler_is_told_while_weights_move(name: str, history: History, tmp_path: Path) -> None:
+def test_a_handler_is_told_while_weights_move(history: History, tmp_path: Path) -> None:
     """Updates in the lanes wait for that: who waited for them in a handler would wait for ever."""
-    run = Run(name, weights="host")
+    run = Run("overlap", weights="host")
     run.step()
     reader = Reader(run, tmp_path)
     reader.save = lambda: None  # of weights on a device: the CPU's are then lent to the file
@@ -460,10 +458,9 @@ def test_a_refusal_that_nobody_catches_ends_the_step_as_an_interrupt_does(histor
     assert_ends_as(run, history)
 
 
-@pytest.mark.parametrize("name", ["next_forward"])
-def test_an_optimizer_class_that_reads_the_model_is_told(name: str) -> None:
+def test_an_optimizer_class_that_reads_the_model_is_told() -> None:
     """In a lane's own thread the read would wait for that thread."""
-    run = Run(name)
+    run = Run("next_forward")
     run.train(2)
     run.optimizer.synchronize()
     calls.append(run.optimizer.state_dict)
@@ -600,9 +597,8 @@ def test_workers_of_a_data_loader_read_the_dtype(name: str, persistent: bool, hi
     assert_ends_as(run, history)
 
 
-@pytest.mark.parametrize("name", ["next_forward"])
-def test_a_fork_while_another_thread_runs_a_step(name: str, history: History) -> None:
-    run = Run(name)
+def test_a_fork_while_another_thread_runs_a_step(history: History) -> None:
+    run = Run("next_forward")
     run.train(2)
     run.optimizer.synchronize()
     begun, free = threading.Event(), threading.Event()

@@ -131,9 +131,8 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return nn.functional.cross_entropy(model(tokens(step)).float(), tokens(step + 1000))
 
 
-@pytest.mark.parametrize("backend", ["stream"])
-def test_each_expert_is_a_matrix_of_its_own(backend: str) -> None:
-    _, model, optimizer = made(backend)
+def test_each_expert_is_a_matrix_of_its_own() -> None:
+    _, model, optimizer = made("stream")
     plain = copy.deepcopy(model)
     masters = {name: parameter.detach().float() for name, parameter in plain.named_parameters()}
     experts = {name: list(masters[name]) for name in ("up", "down")}
@@ -230,10 +229,9 @@ def test_classes_that_have_changed_places_are_refused(tmp_path: Path, named: int
     FP32.load_checkpoint(tmp_path / "a", model, optimizer)
 
 
-@pytest.mark.parametrize("backend", ["stream"])
-def test_state_of_other_shapes_is_refused_before_anything_changes(backend: str) -> None:
+def test_state_of_other_shapes_is_refused_before_anything_changes() -> None:
     """By classes, parameter by parameter: Muon beside AdamW takes no other shapes than AdamW alone does."""
-    _, model, optimizer = made(backend)
+    _, model, optimizer = made("stream")
     optimizer.backward(loss_of(model, 0))
     optimizer.step()
     packed = through_bytes(optimizer.state_dict())
@@ -459,9 +457,8 @@ def test_settings_that_the_class_refuses_are_refused_when_the_optimizer_is_made(
             FP32.create_optimizer(model, torch.optim.Muon, param_groups=[group])
 
 
-@pytest.mark.parametrize("backend", ["stream"])
-def test_a_group_is_added_to_an_optimizer_made_by_rules(backend: str) -> None:
-    _, model, optimizer = made(backend)
+def test_a_group_is_added_to_an_optimizer_made_by_rules() -> None:
+    _, model, optimizer = made("stream")
     defaults = dict(optimizer.defaults)
     model.extra = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match=r"groups of this optimizer name their classes \(Muon \+ AdamW\)"):
