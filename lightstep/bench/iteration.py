@@ -101,6 +101,7 @@ class IterationTask(Task):
         measurement.inputs = [self.batch(measurement.run.ranks.rank)]
         seen: list[Tensor | None] = []  # read after timing, so that no step waits for them
         limits: list[float] = []
+        host: list[tuple[float, float, float]] = []
 
         def iterate(batch: Sequence[Tensor]) -> None:
             limits.append(self._limit(len(limits)))
@@ -108,8 +109,10 @@ class IterationTask(Task):
                 contender.set_max_norm(limits[-1])
             contender.iterate(batch)
             seen.append(contender.grad_norm)
+            host.append(contender.host_ms)
 
         measurement.time(iterate, measurement.untimed, synchronize=False)
+        measurement.row.host_ms += host[-effort.steps :]
         timed = list(zip(seen, limits, strict=True))[-effort.steps :]
         norms = [(float(norm), limit) for norm, limit in timed if norm is not None]
         loss = float(contender.loss)
@@ -171,6 +174,9 @@ class IterationTask(Task):
         add_times_by_hand(run, values, "iteration_ms")
 
 
+_HOST_TIMES = ("host_forward_ms", "host_backward_ms", "host_step_ms")
+
+
 class SmallModel(NamedTuple):
     """``adapted``: the layers that get adapters, which alone are trained; none: all weights are."""
 
@@ -221,6 +227,10 @@ class SmallModelTask(IterationTask):
 
     def model_for_peers(self, dtype: torch.dtype = torch.bfloat16) -> Llama | QwenMoe:
         return super().model_for_peers(dtype) if self.small.checkpointed else self.model(dtype)
+
+    def figures(self, run: Run, row: Row) -> Values:
+        means = [statistics.fmean(times) for times in zip(*row.host_ms, strict=True)]
+        return {**super().figures(run, row), **dict(zip(_HOST_TIMES, means, strict=True))}
 
     def head(self, run: Run) -> Values:
         models = {task.case: task.describe() for task in run.tasks if isinstance(task, SmallModelTask)}
@@ -376,6 +386,7 @@ SmallModelTask.view = replace(
     columns=(
         *IterationTask.view.columns[:_BY_HAND],
         Column("from – to\n×", "times_by_hand_range", ".3f", 7, optional=True),
+        *(Column(f"host\n{key.split('_')[1]}\nms", key, priority=3, optional=True) for key in _HOST_TIMES),
         *IterationTask.view.columns[_BY_HAND:],
     ),
     title=_small_title,

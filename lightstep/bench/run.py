@@ -15,9 +15,11 @@ next step. A contender that fails gets a note, and the run continues.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import statistics
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -78,6 +80,7 @@ class Contender(ABC):
             contender does not expose it.
         redone_steps: how many steps before the last one had to redo or roll back updates of their backward, None for
             peers.
+        host_ms: how long the host was in the last iteration's forward, backward and step.
     """
 
     name: str
@@ -91,6 +94,7 @@ class Contender(ABC):
     loss: Tensor
     grad_norm: Tensor | None = None
     redone_steps: int | None = None
+    host_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def placed(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients, shaped like `gradient_weights()`, as :meth:`step` takes them: as backward would leave them."""
@@ -103,12 +107,18 @@ class Contender(ABC):
     def iterate(self, batch: Sequence[Tensor]) -> None:
         """Forward, backward and step. Waits for the device only if the contender itself does."""
         with self.accumulate():
+            times = [time.perf_counter()]
             with record_function(FORWARD):
                 loss = self.model(*batch)
+            times.append(time.perf_counter())
             self.backward(loss)
+            times.append(time.perf_counter())
             with record_function(STEP):
                 self.update()
+            times.append(time.perf_counter())
         self.loss = loss.detach()
+        forward, backward, step = (1e3 * (after - before) for before, after in itertools.pairwise(times))
+        self.host_ms = forward, backward, step
 
     def set_max_norm(self, max_norm: float) -> None:
         """Clip to this global norm from the next step on."""
@@ -369,6 +379,7 @@ class Row:
     Attributes:
         windows: for each round, the ms of each step.
         remaining_ms: for each round, the ms from the end of the last step until everything was written.
+        host_ms: for each iteration of all rounds, those of the host in forward, backward and step.
         peak_bytes: peak device memory, without the inputs.
         extra: what only this row's task measures.
         note: why there are no figures.
@@ -379,6 +390,7 @@ class Row:
     task: Task
     windows: list[list[float]] = field(default_factory=list)
     remaining_ms: list[float] = field(default_factory=list)
+    host_ms: list[tuple[float, float, float]] = field(default_factory=list)
     parameters: int = 0
     weight_bytes: int = 0
     input_bytes: int = 0
