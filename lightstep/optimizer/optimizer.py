@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.error_text import value_text
@@ -184,10 +185,16 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """Check that the groups' classes take the shapes of their parameters; the set-up does that, too.
 
         Raises:
-            ValueError: one of them refuses a parameter, which the error names as ``names`` does.
+            ValueError: one of them refuses a parameter, or a lazy module's has no shape yet. The error names it as
+                ``names`` does.
         """
         for group in self.param_groups:
             for parameter in group["params"]:
+                if is_lazy(parameter):
+                    raise ValueError(
+                        f"{names[parameter]} has no shape yet, because its module is lazy: run one forward "
+                        "of the model before the optimizer is created"
+                    )
                 if parameter.requires_grad:
                     self.engine.classes.arithmetic_for(group).check_shape(names[parameter], parameter.shape)
 

@@ -110,6 +110,17 @@ def test_a_step_without_gradients_moves_nothing(parameters: str, backend: str) -
     pair.train(3)
 
 
+def test_a_lazy_module_needs_a_forward_first() -> None:
+    strategy = lightstep.Strategy.load("fp32")
+    model = strategy.prepare_model(nn.Sequential(nn.LazyLinear(4)))
+    with pytest.raises(ValueError, match=r"0\.weight has no shape yet.*forward"):
+        strategy.create_optimizer(model)
+    model(torch.ones(2, 3))
+    optimizer = strategy.create_optimizer(model)
+    optimizer.backward(model(torch.ones(2, 3)).sum())
+    assert optimizer.step()
+
+
 def test_backward_may_keep_the_graph() -> None:
     pair = build("float32", micro_batches=1)
     loss, expected = loss_of(pair.model, 0), loss_of(pair.reference_model, 0)
