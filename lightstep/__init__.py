@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from lightstep.optimizer.base import BaseOptimizer
     from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
     from lightstep.optimizer.param_table import param_table
-    from lightstep.optimizer.result import StepResult
     from lightstep.optimizer.rules import Rule
+    from lightstep.optimizer.update import StepResult
     from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
     from lightstep.rollout.engine import RolloutEngine, TransformersEngine
     from lightstep.rollout.servers import SglangFolder, SglangServer, VllmNcclServer, VllmServer
@@ -64,7 +64,7 @@ _MODULES = {
     "optimizer.base": ["BaseOptimizer"],
     "optimizer.optimizer": ["MixedPrecisionOptimizer"],
     "optimizer.param_table": ["param_table"],
-    "optimizer.result": ["StepResult"],
+    "optimizer.update": ["StepResult"],
     "optimizer.rules": ["Rule"],
     "precision.loss_scale": ["ConstantLossScale", "DynamicLossScale", "LossScale"],
     "rollout.engine": ["RolloutEngine", "TransformersEngine"],

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightstep.precision import adam_kernel
-from lightstep.precision.adam_batch import AdamBatch, AdamCall, AdamMemory, AdamTensors
+from lightstep.precision.adam_batch import AdamBatch, AdamMemory, AdamTensors, adam_call
 
 COUNT, IN_CACHE = 1 << 27, 1 << 21
 KEPT = {
@@ -132,8 +132,8 @@ def main() -> None:
         memory, gradient, nbytes = memory_of(kind, count)
         for launch in ["", *options.launches]:
             kernels.plain, kernels.coding = (launcher_of(launch),) * 2 if launch else usual
-            batch, call = AdamBatch([memory], marks), AdamCall(kind.settings(1e-4, 0.9, 0.95, 1e-8), kind.scaling())
-            run = functools.partial(batch.update, kernels, [gradient], [step], call)
+            batch, call = AdamBatch([memory], marks), adam_call(kind.settings(1e-4, 0.9, 0.95, 1e-8), kind.scaling())
+            run = functools.partial(kernels.update, batch, [gradient], [step], call)
             found = milliseconds(repeated(run, times) if options.in_cache else run)
             share = nbytes * COUNT / found / 1e6 / rate
             sys.stdout.write(

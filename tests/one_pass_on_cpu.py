@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightstep.optimizer import arithmetic, one_pass
+from lightstep.optimizer import arithmetic, unit_updater
 from lightstep.precision import adam_kernel
 from lightstep.precision.adam_batch import AdamBatch, AdamCall, AdamMemory
 from lightstep.precision.moments import BFloat16
@@ -29,12 +29,15 @@ used: Counter[str] = Counter()
 
 def update(batch: AdamBatch, gradients: Sequence[Tensor], steps: Sequence[Tensor], call: AdamCall) -> None:
     """See :func:`lightstep.precision.adam_triton.update`."""
+    for marks in batch.marks:
+        marks.zero_()
     for memory, gradient, step in zip(batch.memories, gradients, steps, strict=True):
         _update(memory, gradient.view(-1), step, call.shared, call.numbers, *call.constants)
         if batch.fingerprints is not None:
             found, place = torch.zeros(1, dtype=torch.int32), batch.fingerprints[memory.number : memory.number + 1]
             Splitter(memory.written.device).fingerprints(memory.written, memory.first, [(0, memory.n)], found)
             place.add_(found)
+    torch.autograd.graph.increment_version(batch.written)
 
 
 def _update(
@@ -131,14 +134,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW and Adam run in one pass on the CPU too."""
     import tests.one_pass_on_cpu as twin
 
-    for module in (arithmetic, one_pass):
+    for module in (arithmetic, unit_updater):
         monkeypatch.setattr(module, "fused_kernel_on", lambda device: twin)
     monkeypatch.setattr(store, "ChecksummedWeights", lambda splitter: splitter)  # sums as the kernel makes them
 
 
 def uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
     """In several passes, as torch's own steps run on a CPU."""
-    for module in (arithmetic, one_pass):
+    for module in (arithmetic, unit_updater):
         monkeypatch.setattr(module, "fused_kernel_on", lambda device: None)
 
 

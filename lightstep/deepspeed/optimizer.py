@@ -16,7 +16,7 @@ from lightstep.distributed import is_divided, whole_shape
 from lightstep.error_text import error_text
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import plain_numbers
-from lightstep.optimizer.result import StepResult
+from lightstep.optimizer.update import StepResult
 from lightstep.precision.loss_scale import LossScale
 
 _NOT_SETTINGS = ("params", "param_names")

@@ -50,7 +50,7 @@ from lightstep.integrations.folders import (
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import clean_name
-from lightstep.optimizer.result import StepResult
+from lightstep.optimizer.update import StepResult
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.strategy import Strategy

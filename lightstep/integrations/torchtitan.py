@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from lightstep import BaseOptimizer, ConfigError, StepResult, Strategy
 from lightstep.distributed import Ranks, is_sharded
-from lightstep.optimizer.group_values import settings_of
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.optimizer.rules import Rule, described_parameters, match_rules, own_class, refuse_unmatched
+from lightstep.optimizer.update import settings_of
 
 __all__ = ["ModelParts", "OptimizersContainer"]
 

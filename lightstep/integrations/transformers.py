@@ -38,8 +38,8 @@ from lightstep.integrations.accelerate import LightstepOptimizer, connect, unwra
 from lightstep.integrations.trainer_checkpoints import TrainerCheckpoints
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
-from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.rules import Rule
+from lightstep.optimizer.update import StepResult
 from lightstep.optimizer_class import optimizer_class
 from lightstep.plan.memory import state_of
 from lightstep.plan.planning import plan_one

@@ -2,6 +2,6 @@
 
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
-from lightstep.optimizer.result import StepResult
+from lightstep.optimizer.update import StepResult
 
 __all__ = ["BaseOptimizer", "MixedPrecisionOptimizer", "StepResult"]

@@ -29,11 +29,11 @@ from lightstep.optimizer.class_trial import (
     torchs_own_needs_whole_tensors,
     undecorated_step,
 )
-from lightstep.optimizer.group_values import GroupValues, copied, equal_settings, same_value, settings_of
 from lightstep.optimizer.matrix_stack import Matrix, MatrixStack
 from lightstep.optimizer.muon import is_installed_muon
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.optimizer.undisturbed import undisturbed
+from lightstep.optimizer.update import GroupValues, copied, equal_settings, same_value, settings_of
 from lightstep.precision.adam_kernel import fused_kernel_on
 from lightstep.state.schema import EntrySpec, Schema
 from lightstep.state.segment import Segment

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.result import StepResult
+from lightstep.optimizer.update import StepResult
 from lightstep.precision.loss_scale import LossScale
 
 
@@ -32,7 +32,7 @@ class BaseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """Consume the gradients (``p.grad is None`` afterwards) and update the weights, or skip on overflow.
 
-        Does not wait for the device; reading the result does (:class:`~lightstep.optimizer.result.StepResult`). For
+        Does not wait for the device; reading the result does (:class:`~lightstep.optimizer.update.StepResult`). For
         exceptions see ``docs/how-a-step-works.md``.
         """
 

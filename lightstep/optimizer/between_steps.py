@@ -26,10 +26,10 @@ from lightstep.optimizer.managed_parameters import InitialMasters, ManagedParame
 from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.queue import Queue, UpdateTime
 from lightstep.optimizer.rounded_weights import MasterWeights, check_master_weights
-from lightstep.optimizer.scaling import Scaling
 from lightstep.optimizer.state_edits import Edit, StateEdits, plain
 from lightstep.optimizer.step_guard import BrokenStep, watch_forks
 from lightstep.optimizer.unit_updater import UnitUpdater
+from lightstep.optimizer.update import Norms
 from lightstep.precision.gradients import GradientAccumulator
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale, ScaledBackward
 from lightstep.precision.noise import check_seed
@@ -121,7 +121,7 @@ class BetweenSteps:
         self.guard = self.queue.guard
         listeners = self.update_listeners  # not self: that would be a reference cycle
         self.queue.on_early_update = lambda: [listener() for listener in listeners]
-        self._scaling: Scaling | None = None
+        self._norms: Norms | None = None
 
     def _make_host_gradients(self, float32: bool) -> HostGradients | None:
         if self._host_weights is None:
@@ -151,8 +151,8 @@ class BetweenSteps:
 
         def forget(parameters: Sequence[Tensor]) -> None:
             engine = own()
-            if engine is not None and engine._scaling is not None:
-                engine._scaling.forget_norms(engine.managed.lookup(parameters))
+            if engine is not None and engine._norms is not None:
+                engine._norms.forget_norms(engine.managed.lookup(parameters))
 
         gradients.on_arrival, gradients.on_drop = measure, forget
         gradients.is_awaited, gradients.is_first = is_awaited, is_first
@@ -161,10 +161,10 @@ class BetweenSteps:
 
     def _measure_arrived(self, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Gradients (of parameters) are about to leave the device: their norms are taken now."""
-        if self._scaling is not None:
+        if self._norms is not None:
             found = ((self.managed.get(parameter), gradient) for parameter, gradient in arrived)
             known = {item: gradient for item, gradient in found if item is not None}
-            self._scaling.add_norms(known, self.loss_scale)
+            self._norms.add_norms(known, self.loss_scale)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class BetweenSteps:
         """Some of the managed parameters are new or have been replaced."""
         if self._host_weights is not None:
             self._host_weights.settle()  # the first norm compares some of them
-        self._scaling = Scaling(
+        self._norms = Norms(
             self.managed,
             self.norm_type,
             self._overflow_everywhere,

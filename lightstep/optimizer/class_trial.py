@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.error_text import error_text
-from lightstep.optimizer.group_values import GroupValues, copied, equal_settings, same_value, settings_of
 from lightstep.optimizer.matrix_stack import Matrix
 from lightstep.optimizer.undisturbed import undisturbed
+from lightstep.optimizer.update import GroupValues, copied, equal_settings, same_value, settings_of
 
 __all__ = [
     "TriedClass",

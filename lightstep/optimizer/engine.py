@@ -13,13 +13,10 @@ from torch import Tensor
 
 from lightstep.optimizer.between_steps import BetweenSteps
 from lightstep.optimizer.eager import eager_backward, no_grad_no_inference
-from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places
 from lightstep.optimizer.queue import Early, Factors
-from lightstep.optimizer.result import StepResult
-from lightstep.optimizer.scaling import Scaling
-from lightstep.optimizer.unit_updater import Gradients, Update
+from lightstep.optimizer.update import Gradients, GroupValues, Norms, StepResult, Update
 from lightstep.precision.gradients import unshared
 from lightstep.state.host_weights import HostWeights
 from lightstep.state.schema import Managed
@@ -98,7 +95,7 @@ class Engine(BetweenSteps):
     # -- what updates in backward need: see :class:`EarlyStep`
 
     def prepare_backward(self, final: bool) -> tuple[Sequence[Sequence[Managed]], Factors] | None:
-        if not final and (self._scaling is None or self.clip_layers or self.broken.reason is not None):
+        if not final and (self._norms is None or self.clip_layers or self.broken.reason is not None):
             return None
         self.refuse_if_closed()
         if final:
@@ -110,31 +107,31 @@ class Engine(BetweenSteps):
         with no_grad_no_inference():
             if self.edits.unapplied and not edits_weights:  # step() edits weights: backward needs the old ones
                 self.settle_edits()
-            scaling = self.guard.work("backward()", self._prepare, adopt=final)
-        if scaling is None:
+            norms = self.guard.work("backward()", self._prepare, adopt=final)
+        if norms is None:
             return None
         if self.edits.readings:
             self.edits.outdate()
         if not final:
             first = next(iter(self.managed.by_parameter.values()))
-            return scaling.layers, scaling.unclipped_factors(self.loss_scale, first.local.device)
-        scaling.reset_norms()
+            return norms.layers, norms.unclipped_factors(self.loss_scale, first.local.device)
+        norms.reset_norms()
         self._used = []
-        return scaling.layers, (None, None)
+        return norms.layers, (None, None)
 
     def take(self, item: Managed) -> Tensor | None:
         gradient = self.gradients.take(item.param)
         if gradient is not None:
             self._used.append(item.param)
             gradient = gradient.to(item.local.device)  # that of a weight on the host may be there
-        if gradient is not None and self._scaling is not None:
-            self._scaling.add_norms({item: gradient}, self.loss_scale)
+        if gradient is not None and self._norms is not None:
+            self._norms.add_norms({item: gradient}, self.loss_scale)
         return gradient
 
     def make_layer_update(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
         """A layer is skipped if its norm is not finite."""
-        assert self._scaling is not None
-        scaling = self._scaling.layer_factors(layer, gradients, self.loss_scale, self.max_norm)
+        assert self._norms is not None
+        scaling = self._norms.layer_factors(layer, gradients, self.loss_scale, self.max_norm)
         update = Update(gradients, *scaling, values)
         return None if self._skips([update]) else update
 
@@ -167,9 +164,9 @@ class Engine(BetweenSteps):
             if init_state and not any(item.updated for item in self.managed):
                 self._init_state(gradients, overflow)
                 return result
-            if self._scaling is not None:
+            if self._norms is not None:
                 values = GroupValues(self.param_groups)
-                scaled = self._scaling.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
+                scaled = self._norms.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
                 self._start([Update(own, divisor, factor, overflow, values) for own, divisor, factor in scaled])
             if scale is not None:
                 self.loss_scale.update(overflow)
@@ -178,8 +175,8 @@ class Engine(BetweenSteps):
             return result
 
     def _end_step(self, weights: HostWeights) -> None:
-        if self._scaling is not None:
-            self._scaling.reset_norms()
+        if self._norms is not None:
+            self._norms.reset_norms()
         if not self.queue.pending:  # the caller may write to weights now, also to those that it holds
             weights.forget_idle(fresh=True)
             weights.wait_for_copies()
@@ -219,17 +216,17 @@ class Engine(BetweenSteps):
 
     def _complete(self, loss: Any) -> StepResult:
         """Complete a step whose updates began in backward."""
-        assert self._scaling is not None
+        assert self._norms is not None
         self._refuse_late_edits()
         self._refuse_late_parameters()
         assert self.queue.early is not None
         self.queue.early.complete(self)
         if self.host_gradients is not None:
             self.host_gradients.wait_until_measured()
-        if not self._scaling.stored_norms:
+        if not self._norms.stored_norms:
             _warn_no_gradients(self.managed)
-        norm, overflow = self._scaling.total_norm(self.loss_scale)
-        self._scaling.reset_norms()  # the next step may be one whose backwards were all loss.backward()
+        norm, overflow = self._norms.total_norm(self.loss_scale)
+        self._norms.reset_norms()  # the next step may be one whose backwards were all loss.backward()
         self.scaled_backward.unscaled = False
         if self._host_weights is not None:
             self._end_step(self._host_weights)
@@ -282,23 +279,23 @@ class Engine(BetweenSteps):
         """The gradients stay where they are until ``step()`` owns them: after an error here, nothing is lost."""
         if self._measured is not None:
             return self._check_measured(self._measured)
-        scaling, gradients = self._scaling, None
+        norms, gradients = self._norms, None
         if self._host_weights is not None:
             self._host_weights.rest()
         if self.queue.early is not None and self.queue.early.awaits_step:
             gradients = self._gradients_of_speculation(self.queue.early)
         if gradients is None:
-            scaling, gradients = self._prepare(), self._collect_gradients()
+            norms, gradients = self._prepare(), self._collect_gradients()
         if not gradients:
             _warn_no_gradients(self.managed)
-        if scaling is None:
+        if norms is None:
             return Measured({}, torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
         if self.host_gradients is not None:
             self.host_gradients.wait_until_measured()
-            self._measure_left(self.host_gradients, scaling, gradients)
-        return Measured(gradients, *scaling.norm(gradients, self.loss_scale))
+            self._measure_left(self.host_gradients, norms, gradients)
+        return Measured(gradients, *norms.norm(gradients, self.loss_scale))
 
-    def _prepare(self, adopt: bool = True) -> Scaling | None:
+    def _prepare(self, adopt: bool = True) -> Norms | None:
         """Set up parameters and allocate memory, before gradients are touched: if that fails nothing is lost.
 
         ``None`` if all parameters are frozen.
@@ -309,14 +306,14 @@ class Engine(BetweenSteps):
         self.queue.wait_for_update()
         if not self.managed.covers(self.param_groups):
             self.set_up()
-        if self._scaling is None:
+        if self._norms is None:
             return None
         if self.managed.provisional:
             self.managed.drop_provisional_state()
         if adopt and self.managed.adopt_outside_changes(self.param_groups):
             self.on_parameters_changed()
         self.backend.prepare()
-        return self._scaling
+        return self._norms
 
     def _collect_gradients(self) -> Gradients:
         items = list(self.managed.by_parameter.values())
@@ -326,12 +323,12 @@ class Engine(BetweenSteps):
             return {item: gradient.to(item.local.device) for item, gradient in present.items()}
         return unshared(present)
 
-    def _measure_left(self, host: HostGradients, scaling: Scaling, gradients: Gradients) -> None:
+    def _measure_left(self, host: HostGradients, norms: Norms, gradients: Gradients) -> None:
         """Measure the norms of gradients that were on the host before there was a set-up, or that the user has set."""
         for item, gradient in gradients.items():
-            if item not in scaling.stored_norms:
+            if item not in norms.stored_norms:
                 with host.holding({item.param: gradient}):
-                    scaling.add_norms({item: gradient}, self.loss_scale)
+                    norms.add_norms({item: gradient}, self.loss_scale)
 
     def _gradients_of_speculation(self, early: Early) -> Gradients | None:
         """All gradients, if the speculative updates of all parameters that are trained now may count; if not, they are
@@ -382,8 +379,8 @@ class Engine(BetweenSteps):
         if self.unreduced:
             self.gradients.drop_unreduced(p for group in self.param_groups for p in group["params"])
         self.gradients.clear()
-        if self.host_gradients is not None and self._scaling is not None:
-            self._scaling.reset_norms()
+        if self.host_gradients is not None and self._norms is not None:
+            self._norms.reset_norms()
         self._measured, self.unreduced, self.scaled_backward.unscaled = None, False, False
         if self.queue.early is not None:
             self.queue.early.drop_gradients()

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.queue import AT_STEP, Early, EarlyStep, Job, Queue, UpdateTime, refuse_older_graphs
-from lightstep.optimizer.unit_updater import Gradients, Update
+from lightstep.optimizer.update import Gradients, GroupValues, Update
 from lightstep.state.schema import Managed
 
 __all__ = ["IN_BACKWARD", "FinalUpdates"]

@@ -19,10 +19,11 @@ from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place
 from lightstep.optimizer.rounded_weights import MasterWeights, rounding_of, set_up_rounding
 from lightstep.optimizer.state_edits import Edit
+from lightstep.optimizer.update import versions_of
 from lightstep.state.entries import equals_rounded, was_rounded_from
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_weights import HostWeights
-from lightstep.state.schema import Managed, versions_of
+from lightstep.state.schema import Managed
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.store import Store
 

@@ -22,10 +22,10 @@ from lightstep.optimizer.managed_parameters import InitialMasters, Places
 from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place, plain_numbers
 from lightstep.optimizer.queue import AT_STEP, UpdateTime
-from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.rounded_weights import MasterWeights
 from lightstep.optimizer.serialization import load_torch_state_dict, prepare_to_load, snapshot
 from lightstep.optimizer.state_view import StateView
+from lightstep.optimizer.update import StepResult
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.split import Splitter
 from lightstep.state.host_copy_pool import HostCopyPool

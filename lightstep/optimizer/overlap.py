@@ -39,7 +39,6 @@ import torch
 from torch import Tensor
 
 from lightstep.optimizer.eager import no_grad_no_inference
-from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.queue import (
     NEXT_FORWARD,
     AdoptWrites,
@@ -52,9 +51,9 @@ from lightstep.optimizer.queue import (
     refuse_older_graphs,
 )
 from lightstep.optimizer.speculation import LinkShare, Plan, Speculation, UsedGradients, Verdict, evenly_spaced
-from lightstep.optimizer.unit_updater import Gradients, Update
+from lightstep.optimizer.update import Gradients, GroupValues, Update, versions_of
 from lightstep.state.lanes import Lanes
-from lightstep.state.schema import Managed, Unit, versions_of
+from lightstep.state.schema import Managed, Unit
 
 __all__ = ["OVERLAP", "SpeculativeUpdates"]
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lightstep.optimizer.arrivals import Arrivals
-from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.optimizer.step_guard import StepGuard
-from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update, updates_of
+from lightstep.optimizer.unit_updater import UnitUpdater, updates_of
+from lightstep.optimizer.update import Gradients, GroupValues, Update
 from lightstep.precision.gradients import GradientAccumulator
 from lightstep.state.host_weights import WeightGroup
 from lightstep.state.lanes import Lane, Lanes

@@ -17,7 +17,7 @@ from lightstep.error_text import error_text
 from lightstep.optimizer.classes import class_name
 from lightstep.optimizer.engine import Engine
 from lightstep.optimizer.foreign_moments import OTHER_SETTINGS, has_codes, is_foreign, with_torchs_moments
-from lightstep.optimizer.group_values import KEPT
+from lightstep.optimizer.update import KEPT
 from lightstep.state.schema import Managed
 
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from lightstep.distributed import MatrixExchange, MatrixTransfer, Rows
 from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.classes import GroupClasses
-from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.matrix_stack import Matrix
 from lightstep.optimizer.muon import MOMENTUM, Orthogonalizer, apply_direction, update_momentum
+from lightstep.optimizer.update import GroupValues
 from lightstep.state.schema import Coded, Managed, Unit
 from lightstep.state.segment import Segment
 from lightstep.state.store import Store

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.queue import Job
-from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
+from lightstep.optimizer.unit_updater import UnitUpdater
+from lightstep.optimizer.update import Gradients, GroupValues, Update, as_row, versions_of
 from lightstep.precision.adam_batch import Scaling
-from lightstep.precision.gradient_stage import as_row
 from lightstep.precision.split import Splitter
 from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.lanes import Lane
-from lightstep.state.schema import Managed, Unit, versions_of
+from lightstep.state.schema import Managed, Unit
 from lightstep.state.staging import MasterSplitter
 from lightstep.state.store import Store
 

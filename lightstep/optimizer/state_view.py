@@ -8,8 +8,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from lightstep.optimizer.engine import Engine
-from lightstep.optimizer.group_values import KEPT, copied
 from lightstep.optimizer.state_edits import Reading, Standing, noticing, plain
+from lightstep.optimizer.update import KEPT, copied
 
 __all__ = ["Entries", "StateView"]
 

@@ -3,99 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightstep.distributed import Window
 from lightstep.optimizer.changed_weights import ChangedWeights
 from lightstep.optimizer.classes import GroupClasses
-from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.host_gradients import HostGradients
-from lightstep.optimizer.one_pass import OnePass
 from lightstep.optimizer.shared_updates import SharedUpdates
 from lightstep.optimizer.step_guard import BrokenStep
-from lightstep.precision.adam_batch import Scaling
-from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
-from lightstep.state.schema import Managed, Unit, versions_of
-from lightstep.state.segment import Segment
+from lightstep.optimizer.update import Gradients, GradientStage, GroupValues, Update, scalable_in_place
+from lightstep.precision.adam_batch import (
+    AdamBatch,
+    AdamCall,
+    AdamMemory,
+    AdamSettings,
+    AdamTensors,
+    Scaling,
+    adam_call,
+    corrections,
+)
+from lightstep.precision.adam_kernel import CODECS, fused_kernel_on, kind_of, runs_in_one_pass
+from lightstep.state.record import Layout
+from lightstep.state.schema import Managed, Unit
+from lightstep.state.segment import Piece, Segment
 from lightstep.state.store import Store
 
-Gradients = dict[Managed, Tensor]
+_ENTRIES = {"step", "exp_avg", "exp_avg_sq"}
+_DTYPES = (torch.float32, torch.bfloat16)
+_LARGEST = "max_exp_avg_sq"
+
+Row = tuple[int, int | None]
+"""Where a run's gradient is: segment and parameter; ``None``: all of the segment's, gathered."""
 
 _NOTHING_ELSE = contextlib.nullcontext()
-
-
-@dataclass(eq=False)
-class Update:
-    """One step's update of the parameters that are scaled and skipped together: of all, or of one layer.
-
-    Attributes:
-        gradients: local gradients; each is dropped when its parameter is updated.
-        divisor, factor: 0-dim fp32; the base optimizer sees ``gradient / divisor * factor``. ``None`` is 1.
-        overflow: 0-dim fp32; if it is 1 nothing changes.
-        values: the groups' hyper-parameters.
-        elsewhere: the parameters that other replicas update and send.
-        without_state: the parameters that had no state when the update was made.
-        keep_gradients: the gradients must not be changed.
-        scalings: what :meth:`scaling_on` has made; updates with the same scaling share it.
-    """
-
-    gradients: Gradients
-    divisor: Tensor | None
-    factor: Tensor | None
-    overflow: Tensor
-    values: GroupValues
-    elsewhere: list[Managed] = field(init=False)
-    without_state: list[Managed] = field(init=False)
-    keep_gradients: bool = False
-    scalings: dict[torch.device, Scaling] = field(default_factory=dict, repr=False)
-    versions: dict[Managed, tuple[int, int]] = field(default_factory=dict)
-    """Of gradient and weight, where the update is deferred: nobody else may write to them before it."""
-
-    def __post_init__(self) -> None:
-        self.elsewhere = [item for item in self.gradients if item.is_remote]
-        self.without_state = [item for item in self.gradients if not item.updated]
-
-    def scaling_on(self, device: torch.device) -> Scaling:
-        """Divisor, factor and overflow on a device: the same object for all units, which are updated in one lane."""
-        if device not in self.scalings:
-            divisor, factor = (None if value is None else value.to(device) for value in (self.divisor, self.factor))
-            overflow = self.overflow.to(device)
-            self.scalings[device] = Scaling(divisor, factor, overflow, 1 - overflow)
-        return self.scalings[device]
-
-    def note_versions(self) -> None:
-        """From now on :meth:`refuse_written` finds gradients and weights that somebody else writes to."""
-        weights = versions_of(self.gradients)
-        pairs = zip(self.gradients.items(), weights, strict=True)
-        self.versions = {item: (gradient._version, weight) for (item, gradient), weight in pairs}
-
-    def note_own_writes(self, items: Iterable[Managed]) -> None:
-        """These weights have their present versions from their own update."""
-        known = [item for item in items if item in self.versions]
-        for item, weight in zip(known, versions_of(known), strict=True):
-            self.versions[item] = self.versions[item][0], weight
-
-    def refuse_written(self, items: Iterable[Managed]) -> None:
-        """Raise ``RuntimeError`` if somebody has written to these gradients or weights after ``step()``."""
-        known = [item for item in items if item in self.versions and item in self.gradients]
-        for item, now in zip(known, versions_of(known), strict=True):
-            gradient, weight = self.versions[item]
-            is_gradient = self.gradients[item]._version != gradient
-            if is_gradient or now != weight:
-                raise RuntimeError(
-                    f"{f'the gradient of {item.name}' if is_gradient else item.name} was written to after step(), "
-                    "before its deferred update (optimizer_state.update) had run: call optimizer.synchronize() before "
-                    "you write to it"
-                )
-
-    def drop_gradients(self, items: list[Managed]) -> None:
-        """Drop the gradients of these parameters, which are not read any more."""
-        for item in items:
-            if item in self.gradients:
-                del self.gradients[item]
 
 
 class UnitUpdater:
@@ -128,7 +74,6 @@ class UnitUpdater:
         self.is_running = False
         self.stage = GradientStage()
         self.shared = SharedUpdates(classes, backend)
-        self._one_pass = OnePass(classes, self.stage)
 
     # -- memory
 
@@ -326,7 +271,7 @@ class UnitUpdater:
             for segment in segments
         ]
         scaling = update.scaling_on(segments[0].device)
-        left = self._one_pass.update(segments, gradients, scaling, update.values)
+        left = self._update_in_one_pass(segments, gradients, scaling, update.values)
         if left:
             unscaled = [own for segment, own in zip(segments, gradients, strict=True) if segment in left]
             scaled = self._scaled(left, unscaled, update, scaling)
@@ -341,6 +286,77 @@ class UnitUpdater:
         rows = self.stage.scaled(segments, gradients, *scaling[:2], in_place=not update.keep_gradients)
         dtypes = [segment.locals[0].dtype if segment.coding == "own" else torch.float32 for segment in segments]
         return [row.view(segment.shape).to(d) for segment, row, d in zip(segments, rows, dtypes, strict=True)]
+
+    # -- AdamW and Adam in one pass, if there is a kernel that gives the bits of the class's own step
+
+    def _update_in_one_pass(
+        self,
+        segments: Sequence[Segment],
+        gradients: Sequence[Sequence[Tensor]],
+        scaling: Scaling,
+        values: GroupValues,
+    ) -> list[Segment]:
+        """Update the segments for which there is a kernel; returns the others.
+
+        A first update, which makes the state, is left to the class.
+
+        Args:
+            gradients: for each segment those of its parameters, not scaled; they are not changed.
+            scaling: on the segments' device.
+        """
+        kernels = fused_kernel_on(segments[0].device)
+        if kernels is None:
+            return list(segments)
+        calls = [self._call_for(segment, scaling, values) for segment in segments]
+        # A unit has a plan for each case: an update in backward assumes a factor of 1, one in the next forward has a
+        # factor on the device, and the unit can have either in turn.
+        form, scaled = _form(segments, gradients, calls), (scaling.divisor is not None, scaling.factor is not None)
+        plan = segments[0].prepared.get(scaled)
+        if plan is None or any(segment.prepared.get(scaled) is not plan for segment in segments) or plan.form != form:
+            plan = _plan(kernels, segments, gradients, calls, form, scaled)
+        if any(segments[i].gather() is not row for i, row in plan.gathered):  # the memory for rows is another one
+            plan = _plan(kernels, segments, gradients, calls, form, scaled)
+            for i, _ in plan.gathered:
+                segments[i].gather()
+        counters = [segments[i].kept_values["step"] for i in plan.updated]
+        self._launch(kernels, plan, segments, gradients, calls)
+        counted = [scaling.counted] * len(counters)
+        if segments[0].may_write_values and counters:
+            torch._foreach_add_(counters, counted)
+        elif counters:
+            for i, step in zip(plan.updated, torch._foreach_add(counters, counted), strict=True):
+                segments[i].advance({"step": step})
+        return [segments[i] for i in plan.left]
+
+    def _launch(
+        self,
+        kernels: ModuleType,
+        plan: _Plan,
+        segments: Sequence[Segment],
+        gradients: Sequence[Sequence[Tensor]],
+        calls: Sequence[AdamCall | None],
+    ) -> None:
+        for batch, places, numbers in plan.batches:
+            call = calls[numbers[0]]
+            assert call is not None
+            rows = [
+                gradients[i][j] if j is not None else self.stage.gathered(segments[i], gradients[i]) for i, j in places
+            ]
+            steps = [segments[i].kept_values["step"] for i, _ in places]
+            kernels.update(batch, rows, steps, call)
+            for i in numbers:
+                segments[i].written(batch.fingerprints is not None)
+
+    def _call_for(self, segment: Segment, scaling: Scaling, values: GroupValues) -> AdamCall | None:
+        """What the updates of the segment's group with this scaling have in common, in the whole step; ``None`` if the
+        kernel does not support the group's settings."""
+        key = id(segment.group), id(scaling)
+        if key not in values.calls:
+            number, device = id(segment.group), segment.device
+            adam = self._classes.fused_adam(values.initial[number], values.kinds[number], device)
+            settings = None if adam is None else _settings(adam, values.initial[number], device)
+            values.calls[key] = None if settings is None else adam_call(settings, scaling)
+        return values.calls[key]
 
 
 def updates_of(units: Sequence[Unit], updates: Sequence[Update]) -> Sequence[Sequence[Update]]:
@@ -365,3 +381,160 @@ def _divided(segments: Sequence[Segment], updates: Sequence[Update]) -> list[tup
     """Each update with its segments, if it has any: no segment has parts of two updates."""
     pairs = ((update, [s for s in segments if s.parts[0].owner in update.gradients]) for update in updates)
     return [(update, own) for update, own in pairs if own]
+
+
+class _Planned(NamedTuple):
+    """A batch, the place of each run's gradient, and the segments it updates (their numbers)."""
+
+    batch: AdamBatch
+    rows: list[Row]
+    segments: list[int]
+
+
+class _Plan(NamedTuple):
+    """How a unit's segments are updated. It refers to no segment, because their memory keeps it.
+
+    Attributes:
+        updated, left: the numbers of the segments that the kernel updates, and of those that it does not.
+        gathered: those whose weights are gathered, and the rows in which the kernel expects them.
+    """
+
+    form: Any
+    batches: list[_Planned]
+    updated: list[int]
+    left: list[int]
+    gathered: list[tuple[int, Tensor]]
+
+
+def _form(
+    segments: Sequence[Segment],
+    gradients: Sequence[Sequence[Tensor]],
+    calls: Sequence[AdamCall | None],
+) -> tuple[Any, ...]:
+    """What a plan depends on, apart from the segments' memory and what gradients are scaled by. Values that schedulers
+    change (learning rate, betas, decay) are arguments of the kernel."""
+    fingerprints = next((one.fingerprints.data_ptr() for one in segments if one.fingerprints is not None), 0)
+    return (
+        [None if call is None else call.kind for call in calls],
+        [segment.parts[0].keys for segment in segments],
+        [(gradient.dtype, gradient.is_contiguous()) for own in gradients for gradient in own],
+        fingerprints,
+    )
+
+
+def _memories(segment: Segment, amsgrad: bool, by_part: bool) -> list[AdamMemory] | None:
+    """What the kernel reads and writes of a segment; ``None`` if the segment has something else, too."""
+    if not segment.has_state or segment.stop == segment.first:
+        return None
+    kept, keys = _kept_in(segment.layout), segment.parts[0].keys
+    if kept is None or {*keys} - {_LARGEST} != _ENTRIES or (_LARGEST in keys) != amsgrad:
+        return None
+    step = segment.kept_values["step"]
+    if not isinstance(step, Tensor) or step.device != segment.device or step.dtype != torch.float32:
+        return None
+    pieces = segment.pieces("exp_avg_sq", by_part)
+    return None if pieces is None else [_memory_of(segment, piece, *kept) for piece in pieces]
+
+
+def _memory_of(segment: Segment, piece: Piece, block: int, noisy: bool) -> AdamMemory:
+    planes = piece.entries
+    (first, *scales), (second, *sq) = planes["exp_avg"], planes["exp_avg_sq"]
+    largest, *largest_planes = planes.get(_LARGEST, (None,))
+    listed = piece.numbers if isinstance(piece.numbers, Tensor) else None
+    sq_scales, sq_signs = sq or (None, None)
+    max_scales, max_signs = largest_planes or (None, None)
+    tensors = AdamTensors(
+        first,
+        second,
+        largest,
+        piece.weight,
+        piece.low,
+        piece.master,
+        scales[0] if scales else None,
+        sq_scales,
+        max_scales,
+        sq_signs,
+        max_signs,
+        listed,
+    )
+    window = Window() if listed is not None else piece.numbers
+    return AdamMemory(tensors, segment.index + piece.number, piece.first, block, window, noisy)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_in(layout: Layout) -> tuple[int, bool] | None:
+    """How all moments under a layout are kept, ``block`` and ``noisy`` of :class:`AdamMemory`; ``None``: they differ,
+    there is more, or the kernel does not know the codec."""
+    if {entry.key for entry in layout.entries} - {_LARGEST} != _ENTRIES - {"step"}:
+        return None
+    if any(entry.shape is not None or entry.dtype not in _DTYPES for entry in layout.entries):
+        return None
+    if any(entry.codec is not None and type(entry.codec) not in CODECS for entry in layout.entries):
+        return None
+    found = {
+        (0, False) if entry.codec is None else (entry.codec.block, entry.codec.is_stochastic)
+        for entry in layout.entries
+    }
+    plain = all(entry.dtype == torch.float32 for entry in layout.entries if entry.codec is None)
+    return next(iter(found)) if len(found) == 1 and plain else None
+
+
+def _plan(
+    kernels: ModuleType,
+    segments: Sequence[Segment],
+    gradients: Sequence[Sequence[Tensor]],
+    calls: Sequence[AdamCall | None],
+    form: Any,
+    scaled: tuple[bool, bool],
+) -> _Plan:
+    """A plan for these segments. It is kept with their memory."""
+    left: list[int] = []
+    gathered: list[tuple[int, Tensor]] = []
+    found: dict[tuple[Any, ...], list[tuple[Row, AdamMemory]]] = {}  # by group and kind
+    for i, (segment, own, call) in enumerate(zip(segments, gradients, calls, strict=True)):
+        alike = all(gradient.is_contiguous() and gradient.dtype == own[0].dtype for gradient in own)
+        memories = None if call is None else _memories(segment, call.settings.amsgrad, alike)
+        if memories is None:
+            left.append(i)
+            continue
+        by_part = len(memories) == len(own) and all(gradient.is_contiguous() for gradient in own)
+        dtype = own[0].dtype if by_part else torch.float32
+        head = memories[0]
+        weight, low = head.tensors.weight, head.tensors.low
+        if segment.gathers(alike):
+            gathered.append((i, head.written))
+        marks = segment.fingerprints if len(memories) == len(own) else None  # gathered parts have one each
+        is_whole = head.tensors.master is not None
+        kind = dtype, None if weight is None else weight.dtype, low is None, is_whole, head.block, head.noise
+        rows = found.setdefault((id(segment.group), marks is None, *kind), [])
+        rows += [((i, j if by_part else None), memory) for j, memory in enumerate(memories) if memory.n]
+    batches = []
+    for (_, unmarked, dtype, *_), rows in found.items():
+        numbers = list(dict.fromkeys(i for (i, _), _ in rows))
+        call = calls[numbers[0]]
+        assert call is not None
+        batch = AdamBatch([memory for _, memory in rows], None if unmarked else segments[numbers[0]].fingerprints)
+        if runs_in_one_pass(kernels, kind_of(batch, dtype, call.settings, call.scaling)):
+            batches.append(_Planned(batch, [place for place, _ in rows], numbers))
+        else:
+            left += numbers
+    updated = [i for one in batches for i in one.segments]
+    plan = _Plan(form, batches, updated, sorted(left), [one for one in gathered if one[0] in updated])
+    for segment in segments:
+        segment.prepared[scaled] = plan
+    return plan
+
+
+def _settings(adam: type, group: Mapping[str, Any], device: torch.device) -> AdamSettings | None:
+    """Those of a group of AdamW or Adam; ``None`` if the kernel does not support them."""
+    lr, (beta1, beta2), decay, eps = group["lr"], group["betas"], group["weight_decay"], group["eps"]
+    on_device = isinstance(lr, Tensor) and lr.device == device and lr.dtype == torch.float32
+    numbers = (beta1, beta2, decay, eps) if on_device else (lr, beta1, beta2, decay, eps)
+    if not all(isinstance(number, (int, float)) for number in numbers):
+        return None
+    decoupled = group.get("decoupled_weight_decay", adam is torch.optim.AdamW)
+    rate = lr if on_device else float(lr)
+    beta1, beta2, decay, eps = map(float, (beta1, beta2, decay, eps))  # the kernel is compiled for floats
+    if corrections(beta1, beta2, device) is None:
+        return None
+    return AdamSettings(rate, beta1, beta2, decay, eps, decoupled, group["maximize"], bool(group["amsgrad"]))

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +15,17 @@ from lightstep.distributed import Window
 from lightstep.precision.shared_tables import SharedTable
 from lightstep.precision.triton_launch import ALIGNMENT, is_aligned
 
-__all__ = ["AdamBatch", "AdamCall", "AdamMemory", "AdamSettings", "AdamTensors", "Noise", "Scaling", "corrections"]
+__all__ = [
+    "AdamBatch",
+    "AdamCall",
+    "AdamMemory",
+    "AdamSettings",
+    "AdamTensors",
+    "Noise",
+    "Scaling",
+    "adam_call",
+    "corrections",
+]
 
 Noise = Literal["none", "window", "jumps", "listed"]
 
@@ -113,40 +122,30 @@ class AdamBatch:
         fingerprints: int32 ``[m]``; element ``memory.number`` is set to the fingerprint of the 16-bit weights, as by
             :meth:`~lightstep.precision.split.Splitter.fingerprints`. ``None``: no fingerprints are kept.
 
+    ``kernels.update(batch, gradients, steps, call)`` updates each run once, with ``kernels`` that
+    :func:`~lightstep.precision.adam_kernel.runs_in_one_pass` has accepted for their kind:
+
+    - ``gradients``: one for each run, contiguous, with its number of elements, all bf16, fp16 or fp32, as backward left
+      them. They are only read.
+    - ``steps``: 0-dim fp32: how many updates each run has had.
+
     Attributes:
         launches: what the kernels keep from step to step.
+        marks: the fingerprints that the kernels add to, so that they must be zero before.
+        written: weights, or masters, whose versions are to be incremented: autograd then refuses older graphs.
     """
 
-    __slots__ = ("_marks", "_written", "fingerprints", "launches", "memories")
+    __slots__ = ("fingerprints", "launches", "marks", "memories", "written")
 
     def __init__(self, memories: Sequence[AdamMemory], fingerprints: Tensor | None) -> None:
         self.memories, self.fingerprints = memories, fingerprints
         self.launches: dict[Any, Any] = {}
-        self._written = [memory.written for memory in memories]
-        self._marks: list[Tensor] = []
+        self.written = [memory.written for memory in memories]
+        self.marks: list[Tensor] = []
         if fingerprints is not None:
             for _, neighbours in itertools.groupby(enumerate(memories), lambda one: one[1].number - one[0]):
                 first, *others = (memory.number for _, memory in neighbours)
-                self._marks.append(fingerprints[first : first + 1 + len(others)])
-
-    def update(
-        self,
-        kernels: ModuleType,
-        gradients: Sequence[Tensor],
-        steps: Sequence[Tensor],
-        call: AdamCall,
-    ) -> None:
-        """Update each run once with ``kernels``, which :func:`runs_in_one_pass` has accepted for their kind.
-
-        Args:
-            gradients: one for each run, contiguous, with its number of elements, all bf16, fp16 or fp32, as backward
-                left them. They are only read.
-            steps: 0-dim fp32: how many updates each run has had.
-        """
-        for marks in self._marks:
-            marks.zero_()  # the kernel adds to them
-        kernels.update(self, gradients, steps, call)
-        torch.autograd.graph.increment_version(self._written)  # autograd then refuses older graphs
+                self.marks.append(fingerprints[first : first + 1 + len(others)])
 
 
 class AdamSettings(NamedTuple):
@@ -179,7 +178,7 @@ _forms: dict[Any, int] = {}
 _numbers = itertools.count()  # two threads must not give one number to two forms
 
 
-class AdamCall:
+class AdamCall(NamedTuple):
     """The kernel's arguments that all runs of a group have in common in a step.
 
     Attributes:
@@ -192,20 +191,29 @@ class AdamCall:
         form: calls with the same number are of one form: constants, and dtypes and alignments of :attr:`shared`.
     """
 
-    __slots__ = ("constants", "form", "kind", "numbers", "scaling", "settings", "shared")
+    settings: AdamSettings
+    scaling: Scaling
+    shared: tuple[Tensor | None, ...]
+    numbers: tuple[float, ...]
+    constants: tuple[bool, bool, bool]
+    kind: tuple[bool, ...]
+    form: int
 
-    def __init__(self, settings: AdamSettings, scaling: Scaling) -> None:
-        self.settings, self.scaling, lr = settings, scaling, settings.lr
-        known = corrections(settings.beta1, settings.beta2, scaling.overflow.device)
-        assert known is not None
-        table = known.read() if known.complete is None else known.complete
-        rate = lr if isinstance(lr, Tensor) else None
-        self.shared: tuple[Tensor | None, ...] = (scaling.overflow, table, rate, scaling.divisor, scaling.factor)
-        self.numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
-        self.constants = settings.weight_decay != 0, settings.decoupled, settings.maximize
-        self.kind = rate is not None, settings.amsgrad, *self.constants
-        tensors = [None if one is None else (one.dtype, one.data_ptr() % ALIGNMENT == 0) for one in self.shared]
-        self.form = _forms.setdefault((self.constants, *tensors), next(_numbers))
+
+def adam_call(settings: AdamSettings, scaling: Scaling) -> AdamCall:
+    """What the updates of a group with these settings and this scaling have in common."""
+    lr = settings.lr
+    known = corrections(settings.beta1, settings.beta2, scaling.overflow.device)
+    assert known is not None
+    table = known.read() if known.complete is None else known.complete
+    rate = lr if isinstance(lr, Tensor) else None
+    shared = scaling.overflow, table, rate, scaling.divisor, scaling.factor
+    numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
+    constants = settings.weight_decay != 0, settings.decoupled, settings.maximize
+    tensors = [None if one is None else (one.dtype, one.data_ptr() % ALIGNMENT == 0) for one in shared]
+    form = _forms.setdefault((constants, *tensors), next(_numbers))
+    kind = rate is not None, settings.amsgrad, *constants
+    return AdamCall(settings, scaling, shared, numbers, constants, kind, form)
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Window
-from lightstep.precision.adam_batch import AdamBatch, AdamCall, AdamMemory, AdamSettings, AdamTensors, Scaling
+from lightstep.precision.adam_batch import AdamBatch, AdamMemory, AdamSettings, AdamTensors, Scaling, adam_call
 from lightstep.precision.adam_batch import Noise as NoiseKind
 from lightstep.precision.moments import BFloat16
 from lightstep.precision.moments_int8 import LARGEST_BLOCK, Int8
@@ -158,7 +158,7 @@ def _differing(kernels: ModuleType, kind: Kind, settings: AdamSettings, edges: b
         for key, codec in codecs.items():
             _encode(codec, expected_planes[key], by_passes.pop(key), key, step, memory)
             by_passes |= {f"{key}, plane {i}": plane for i, plane in enumerate(expected_planes[key])}
-    batch.update(kernels, [values["gradient"]], [count], AdamCall(settings, kind.scaling()))
+    kernels.update(batch, [values["gradient"]], [count], adam_call(settings, kind.scaling()))
     if codecs:
         for key, codec in codecs.items():
             found |= {f"{key}, plane {i}": plane.clone() for i, plane in enumerate(kept[key])}

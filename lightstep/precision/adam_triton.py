@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -446,7 +447,9 @@ plain, coding = launcher(1024, 2, 8, maxnreg=64), launcher(1024, 4, 4, maxnreg=9
 
 
 def update(batch: AdamBatch, gradients: Sequence[Tensor], steps: Sequence[Tensor], call: AdamCall) -> None:
-    """See :meth:`lightstep.precision.adam_batch.AdamBatch.update`."""
+    """See :class:`lightstep.precision.adam_batch.AdamBatch`."""
+    for marks in batch.marks:
+        marks.zero_()
     addresses = [gradient.data_ptr() for gradient in gradients]
     aligned = tuple([is_aligned(address) for address in addresses])
     launches = batch.launches.get(aligned)
@@ -455,6 +458,7 @@ def update(batch: AdamBatch, gradients: Sequence[Tensor], steps: Sequence[Tensor
     counts = [step.data_ptr() for step in steps]
     for launch in launches:
         launch(gradients, addresses, steps, counts, call)
+    torch.autograd.graph.increment_version(batch.written)
 
 
 def _rows(memories: Sequence[AdamMemory], aligned: Sequence[bool]) -> Iterator[list[int]]:

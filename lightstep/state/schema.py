@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightstep.distributed import Window, writes
+from lightstep.distributed import Window
 
 if TYPE_CHECKING:
     from lightstep.distributed import Rows
@@ -26,7 +26,6 @@ __all__ = [
     "adopt_entry",
     "aligned",
     "entry_dtype",
-    "versions_of",
 ]
 
 
@@ -185,11 +184,6 @@ class Managed:
     def planned_elements(self) -> int:
         """Elements to plan with: the same number on all ranks that update it together."""
         return self.local.numel() if self.rows is None else self.rows.most
-
-
-def versions_of(items: Iterable[Managed]) -> list[int]:
-    """The count of in-place writes to each parameter. Several are read in each step: plain ones without a call."""
-    return [item.param._version if type(item.param) is nn.Parameter else writes(item.param) for item in items]
 
 
 ALIGNMENT = 16  # elements; keeps vectorised kernels on their fast path, and bitmaps of parts on whole bytes

@@ -22,7 +22,7 @@ from lightstep.checkpoint.background import PendingSave
 from lightstep.chunked_loss import whole_loss
 from lightstep.distributed import Ranks, is_failed_collective, world_size
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.result import StepResult
+from lightstep.optimizer.update import StepResult
 from lightstep.plan.report import peak_memory
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.strategy import Strategy

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightstep.optimizer import arithmetic, one_pass
+from lightstep.optimizer import arithmetic, unit_updater
 from lightstep.precision import adam_kernel
-from lightstep.precision.adam_batch import AdamCall
+from lightstep.precision.adam_batch import adam_call
 from lightstep.precision.split import Splitter
 from lightstep.state import staging
 from tests.gpu.test_next_forward_gpu import Training
@@ -64,7 +64,7 @@ def test_an_overflow_changes_nothing_and_weights_keep_their_fingerprint(coding: 
     held = [values["gradient"], step, *(one for one in memory.tensors if one is not None)]
     before = [one.clone() for one in held]
     scaling = kind.scaling()._replace(overflow=torch.ones((), device=device))
-    batch.update(twin, [values["gradient"]], [step], AdamCall(kind.settings(1e-3, 0.9, 0.99, 1e-8), scaling))
+    twin.update(batch, [values["gradient"]], [step], adam_call(kind.settings(1e-3, 0.9, 0.99, 1e-8), scaling))
     assert batch.fingerprints is not None
     expected = torch.zeros(3, dtype=torch.int32, device=device)
     Splitter(device).fingerprints(memory.written, memory.first, [(0, memory.n)], expected[1:2])
@@ -81,12 +81,12 @@ def test_it_runs_and_gives_the_bits_of_the_passes_apart(
 ) -> None:
     monkeypatch.setattr(staging, "LARGE", large)  # parameters put together, or in their own memory
     ran: Counter[str] = Counter()
-    plan = one_pass._Plan
-    monkeypatch.setattr(one_pass, "_Plan", lambda *given: (ran.update(planned=len(given[1])), plan(*given))[1])
+    plan = unit_updater._Plan
+    monkeypatch.setattr(unit_updater, "_Plan", lambda *given: (ran.update(planned=len(given[1])), plan(*given))[1])
     found = Training(state, parameters)
     losses = found.train(6)
     assert ran["planned"]
-    for module in (arithmetic, one_pass):
+    for module in (arithmetic, unit_updater):
         monkeypatch.setattr(module, "fused_kernel_on", lambda device: None)
     expected = Training(state, parameters)
     assert expected.train(6) == losses
@@ -96,7 +96,7 @@ def test_it_runs_and_gives_the_bits_of_the_passes_apart(
 def test_resident_keeps_ten_bytes_beside_a_bf16_weight_and_not_twelve(monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
     for fused_kernel_on in (arithmetic.fused_kernel_on, lambda device: None):
-        for module in (arithmetic, one_pass):
+        for module in (arithmetic, unit_updater):
             monkeypatch.setattr(module, "fused_kernel_on", fused_kernel_on)
         training = Training({"backend": "resident"}, "bfloat16")
         training.train(2)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.optimizer.arithmetic import BaseArithmetic
-from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
+from lightstep.optimizer.update import GradientStage, GroupValues
 from lightstep.precision import split, split_triton
-from lightstep.precision.gradient_stage import GradientStage
 from lightstep.precision.split import Splitter, probe_masters
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, CallerStream, LaneError, Lanes, StreamLane

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightstep.optimizer import arithmetic, one_pass, queue
+from lightstep.optimizer import arithmetic, queue, unit_updater
 from lightstep.optimizer.moments import Moments
 from lightstep.precision import adam_kernel
 from lightstep.precision.adam_batch import corrections
@@ -210,9 +210,9 @@ def test_a_kernel_with_other_bits_steps_aside(
 
     monkeypatch.setattr(staging, "LARGE", 48)  # some parameters are updated by themselves
     monkeypatch.setattr(store, "ChecksummedWeights", lambda splitter: splitter)
-    for module in (arithmetic, one_pass):
+    for module in (arithmetic, unit_updater):
         monkeypatch.setattr(module, "fused_kernel_on", lambda device: OffByOne)
-    monkeypatch.setattr(one_pass, "runs_in_one_pass", functools.cache(adam_kernel.runs_in_one_pass.__wrapped__))
+    monkeypatch.setattr(unit_updater, "runs_in_one_pass", functools.cache(adam_kernel.runs_in_one_pass.__wrapped__))
     pair = Pair(torch.optim.AdamW, {"lr": 1e-2}, {}, parameters="bfloat16", backend=backend, max_norm=0.35)
     pair.train(3)
     pair.check()
@@ -253,8 +253,8 @@ def test_nobody_keeps_memory_of_state_that_is_released(backend: str, monkeypatch
 def counted_plans(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry for each plan that is made."""
     made: list[None] = []
-    plan = one_pass.OnePass._plan
-    monkeypatch.setattr(one_pass.OnePass, "_plan", lambda *args: (made.append(None), plan(*args))[1])
+    plan = unit_updater._plan
+    monkeypatch.setattr(unit_updater, "_plan", lambda *args: (made.append(None), plan(*args))[1])
     return made
 
 

@@ -420,9 +420,9 @@ def test_a_copy_of_the_optimizer_keeps_the_size() -> None:
 @pytest.mark.parametrize(
     ("state", "where", "message"),
     [
-        ({"backend": "resident"}, "lightstep.precision.gradient_stage.GradientStage.reserve", "the engine has it"),
-        (STREAM, "lightstep.precision.gradient_stage.GradientStage.reserve", "the engine has it"),
-        (TIMES["next_forward"], "lightstep.precision.gradient_stage.GradientStage.reserve", "the engine has it"),
+        ({"backend": "resident"}, "lightstep.optimizer.update.GradientStage.reserve", "the engine has it"),
+        (STREAM, "lightstep.optimizer.update.GradientStage.reserve", "the engine has it"),
+        (TIMES["next_forward"], "lightstep.optimizer.update.GradientStage.reserve", "the engine has it"),
         ({**STREAM, "resident_gib": 5 * KIB}, "lightstep.state.ring.Slot", "no room on cpu for a ring"),
         ({"backend": "bulk"}, "lightstep.state.ring.Ring._allocate", "no room on cpu for all optimizer state"),
     ],

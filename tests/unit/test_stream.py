@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightstep.optimizer.arithmetic import BaseArithmetic
-from lightstep.optimizer.group_values import GroupValues
-from lightstep.precision.gradient_stage import GradientStage
+from lightstep.optimizer.update import GradientStage, GroupValues
 from lightstep.state import host_memory
 from lightstep.state import lanes as lanes_module
 from lightstep.state import record as record_module
