@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lightstep.precision.leaf_hooks import LeafHooks
+from lightstep.precision.gradients import LeafHooks
 from lightstep.state.schema import Managed, Unit
 
 __all__ = ["Arrivals"]

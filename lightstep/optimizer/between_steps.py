@@ -7,9 +7,8 @@ import logging
 import sys
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,18 +19,17 @@ from lightstep.distributed import local_tensor
 from lightstep.error_text import error_text
 from lightstep.optimizer.changed_weights import ChangedWeights, Changes
 from lightstep.optimizer.classes import GroupClasses
-from lightstep.optimizer.eager import no_grad_no_inference
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import InitialMasters, ManagedParameters, Places
 from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.queue import Queue, UpdateTime
 from lightstep.optimizer.rounded_weights import MasterWeights, check_master_weights
 from lightstep.optimizer.state_edits import Edit, StateEdits, plain
-from lightstep.optimizer.step_guard import BrokenStep, watch_forks
+from lightstep.optimizer.step_guard import BrokenStep, no_grad_no_inference, watch_forks
 from lightstep.optimizer.unit_updater import UnitUpdater
 from lightstep.optimizer.update import Norms
 from lightstep.precision.gradients import GradientAccumulator
-from lightstep.precision.loss_scale import ConstantLossScale, LossScale, ScaledBackward
+from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.noise import check_seed
 from lightstep.state.host_weights import HostWeights
 from lightstep.state.interrupts import uninterrupted
@@ -104,7 +102,6 @@ class BetweenSteps:
         self.backend = backend
         self.host_gradients = self._make_host_gradients(reduce_float32)
         self.gradients = GradientAccumulator(reduce_float32, self.host_gradients)
-        self.scaled_backward = ScaledBackward()
         self.managed = ManagedParameters(
             self.classes,
             backend,
@@ -117,7 +114,7 @@ class BetweenSteps:
         )
         self.broken = BrokenStep(self.managed, backend)
         self.updater = UnitUpdater(self.classes, backend, self.broken, self.managed.record, self.host_gradients)
-        self.queue = Queue(self.updater, backend, self.update_time)
+        self.queue = Queue(self.updater, backend, self.update_time, self.managed)
         self.guard = self.queue.guard
         listeners = self.update_listeners  # not self: that would be a reference cycle
         self.queue.on_early_update = lambda: [listener() for listener in listeners]
@@ -209,24 +206,13 @@ class BetweenSteps:
             clip_layers=self.clip_layers,
             layer_by_layer=self.update_time.in_backward,
         )
-        self.watch_gradients()
-
-    def watch_gradients(self) -> None:
-        """Watch all parameters: frozen ones may be unfrozen before the next backward.
-
-        In the first step after a cast or a swap a user's own ``loss.backward()`` may have run before anybody watched.
-        """
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        not_summed, is_scaled = self.gradients.watch(parameters), not self.loss_scale.is_identity
-        not_checked = self.scaled_backward.watch(parameters, self.loss_scale) if is_scaled else ()
-        if not_summed or not_checked:
-            _warn_unwatched(not_summed, not_checked, self.loss_scale)
+        self.gradients.watch(self.param_groups, self.loss_scale)
 
     def on_loss_scale(self) -> None:
         """The loss scale is another one."""
         if self.loss_scale.is_identity:
-            self.scaled_backward.close()
-        self.watch_gradients()
+            self.gradients.scaled.close()
+        self.gradients.watch(self.param_groups, self.loss_scale)
 
     def start_over(self, backend: Store, host_weights: HostWeights | None) -> None:
         """Before the set-up: the groups have got other parameters, and state will live in ``backend``."""
@@ -234,7 +220,7 @@ class BetweenSteps:
         self._host_weights = host_weights
         backend.take_residency_of(self.backend)
         self._build(backend, self.gradients.float32, self.managed.places)
-        self.watch_gradients()
+        self.gradients.watch(self.param_groups, self.loss_scale)
 
     # -- readers and other threads
 
@@ -260,48 +246,11 @@ class BetweenSteps:
         while True:
             with self.guard.reading(what):
                 if not (self.guard.is_foreign and self.queue.started) or time.monotonic() > end:
-                    self._settle()
+                    self.guard.settle()
                     yield
-                    self._settle()
+                    self.guard.settle()
                     return
             time.sleep(0.001)
-
-    def _settle(self) -> None:
-        """If this is another thread than the one that trains, the host waits: their streams may be different ones."""
-        if self.guard.is_foreign:
-            for device in self.managed.devices:
-                if device.type != "cpu":
-                    torch.accelerator.synchronize(device)
-
-    @property
-    def may_be_pending(self) -> bool:
-        """Whether there are updates to wait for: pending ones, or those of a step that another thread runs."""
-        queue, guard = self.queue, self.guard
-        found = queue.pending or guard.is_busy_elsewhere or (queue.started and guard.is_foreign)
-        return found and not guard.is_forked
-
-    @property
-    def may_be_ahead(self) -> bool:
-        """Whether the current stream may be ahead of updates: pending ones, or those that another one has awaited."""
-        return self.may_be_pending or (self.queue.may_be_ahead and not self.guard.is_forked)
-
-    def wait_for_update(self, items: Iterable[Managed] | None = None, decided: bool = False) -> None:
-        """:meth:`Queue.wait_for_update`, from outside of a step. A fork waits for nothing: see ``step_guard.py``."""
-        if self.may_be_pending:
-            self._wait(self.queue.wait_for_update, items, decided)
-
-    def wait_on_stream(self, items: Iterable[Managed]) -> None:
-        """:meth:`Queue.wait_on_stream`, likewise."""
-        if self.may_be_ahead:
-            self._wait(self.queue.wait_on_stream, items)
-
-    def _wait(self, wait: Callable[..., None], *arguments: Any) -> None:
-        def waiting() -> None:
-            with no_grad_no_inference():
-                wait(*arguments)
-            self._settle()
-
-        self.guard.work("a read of weights that are being updated", waiting)
 
     # -- state
 
@@ -320,12 +269,11 @@ class BetweenSteps:
 
     def _parameter_state(self, parameter: Tensor, kept_only: bool) -> dict[str, Any]:
         item = self.managed.get(parameter)
-        with no_grad_no_inference():
-            if item is None:
-                return self.managed.initial_state(parameter)
-            self.queue.wait_for_update()
-            self.backend.synchronize()
-            return self.managed.state_of(item, kept_only)
+        if item is None:
+            return self.managed.initial_state(parameter)
+        self.queue.wait_for_update()
+        self.backend.synchronize()
+        return self.managed.state_of(item, kept_only)
 
     def replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         """Replace the parameter's state; ``{}`` removes it."""
@@ -344,8 +292,7 @@ class BetweenSteps:
             return
         if item is None:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not among the optimizer's groups")
-        with no_grad_no_inference():
-            self.managed.load_state(item, entries)
+        self.managed.load_state(item, entries)
 
     def only_keeps_masters(self, states: Mapping[Tensor, Mapping[str, Any]]) -> bool:
         """Whether state needs no set-up, before which the model may still be sharded: wrappers load such state back."""
@@ -401,8 +348,7 @@ class BetweenSteps:
             return
         listed, edits = self._listed_edits(), self.edits.take()
         try:
-            with no_grad_no_inference():
-                self._apply_edits(listed)
+            self._apply_edits(listed)
         except BaseException:
             self.edits.put_back(edits)
             raise
@@ -496,7 +442,7 @@ class BetweenSteps:
         nobody has waited for that job yet. An update that fails now is as good as one that has failed before.
         """
         try:
-            self.wait_for_update()
+            self.queue.wait_outside_step()
         except Exception as error:
             if not self.broken:
                 raise
@@ -511,7 +457,6 @@ class BetweenSteps:
 
     def remove_hooks(self) -> None:
         self.gradients.close()
-        self.scaled_backward.close()
         self.queue.close()
 
     def close(self) -> None:
@@ -524,12 +469,11 @@ class BetweenSteps:
             self.classes.close()
 
     def _finish(self) -> None:
-        with no_grad_no_inference():
-            try:
-                self.queue.wait_for_update()
-            finally:
-                self.closed = True
-                self.remove_hooks()
+        try:
+            self.queue.wait_for_update()
+        finally:
+            self.closed = True
+            self.remove_hooks()
 
     def __del__(self) -> None:
         """The pending updates reach the weights before the optimizer is gone."""
@@ -560,19 +504,3 @@ class BetweenSteps:
 def _has_known_writers(item: Managed) -> bool:
     """Whether all writes to the weight are updates here, or are found: its master must follow others."""
     return not item.own_master and not item.is_remote and item.home is None
-
-
-def _warn_unwatched(not_summed: Collection[Tensor], not_checked: Collection[Tensor], loss_scale: LossScale) -> None:
-    """Warn of gradients that autograd has written where nobody watched it."""
-    doubts = []
-    if sums := [p for p in not_summed if p.grad is not None and p.grad.dtype == p.dtype]:
-        dtype = str(sums[0].dtype).removeprefix("torch.")
-        doubts.append(f"{len(sums)} are sums in {dtype} instead of fp32, if loss.backward() ran more than once")
-    if scaled := [p for p in not_checked if p.grad is not None]:
-        doubts.append(f"{len(scaled)} are divided by {loss_scale!r}, whether or not the loss was multiplied by it")
-    if doubts:
-        warnings.warn(
-            f"there are gradients of parameters that were added to a group, cast or swapped since the last step: "
-            f"{'; '.join(doubts)}. After such changes call optimizer.backward(loss), which sees them, or zero_grad()",
-            stacklevel=10,
-        )

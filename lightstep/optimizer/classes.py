@@ -50,7 +50,6 @@ class GroupClasses:
         self.own, self.own_is_used = BaseArithmetic(optimizer_class, hyperparameters), True
         self.in_backward, self.version = False, 0
         self.exchanges: dict[Any, MatrixExchange] = {}
-        self._fused_adams: dict[Any, type[torch.optim.Optimizer] | None] = {}  # see :meth:`fused_adam`
         self._named: dict[str, BaseArithmetic] = {class_name(optimizer_class): self.own}
         self.may_write_groups = not self.own.is_torchs_own
 
@@ -162,7 +161,6 @@ class GroupClasses:
         """Find out how the classes run on the parameters' devices, and set each parameter's schema."""
         schemas = {}
         self.version += 1
-        self._fused_adams.clear()
         for arithmetic, own in self.by_class(groups).items():
             updated = [item for item in items if self.arithmetic_for(item.group) is arithmetic]
             for device in {item.local.device for item in items}:  # each class is prepared for all devices
@@ -192,21 +190,10 @@ class GroupClasses:
         """Whether all classes can skip a step on the device, without the host."""
         return all(self.arithmetic_for(group).skips_on_device(device, group) for group in groups)
 
-    def fused_adam(
-        self, settings: Group, kind: tuple[Any, ...], device: torch.device
-    ) -> type[torch.optim.Optimizer] | None:
-        """The class of a group with these settings, if it is torch's own AdamW or Adam, fused on the device.
-
-        Args:
-            kind: of :attr:`GroupValues.kinds`.
-        """
-        key = kind, device
-        if key not in self._fused_adams:
-            group = {**settings, CLASS: kind[0]}
-            arithmetic = self.arithmetic_for(group)
-            found = arithmetic.optimizer_class if arithmetic.is_fused_adam(group, device) else None
-            self._fused_adams[key] = found
-        return self._fused_adams[key]
+    def fused_adam(self, group: Group, device: torch.device) -> type[torch.optim.Optimizer] | None:
+        """The group's class if it is torch's own AdamW or Adam, fused on the device."""
+        arithmetic = self.arithmetic_for(group)
+        return arithmetic.optimizer_class if arithmetic.is_fused_adam(group, device) else None
 
     def apply(
         self, segments: Sequence[Segment], gradients: Sequence[Tensor], overflow: Tensor, values: GroupValues

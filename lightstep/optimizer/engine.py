@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lightstep.optimizer.between_steps import BetweenSteps
-from lightstep.optimizer.eager import eager_backward, no_grad_no_inference
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places
 from lightstep.optimizer.queue import Early, Factors
+from lightstep.optimizer.step_guard import eager_backward
 from lightstep.optimizer.update import Gradients, GroupValues, Norms, StepResult, Update
 from lightstep.precision.gradients import unshared
 from lightstep.state.host_weights import HostWeights
@@ -54,9 +54,8 @@ class Engine(BetweenSteps):
             )
         self.guard.check("backward()")
         self.guard.trainer = threading.get_ident()
-        if self.may_be_pending:  # updates may still read gradients from memory that the next ones will be written to
-            self.wait_for_update()
-        self.watch_gradients()  # parameters may have been cast, frozen or unfrozen
+        self.queue.wait_outside_step()  # updates may still read gradients from memory that the next ones are written to
+        self.gradients.watch(self.param_groups, self.loss_scale)  # parameters may have been cast, frozen or unfrozen
         if self._host_weights is not None:
             self._host_weights.rest()
             if self.accumulating is True and self.gradients.float32:
@@ -64,12 +63,12 @@ class Engine(BetweenSteps):
             self.set_up()  # norms are measured in backward
         accumulates = self.accumulating is True and self._overflow_everywhere is True
         self.unreduced = self.unreduced or accumulates
-        if self.scaled_backward.unscaled:
+        if self.gradients.scaled.unscaled:
             self._allow_dropped_gradients()
         scaled: AbstractContextManager[None] = nullcontext()
         updating: AbstractContextManager[None] = nullcontext()
         if not self.loss_scale.is_identity:
-            loss, scaled = loss.float() * self.loss_scale.tensor(loss.device), self.scaled_backward.running()
+            loss, scaled = loss.float() * self.loss_scale.tensor(loss.device), self.gradients.scaled.running()
         if self.queue.early is not None:
             updating = self.queue.updating(self, self.queue.early, retain_graph)
         try:
@@ -97,17 +96,17 @@ class Engine(BetweenSteps):
     def prepare_backward(self, final: bool) -> tuple[Sequence[Sequence[Managed]], Factors] | None:
         if not final and (self._norms is None or self.clip_layers or self.broken.reason is not None):
             return None
-        self.refuse_if_closed()
+        if self.closed:
+            self.refuse_if_closed()
         if final:
             self._check_in_backward_settings()  # settings may have been changed
             self.refuse_unusable("Load a checkpoint before the next backward")
         edits_weights = bool(self.edits.unapplied) and self._edits_weights()
         if final and edits_weights:
             self._refuse_weight_edits()
-        with no_grad_no_inference():
-            if self.edits.unapplied and not edits_weights:  # step() edits weights: backward needs the old ones
-                self.settle_edits()
-            norms = self.guard.work("backward()", self._prepare, adopt=final)
+        if self.edits.unapplied and not edits_weights:  # step() edits weights: backward needs the old ones
+            self.settle_edits()
+        norms = self.guard.work("backward()", self._prepare, adopt=final)
         if norms is None:
             return None
         if self.edits.readings:
@@ -139,40 +138,39 @@ class Engine(BetweenSteps):
 
     def step(self, closure: Callable[[], Any] | None, init_state: bool = False) -> StepResult:
         self.guard.check("step()")
-        self.refuse_unusable("Load a checkpoint before the next step")
-        self.watch_gradients()
+        if self.closed or self.broken.reason is not None:
+            self.refuse_unusable("Load a checkpoint before the next step")
+        self.gradients.watch(self.param_groups, self.loss_scale)
         loss = None if closure is None else self._run_closure(closure)
         self.refuse_wrong_gradients()
         self.guard.trainer = threading.get_ident()
         return self.guard.work("step()", self._step, loss, init_state)
 
     def _step(self, loss: Any, init_state: bool) -> StepResult:
-        with no_grad_no_inference():
-            if self.queue.started:
-                return self._complete(loss)
-            if self.edits.unapplied:
-                self.apply_edits()
-            gradients, norm, overflow = self._measure()
-            if not self.updater.stage.is_reserved:
-                self.updater.reserve_stage(gradients)  # if that fails, step() may be called again
-            self._used = [item.param for item in gradients]
-            self._measured = None  # from here on the step owns the gradients
-            self.gradients.consume()
-            self.scaled_backward.unscaled = False
-            scale = None if self.loss_scale.is_identity else self.loss_scale.tensor(norm.device).clone()
-            result = StepResult(norm, overflow, scale, loss, self.queue.redone, self.queue.rolled_back)
-            if init_state and not any(item.updated for item in self.managed):
-                self._init_state(gradients, overflow)
-                return result
-            if self._norms is not None:
-                values = GroupValues(self.param_groups)
-                scaled = self._norms.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
-                self._start([Update(own, divisor, factor, overflow, values) for own, divisor, factor in scaled])
-            if scale is not None:
-                self.loss_scale.update(overflow)
-            if self._host_weights is not None:
-                self._end_step(self._host_weights)
+        if self.queue.started:
+            return self._complete(loss)
+        if self.edits.unapplied:
+            self.apply_edits()
+        gradients, norm, overflow = self._measure()
+        if not self.updater.stage.is_reserved:
+            self.updater.reserve_stage(gradients)  # if that fails, step() may be called again
+        self._used = [item.param for item in gradients]
+        self._measured = None  # from here on the step owns the gradients
+        self.gradients.consume()
+        scale = None if self.loss_scale.is_identity else self.loss_scale.tensor(norm.device).clone()
+        result = StepResult(norm, overflow, scale, loss, self.queue.redone, self.queue.rolled_back)
+        if init_state and not any(item.updated for item in self.managed):
+            self._init_state(gradients, overflow)
             return result
+        if self._norms is not None:
+            values = GroupValues(self.param_groups)
+            scaled = self._norms.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
+            self._start([Update(own, divisor, factor, overflow, values) for own, divisor, factor in scaled])
+        if scale is not None:
+            self.loss_scale.update(overflow)
+        if self._host_weights is not None:
+            self._end_step(self._host_weights)
+        return result
 
     def _end_step(self, weights: HostWeights) -> None:
         if self._norms is not None:
@@ -227,7 +225,7 @@ class Engine(BetweenSteps):
             _warn_no_gradients(self.managed)
         norm, overflow = self._norms.total_norm(self.loss_scale)
         self._norms.reset_norms()  # the next step may be one whose backwards were all loss.backward()
-        self.scaled_backward.unscaled = False
+        self.gradients.scaled.unscaled = False
         if self._host_weights is not None:
             self._end_step(self._host_weights)
         scale = None if self.loss_scale.is_identity else self.loss_scale.tensor(norm.device).clone()
@@ -269,11 +267,10 @@ class Engine(BetweenSteps):
         return self.guard.work("grad_norm()", self._measure_norm)
 
     def _measure_norm(self) -> Tensor:
-        with no_grad_no_inference():
-            self.apply_edits()
-            self._measured = self._measure()
-            self.gradients.consume()
-            return self._measured.norm.clone()
+        self.apply_edits()
+        self._measured = self._measure()
+        self.gradients.consume()
+        return self._measured.norm.clone()
 
     def _measure(self) -> Measured:
         """The gradients stay where they are until ``step()`` owns them: after an error here, nothing is lost."""
@@ -370,7 +367,7 @@ class Engine(BetweenSteps):
         self._used = []
         for parameter in listed:
             parameter.grad = None
-        self.watch_gradients()  # a user's own loss.backward() may follow
+        self.gradients.watch(self.param_groups, self.loss_scale)  # a user's own loss.backward() may follow
         if not set_to_none:
             for parameter in used.intersection(listed):
                 parameter.grad = torch.zeros_like(parameter)
@@ -381,25 +378,25 @@ class Engine(BetweenSteps):
         self.gradients.clear()
         if self.host_gradients is not None and self._norms is not None:
             self._norms.reset_norms()
-        self._measured, self.unreduced, self.scaled_backward.unscaled = None, False, False
+        self._measured, self.unreduced = None, False
         if self.queue.early is not None:
             self.queue.early.drop_gradients()
 
     def refuse_wrong_gradients(self) -> None:
         """Refuse those of unscaled losses, and those that have not been reduced over the ranks."""
-        if self.scaled_backward.unscaled:
+        if self.gradients.scaled.unscaled:
             self.refuse_unscaled()
         if self.unreduced:
             self._refuse_unreduced()
 
     def refuse_unscaled(self) -> None:
         self._allow_dropped_gradients()
-        self.scaled_backward.refuse_unscaled()
+        self.gradients.scaled.refuse_unscaled()
 
     def _allow_dropped_gradients(self) -> None:
         """Gradients of an unscaled loss do no harm once ``model.zero_grad()`` has dropped them."""
         left = any(p.grad is not None for group in self.param_groups for p in group["params"])
-        self.scaled_backward.unscaled = left
+        self.gradients.scaled.unscaled = left
 
     def expect_reduction(self) -> None:
         self.unreduced = bool(self._keeps_unreduced())

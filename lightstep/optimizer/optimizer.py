@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,6 @@ from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.error_text import value_text
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.classes import GroupClasses
-from lightstep.optimizer.eager import eager, no_grad_no_inference
 from lightstep.optimizer.engine import Engine
 from lightstep.optimizer.managed_parameters import InitialMasters, Places
 from lightstep.optimizer.moments import Moments
@@ -25,6 +25,7 @@ from lightstep.optimizer.queue import AT_STEP, UpdateTime
 from lightstep.optimizer.rounded_weights import MasterWeights
 from lightstep.optimizer.serialization import load_torch_state_dict, prepare_to_load, snapshot
 from lightstep.optimizer.state_view import StateView
+from lightstep.optimizer.step_guard import eager
 from lightstep.optimizer.update import StepResult
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.split import Splitter
@@ -35,7 +36,7 @@ from lightstep.state.snapshot import Snapshot
 from lightstep.state.store import Store
 
 
-class EngineAttribute:
+def _of_engine(name: str, check: Callable[[Any], Any] | None = None, fixed: bool = False) -> Any:
     """An attribute of the optimizer that is stored in its engine.
 
     Lightning Fabric wraps an optimizer in an object that runs the optimizer's methods with itself as ``self``. Both
@@ -46,22 +47,15 @@ class EngineAttribute:
         fixed: it cannot change after the set-up.
     """
 
-    def __init__(self, check: Callable[[Any], Any] | None = None, fixed: bool = False) -> None:
-        self._check, self._fixed = check, fixed
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else getattr(instance.engine, self._name)
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        if self._fixed and instance.engine.is_set_up:
+    def store(optimizer: MixedPrecisionOptimizer, value: Any) -> None:
+        if fixed and optimizer.engine.is_set_up:
             raise AttributeError(
-                f"{self._name} is {getattr(instance.engine, self._name)!r} and cannot change once the optimizer has "
-                "been set up; to continue with another value, make a new optimizer and load this one's state_dict()"
+                f"{name} is {getattr(optimizer.engine, name)!r} and cannot change once the optimizer has been set up; "
+                "to continue with another value, make a new optimizer and load this one's state_dict()"
             )
-        setattr(instance.engine, self._name, value if self._check is None else self._check(value))
+        setattr(optimizer.engine, name, value if check is None else check(value))
+
+    return property(operator.attrgetter(f"engine.{name}"), store)
 
 
 def _check_loss_scale(value: Any) -> LossScale:
@@ -113,15 +107,15 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             hyper-parameters, or torch the groups.
     """
 
-    max_norm = EngineAttribute(_check_max_norm)
-    norm_type = EngineAttribute(check_norm_type, fixed=True)
-    clip_layers = EngineAttribute(bool, fixed=True)
-    master_weights = EngineAttribute()
-    accumulating = EngineAttribute()
-    unreduced = EngineAttribute()
-    gradients = EngineAttribute()
-    is_set_up = EngineAttribute()
-    param_groups = EngineAttribute()
+    max_norm = _of_engine("max_norm", _check_max_norm)
+    norm_type = _of_engine("norm_type", check_norm_type, fixed=True)
+    clip_layers = _of_engine("clip_layers", bool, fixed=True)
+    master_weights = _of_engine("master_weights")
+    accumulating = _of_engine("accumulating")
+    unreduced = _of_engine("unreduced")
+    gradients = _of_engine("gradients")
+    is_set_up = _of_engine("is_set_up")
+    param_groups = _of_engine("param_groups")
     _packing = False  # state_dict() is reading the state
 
     def __init__(
@@ -166,7 +160,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         super().__init__(params, dict(classes.own.defaults))
         classes.own_is_used = any(group.get("optimizer_class") is None for group in self.param_groups)
         classes.inspect_groups(self.param_groups)
-        self.engine.watch_gradients()
+        self.engine.gradients.watch(self.param_groups, self.engine.loss_scale)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -202,7 +196,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """Before the set-up: remove all parameters from ``param_groups``, until others are put there."""
         for group in self.param_groups:
             group["params"] = []
-        self.engine.watch_gradients()
+        self.engine.gradients.watch(self.param_groups, self.engine.loss_scale)
 
     def start_over(self, backend: Store, host_weights: HostWeights | None = None) -> None:
         """Before the set-up: ``param_groups`` have got other parameters, and state will live in ``backend``.
@@ -268,7 +262,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             super().add_param_group(param_group)
         finally:
             self.defaults = own
-        self.engine.watch_gradients()
+        self.engine.gradients.watch(self.param_groups, self.engine.loss_scale)
 
     # -- deferred updates
 
@@ -280,24 +274,24 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     @eager
     def wait_for_update(self, parameters: Iterable[Tensor] | None = None) -> None:
-        if self.engine.may_be_pending:
-            self.engine.wait_for_update(None if parameters is None else self.engine.managed.lookup(parameters))
+        if self.engine.queue.may_be_pending:
+            self.engine.queue.wait_outside_step(None if parameters is None else self.engine.managed.lookup(parameters))
 
     @eager
     def wait_for_step(self) -> None:
-        self.engine.wait_for_update(decided=True)
+        self.engine.queue.wait_outside_step(decided=True)
 
     @property
     def has_deferred_updates(self) -> bool:
-        return self.engine.may_be_pending
+        return self.engine.queue.may_be_pending
 
     def add_update_listener(self, listener: Callable[[], object]) -> None:
         self.engine.update_listeners.append(listener)
 
     @eager
     def wait_on_stream(self, parameters: Iterable[Tensor]) -> None:
-        if self.engine.may_be_ahead:
-            self.engine.wait_on_stream(self.engine.managed.lookup(parameters))
+        if self.engine.queue.may_be_ahead:
+            self.engine.queue.wait_on_stream_outside_step(self.engine.managed.lookup(parameters))
 
     def synchronize(self) -> None:
         with self.engine.reading("synchronize()"):
@@ -314,20 +308,20 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         if gib != "auto" and not (is_number and 0 <= gib < math.inf):
             raise ValueError(f"set_residency({gib!r}): a number of GiB of at least 0 is needed, or 'auto'")
         self.engine.refuse_if_closed()
-        with self.engine.reading("set_residency()"), no_grad_no_inference():
+        with self.engine.reading("set_residency()"):
             self.wait_for_update()
             self.engine.guard.work("set_residency()", self._backend.set_residency, gib)
 
     def release_device_memory(self) -> None:
         self.engine.refuse_if_closed()
-        with self.engine.reading("release_device_memory()"), no_grad_no_inference():
+        with self.engine.reading("release_device_memory()"):
             self.synchronize()
             self.engine.guard.work("release_device_memory()", self.engine.release_device_memory)
         if any(device.type != "cpu" for device in self.engine.managed.devices):
             torch.accelerator.memory.empty_cache()
 
     def refresh_master_weights(self) -> None:
-        with self.engine.reading("refresh_master_weights()"), no_grad_no_inference():
+        with self.engine.reading("refresh_master_weights()"):
             self.wait_for_update()
             self.engine.settle_edits()
             self.engine.guard.work("refresh_master_weights()", self.engine.refresh_masters)
@@ -430,9 +424,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             weight_of: returns, for a parameter, a function that returns its local weight of now, on the host.
             copies: host memory for copies; ``None``: there are no steps until the snapshot is closed.
         """
-        with no_grad_no_inference():
-            self.engine.settle_edits()
-            return self.engine.guard.work("saving state", self.engine.managed.pin, wanted, weight_of, copies)
+        self.engine.settle_edits()
+        return self.engine.guard.work("saving state", self.engine.managed.pin, wanted, weight_of, copies)
 
     def keeps_state(self, parameter: Tensor) -> bool:
         """Whether this process keeps the parameter's state, and no other replica; sets up if necessary."""
@@ -576,7 +569,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.engine = Engine(classes, **state.pop("engine"), places=lambda: known, update_time=AT_STEP)
         self.param_groups = state.pop("param_groups")
         super().__setstate__(state)
-        self.engine.watch_gradients()
+        self.engine.gradients.watch(self.param_groups, self.engine.loss_scale)
         for parameter, values in entries.items():
             if values:
                 self.load_parameter_state(parameter, values)

@@ -38,7 +38,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.eager import no_grad_no_inference
 from lightstep.optimizer.queue import (
     NEXT_FORWARD,
     AdoptWrites,
@@ -51,6 +50,7 @@ from lightstep.optimizer.queue import (
     refuse_older_graphs,
 )
 from lightstep.optimizer.speculation import LinkShare, Plan, Speculation, UsedGradients, Verdict, evenly_spaced
+from lightstep.optimizer.step_guard import no_grad_no_inference
 from lightstep.optimizer.update import Gradients, GroupValues, Update, versions_of
 from lightstep.state.lanes import Lanes
 from lightstep.state.schema import Managed, Unit

@@ -224,6 +224,7 @@ class Queue:
         updater: updates one unit.
         backend: where the state of the units lives.
         time: when updates run.
+        managed: the parameters.
 
     Attributes:
         early: updates units in backward; ``None``: nothing does.
@@ -238,7 +239,7 @@ class Queue:
         on_early_update: called when weights may change before ``step()``.
     """
 
-    def __init__(self, updater: UnitUpdater, backend: Store, time: UpdateTime) -> None:
+    def __init__(self, updater: UnitUpdater, backend: Store, time: UpdateTime, managed: ManagedParameters) -> None:
         self.updater, self.backend, self.time = updater, backend, time
         self._scheduled: deque[Job] = deque()
         self._submitted: deque[Job] = deque()
@@ -252,7 +253,7 @@ class Queue:
         self._streams_behind_end: list[Any] = []
         self._completing_job: dict[Managed, int] = {}  # the job with which all of a parameter is updated
         self._arrival_job: dict[Managed, int] = {}  # the same for weights that other replicas send
-        self.guard = StepGuard(backend)
+        self.guard = StepGuard(backend, managed)
         self.started = False
         self.redone = self.rolled_back = 0
         self.on_early_update: Callable[[], object] = lambda: None
@@ -265,8 +266,19 @@ class Queue:
         return bool(self._submitted or self._scheduled or (early is not None and early.speculation is not None))
 
     @property
+    def may_be_pending(self) -> bool:
+        """Whether there are updates to wait for: pending ones, or those of a step that another thread runs."""
+        guard = self.guard
+        found = self.pending or guard.is_busy_elsewhere or (self.started and guard.is_foreign)
+        return found and not guard.is_forked
+
+    @property
     def may_be_ahead(self) -> bool:
-        """Whether the current stream may be ahead of updates that another one has waited for."""
+        """Whether the current stream may be ahead of updates: pending ones, or those that another one has awaited."""
+        return self.may_be_pending or (self._is_ahead_of_end and not self.guard.is_forked)
+
+    @property
+    def _is_ahead_of_end(self) -> bool:
         return self._end is not None and self.backend.lanes.caller().stream not in self._streams_behind_end
 
     # -- backward
@@ -482,6 +494,25 @@ class Queue:
             self.abort("the update under way", error)
             raise
 
+    def wait_outside_step(self, items: Iterable[Managed] | None = None, decided: bool = False) -> None:
+        """:meth:`wait_for_update`, for a caller that has not passed the guard. A fork waits for nothing: see
+        ``step_guard.py``."""
+        if self.may_be_pending:
+            self._pass_guard(self.wait_for_update, items, decided)
+
+    def wait_on_stream_outside_step(self, items: Iterable[Managed]) -> None:
+        """:meth:`wait_on_stream`, likewise."""
+        if self.may_be_ahead:
+            self._pass_guard(self.wait_on_stream, items)
+
+    def _pass_guard(self, wait: Callable[..., None], *arguments: Any) -> None:
+        def waiting() -> None:
+            wait(*arguments)
+            if self.guard.is_foreign:
+                self.guard.settle()
+
+        self.guard.work("a read of weights that are being updated", waiting)
+
     def wait_on_stream(self, items: Iterable[Managed]) -> None:
         """The current stream waits for these parameters, and no other stream does: the jobs stay unwaited for.
 
@@ -505,7 +536,7 @@ class Queue:
             raise
 
     def _follow_end(self) -> None:
-        if self.may_be_ahead:
+        if self._is_ahead_of_end:
             caller = self.backend.lanes.caller()
             caller.wait(self._end)
             self._streams_behind_end.append(caller.stream)

@@ -19,7 +19,7 @@ from lightstep.precision.split import Splitter
 from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.lanes import Lane
 from lightstep.state.schema import Managed, Unit
-from lightstep.state.staging import MasterSplitter
+from lightstep.state.segment import MasterSplitter
 from lightstep.state.store import Store
 
 __all__ = ["LinkShare", "Plan", "Speculation", "UsedGradients", "Verdict", "evenly_spaced"]

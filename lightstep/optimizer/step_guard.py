@@ -14,29 +14,35 @@ A forked child has neither the threads nor the streams that updates run in, and 
 that does not exist. So it is refused before any lock is touched. Data loaders fork their workers, and what these run
 may ask for ``model.dtype``. The updates under way go on in the parent alone. So in a child that was forked meanwhile
 the parameters have shapes and dtypes, wait for nothing, and refuse whatever needs their values.
+
+``torch.compile`` and inference mode are kept out of the library's own work, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lightstep.error_text import error_text
+from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.state.schema import Managed
 from lightstep.state.store import Store
 
-__all__ = ["BrokenStep", "StepGuard", "watch_forks"]
+__all__ = ["BrokenStep", "StepGuard", "eager", "eager_backward", "no_grad_no_inference", "watch_forks"]
 
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class StepGuard:
@@ -44,18 +50,19 @@ class StepGuard:
 
     Args:
         backend: knows the threads in which updates run.
+        managed: the parameters.
 
     Attributes:
         backward: held by the thread that runs a backward in which weights are updated.
         trainer: the thread that ran the last backward or step.
     """
 
-    def __init__(self, backend: Store) -> None:
+    def __init__(self, backend: Store, managed: ManagedParameters) -> None:
         self.backward = threading.RLock()
         self.trainer: int | None = None
         self._lock = threading.RLock()
         self._work: tuple[int, str] | None = None  # the thread that works, and what it does
-        self._process, self._backend = os.getpid(), backend
+        self._process, self._backend, self._managed = os.getpid(), backend, managed
 
     @property
     def is_forked(self) -> bool:
@@ -106,7 +113,7 @@ class StepGuard:
     def work(
         self, what: str, body: Callable[Parameters, Result], *arguments: Parameters.args, **keywords: Parameters.kwargs
     ) -> Result:
-        """Call ``body`` when no other thread works or reads.
+        """Call ``body`` when no other thread works or reads, outside of autograd and inference mode.
 
         Args:
             what: names it in messages.
@@ -116,12 +123,19 @@ class StepGuard:
         """
         self.check(what)
         in_autograd = torch._C._current_graph_task_id() != -1
-        with self._lock if in_autograd else self.backward, self._lock:
+        with no_grad_no_inference(), self._lock if in_autograd else self.backward, self._lock:
             try:  # no call between these lines: a handler's exception there would leave the mark
                 self._work = (threading.get_ident(), what)
                 return body(*arguments, **keywords)
             finally:
                 self._work = None
+
+    def settle(self) -> None:
+        """If this is another thread than the one that trains, the host waits: their streams may be different ones."""
+        if self.is_foreign:
+            for device in self._managed.devices:
+                if device.type != "cpu":
+                    torch.accelerator.synchronize(device)
 
     @contextlib.contextmanager
     def reading(self, what: str) -> Iterator[None]:
@@ -203,6 +217,47 @@ class BrokenStep:
         """Raise ``RuntimeError`` with the reason and ``remedy`` if a step is broken."""
         if self.reason is not None:
             raise RuntimeError(f"{self.reason}; weights and state may be half updated. {remedy}")
+
+
+def eager(function: Function) -> Function:
+    """``torch.compiler.disable`` without importing ``torch._dynamo``, which takes as long as ``import torch``."""
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*arguments, **keywords)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*arguments, **keywords)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what dynamo checks before it traces a function
+    return cast(Function, call)
+
+
+@contextlib.contextmanager
+def eager_backward() -> Iterator[None]:
+    """Switch compiled autograd off: it cannot trace hooks, or gradients with another dtype than their parameter's.
+
+    The backward of a compiled forward stays compiled.
+    """
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    with contextlib.nullcontext() if compiled is None else compiled._disable():
+        yield
+
+
+def no_grad_no_inference() -> contextlib.AbstractContextManager[object]:
+    """``torch.no_grad()`` with inference mode switched off.
+
+    Tensors made under ``torch.inference_mode()`` cannot be written to outside of it. Evaluation and generation run
+    under it, and may call into the library, which then allocates memory that later steps write to.
+    """
+    if not torch.is_inference_mode_enabled():
+        return torch.no_grad()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
 class _Updates(Protocol):

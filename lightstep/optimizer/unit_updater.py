@@ -17,7 +17,7 @@ from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.shared_updates import SharedUpdates
 from lightstep.optimizer.step_guard import BrokenStep
-from lightstep.optimizer.update import Gradients, GradientStage, GroupValues, Update, scalable_in_place
+from lightstep.optimizer.update import CLASS, Gradients, GradientStage, GroupValues, Update, scalable_in_place
 from lightstep.precision.adam_batch import (
     AdamBatch,
     AdamCall,
@@ -74,6 +74,7 @@ class UnitUpdater:
         self.is_running = False
         self.stage = GradientStage()
         self.shared = SharedUpdates(classes, backend)
+        self._adams: dict[Any, type | None] = {}  # see :meth:`GroupClasses.fused_adam`
 
     # -- memory
 
@@ -352,9 +353,12 @@ class UnitUpdater:
         kernel does not support the group's settings."""
         key = id(segment.group), id(scaling)
         if key not in values.calls:
-            number, device = id(segment.group), segment.device
-            adam = self._classes.fused_adam(values.initial[number], values.kinds[number], device)
-            settings = None if adam is None else _settings(adam, values.initial[number], device)
+            group, kind = values.initial[id(segment.group)], values.kinds[id(segment.group)]
+            asked = segment.device, kind, self._classes.version
+            if asked not in self._adams:
+                self._adams[asked] = self._classes.fused_adam({**group, CLASS: kind[0]}, segment.device)
+            adam = self._adams[asked]
+            settings = None if adam is None else _settings(adam, group, segment.device)
             values.calls[key] = None if settings is None else adam_call(settings, scaling)
         return values.calls[key]
 

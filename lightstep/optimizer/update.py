@@ -597,6 +597,7 @@ def as_row(gradient: Tensor) -> Tensor:
     return gradient.contiguous().as_strided((gradient.numel(),), (1,))
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class StepResult:
     """The outcome of one :meth:`BaseOptimizer.step`; true when the step was applied.
 
@@ -614,22 +615,12 @@ class StepResult:
             ``lightstep.optimizer.overlap`` has each reason (level ``INFO``), also of ``redone``.
     """
 
-    __slots__ = ("_loss_scale", "_overflow", "grad_norm", "loss", "redone", "rolled_back")
-
-    def __init__(
-        self,
-        grad_norm: Tensor,
-        overflow: Tensor,
-        loss_scale: Tensor | None,
-        loss: Any = None,
-        redone: int = 0,
-        rolled_back: int = 0,
-    ) -> None:
-        self.grad_norm = grad_norm
-        self.loss = loss
-        self.redone, self.rolled_back = redone, rolled_back
-        self._overflow = overflow
-        self._loss_scale = loss_scale
+    grad_norm: Tensor
+    _overflow: Tensor
+    _loss_scale: Tensor | None
+    loss: Any = None
+    redone: int = 0
+    rolled_back: int = 0
 
     @property
     def applied(self) -> bool:

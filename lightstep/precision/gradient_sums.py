@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,9 +12,8 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from lightstep.distributed import is_sharded, like, local_gradient, local_tensor
-from lightstep.precision.leaf_hooks import LeafHooks, runs_compiled
 
-__all__ = ["SumsAside", "set_grad"]
+__all__ = ["SumsAside", "runs_compiled", "set_grad"]
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -39,7 +39,7 @@ class SumsAside:
     of backward the sum of these results takes its place.
 
     Args:
-        hooks: those on the parameters.
+        restore_hooks: makes autograd call the hooks of parameters that have been swapped.
 
     Attributes:
         reads_unused: returns those of the given parameters whose ``p.grad`` the running backward will reduce even if it
@@ -48,8 +48,8 @@ class SumsAside:
         is_incomplete: a reduction has begun, and has left gradients out.
     """
 
-    def __init__(self, hooks: LeafHooks) -> None:
-        self._hooks = hooks
+    def __init__(self, restore_hooks: Callable[[], object]) -> None:
+        self._restore_hooks = restore_hooks
         self.reads_unused: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda parameters: ()
         self.must_reduce: Callable[[Tensor], bool] = lambda parameter: False
         self.is_incomplete = False
@@ -69,8 +69,12 @@ class SumsAside:
     def set_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Sum the gradients of exactly these parameters."""
         self._parameters = parameters
+
+    @property
+    def hooks(self) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
+        """The hooks on the parameters: before a new gradient, and after it."""
         own = weakref.ref(self)
-        self._hooks.set_parameters(parameters, _weak_hook(own, SumsAside.before), _weak_hook(own, SumsAside._after))
+        return _weak_hook(own, SumsAside.before), _weak_hook(own, SumsAside._after)
 
     def forget_dropped(self) -> None:
         """Between backwards: who has set ``p.grad`` to ``None`` (``model.zero_grad()``) has dropped the total, too.
@@ -98,7 +102,7 @@ class SumsAside:
         If it has no gradient for a parameter, the reduction may read ``p.grad`` as it is, in the parameter's dtype. So
         fp32 sums are taken out of it and leave zeros behind.
         """
-        self._hooks.restore()
+        self._restore_hooks()
         self.forget_dropped()
         if runs_compiled() and any(p.grad is not None for p in self._parameters):
             raise RuntimeError(
@@ -298,6 +302,12 @@ class SumsAside:
         self._beside.clear()
         for mapping in mappings:
             mapping.clear()
+
+
+def runs_compiled() -> bool:
+    """Whether compiled autograd runs backwards: hooks are then called after it has read ``p.grad``."""
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and (module.compiled_autograd_enabled or module.in_compiled_autograd_region)
 
 
 def _weak_hook(

@@ -1,4 +1,4 @@
-"""The gradients of a step: sums of micro-batches in fp32.
+"""The gradients of a step: sums of micro-batches in fp32, and whether all of them are of scaled losses.
 
 Autograd adds the gradients of several micro-batches in the parameter's dtype. :class:`GradientAccumulator` adds them in
 fp32: ``grad32 = float(g1) + float(g2) + ...``, in this order, and leaves the sum in ``p.grad``. So user code which
@@ -10,19 +10,213 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from lightstep.distributed import initialized, is_sharded, local_gradient
-from lightstep.precision.gradient_sums import SumsAside, set_grad
-from lightstep.precision.leaf_hooks import LeafHooks, runs_compiled
+from lightstep.precision.gradient_sums import SumsAside, runs_compiled, set_grad
+from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 
 Key = TypeVar("Key")
+Hook = Callable[[Tensor], None]
 
 _LOW = (torch.bfloat16, torch.float16)
+
+
+class LeafHooks:
+    """A hook before each new gradient, a hook after it or both, on each of several parameters.
+
+    Autograd calls the first one before it adds a gradient to ``p.grad`` (``torch.autograd.grad`` does too, and then
+    adds nothing), and the second one, a post-accumulate-grad hook, afterwards.
+
+    There are no weak references to the parameters: ``torch.utils.swap_tensors`` refuses tensors that have some, and
+    ``model.to(...)`` swaps DTensors.
+    """
+
+    def __init__(self) -> None:
+        self._handles: dict[Tensor, list[RemovableHandle]] = {}
+        self._by_id: dict[int, Tensor] = {}
+        self._attributes: dict[Tensor, dict[str, Any]] = {}  # ``vars(p)`` when its hooks were registered
+
+    def set_parameters(
+        self,
+        parameters: Iterable[Tensor],
+        before: Hook | None = None,
+        after: Hook | None = None,
+        sums_only: bool = False,
+    ) -> None:
+        """Keep hooks on exactly these parameters; on frozen ones too, which may be unfrozen at any time.
+
+        Args:
+            before, after: functions that are called with the parameter; they must not refer to one.
+            sums_only: the first one is not called if there is no gradient to add to.
+        """
+        wanted = dict.fromkeys(parameters)
+        for parameter in [parameter for parameter in self._handles if parameter not in wanted]:
+            del self._by_id[id(parameter)], self._attributes[parameter]
+            for handle in self._handles.pop(parameter):
+                handle.remove()
+        for parameter in wanted:
+            if parameter not in self._handles:
+                self._by_id[id(parameter)], self._attributes[parameter] = parameter, vars(parameter)
+                self._handles[parameter] = self._register(parameter, before, after, sums_only)
+
+    def restore(self) -> list[Tensor]:
+        """Make autograd call the hooks of parameters that have been swapped (``model.to`` of DTensors): a swap takes
+        the tensor from its hooks, and its attributes too. Returns these parameters."""
+        swapped = [p for p, attributes in self._attributes.items() if p.__dict__ is not attributes]
+        for parameter in swapped:
+            _register_again(parameter)
+            self._attributes[parameter] = vars(parameter)
+        return swapped
+
+    def put_last(self) -> None:
+        """Have post-accumulate-grad hooks called after those that others have registered since, which may still change
+        the gradient."""
+        for parameter, handles in self._handles.items():
+            hooks = parameter._post_accumulate_grad_hooks
+            for handle in handles:
+                if handle.id in hooks and [*hooks][-1] != handle.id:
+                    hooks[handle.id] = hooks.pop(handle.id)
+
+    def _register(
+        self, parameter: Tensor, before: Hook | None, after: Hook | None, sums_only: bool
+    ) -> list[RemovableHandle]:
+        frozen = not parameter.requires_grad
+        if frozen:  # torch registers hooks only on tensors that require gradients, and keeps them
+            parameter.requires_grad_(True)
+        handles: list[RemovableHandle] = []
+        try:
+            if before is not None:
+                hook = _called_with_parameter(weakref.ref(self), id(parameter), before, sums_only)
+                handles.append(parameter.register_hook(_excluded(hook)))
+            if after is not None:
+                handles.append(parameter.register_post_accumulate_grad_hook(_excluded(after)))
+            return handles
+        except BaseException:  # an interrupt: else the next attempt would have them called twice
+            for handle in handles:
+                handle.remove()
+            raise
+        finally:
+            if frozen:
+                parameter.requires_grad_(False)
+
+
+def _called_with_parameter(reference: weakref.ref[LeafHooks], number: int, hook: Hook, sums_only: bool) -> Hook:
+    """A tensor hook, which autograd calls with the gradient; ``number`` is the parameter's ``id``."""
+
+    def with_parameter(_: Tensor) -> None:
+        hooks = reference()
+        if hooks is not None and number in hooks._by_id:
+            parameter = hooks._by_id[number]
+            if not sums_only or parameter.grad is not None:
+                hook(parameter)
+
+    return with_parameter
+
+
+def _register_again(parameter: Tensor) -> None:
+    """Setting torch's tables of hooks registers them with autograd."""
+    hooks, later = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    if hooks is not None:
+        parameter._backward_hooks = hooks
+    if later is not None:
+        parameter._post_accumulate_grad_hooks = later
+
+
+def _excluded(hook: Hook) -> Hook:
+    """Exclude the hook from serialization and from tracing by compiled autograd."""
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable's mark, without dynamo
+    return unserializable_hook(hook)
+
+
+_instances: weakref.WeakSet[ScaledBackward] = weakref.WeakSet()
+"""All instances: a backward is reported to all of them, since autograd may run hooks in other threads."""
+
+
+class ScaledBackward:
+    """Whether all gradients that autograd wrote since the last step come from scaled losses: a step divides them by the
+    scale.
+
+    Gradients that user code assigned are accepted as they are. Not used if the scale is always 1.
+
+    Attributes:
+        unscaled: autograd has written gradients of a loss that was not scaled; they may have been dropped since.
+    """
+
+    def __init__(self) -> None:
+        self._hooks = LeafHooks()
+        self._watched: list[Tensor] = []
+        self._scale: LossScale | None = None  # that of the last `watch`
+        self._running = 0  # backwards of losses with this scale
+        self.unscaled = False
+        _instances.add(self)
+
+    def watch(self, parameters: Iterable[Tensor], scale: LossScale) -> Collection[Tensor]:
+        """Check the gradients of exactly these parameters; returns those that it has not checked before."""
+        self._scale = scale
+        wanted = [p for p in parameters if p.is_floating_point()]
+        swapped = self._hooks.restore()
+        if len(wanted) == len(self._watched) and all(map(operator.is_, wanted, self._watched)):
+            return swapped
+        missed = {*wanted}.difference(self._watched).union(swapped)
+        self._watched = wanted
+        reference = weakref.ref(self)
+        self._hooks.set_parameters(wanted, after=_make_hook(reference))
+        return missed
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A backward of a scaled loss runs in the body. It counts for all optimizers with the same scale."""
+        same_scale = [watch for watch in _instances if watch._scale is not None and _equal(self._scale, watch._scale)]
+        for watch in same_scale:
+            watch._running += 1
+        try:
+            yield
+        finally:
+            for watch in same_scale:
+                watch._running -= 1
+
+    def refuse_unscaled(self) -> None:
+        """Called before gradients are used.
+
+        Raises:
+            RuntimeError: some come from a loss that was not scaled.
+        """
+        if self.unscaled and self._scale is not None:
+            raise RuntimeError(
+                "there are gradients of a loss that was not multiplied by this optimizer's loss scale "
+                f"({self._scale!r}), and step() divides by it: call optimizer.backward(loss), and not "
+                "loss.backward(), or set precision.loss_scale 'none' (optimizer.zero_grad() drops them)"
+            )
+
+    def close(self) -> None:
+        """Remove the hooks. What has been seen is still refused."""
+        self._watched = []
+        self._hooks.set_parameters(())
+
+
+def _equal(mine: LossScale | None, other: LossScale) -> bool:
+    if isinstance(mine, ConstantLossScale) and isinstance(other, ConstantLossScale):
+        return mine.scale == other.scale
+    return mine is other
+
+
+def _make_hook(reference: weakref.ref[ScaledBackward]) -> Callable[[Tensor], None]:
+    """A post-accumulate-grad hook."""
+
+    def hook(_: Tensor) -> None:
+        watch = reference()
+        if watch is not None and not watch._running:
+            watch.unscaled = True
+
+    return hook
 
 
 class ReducedGradients:
@@ -80,15 +274,19 @@ class GradientAccumulator:
     Args:
         float32: sum in fp32 (``precision.reduce: float32``), not in the parameter's dtype.
         elsewhere: takes the gradients out of ``p.grad`` in backward, and adds them up.
+
+    Attributes:
+        scaled: knows whether their losses were scaled.
     """
 
     def __init__(self, float32: bool = True, elsewhere: SumsElsewhere | None = None) -> None:
         self.float32, self._elsewhere = float32, elsewhere
         self._sums: SumsAside | SumsElsewhere | None = elsewhere
         """``None``: the sums are in ``p.grad`` as soon as autograd has added a gradient."""
-        self._hooks = LeafHooks()
+        self._hooks, self.scaled = LeafHooks(), ScaledBackward()
         self._watched: list[Tensor] = []
         self._kinds: list[tuple[torch.dtype, bool]] = []
+        self._identities: list[Any] = []
         self._watched_set: frozenset[Tensor] = frozenset()
         self._reduction: ReducedGradients | None = None
         self._collected: list[Tensor] = []
@@ -100,28 +298,40 @@ class GradientAccumulator:
             self._sums.reads_unused, self._sums.must_reduce = reduction.reads_unused, reduction.must_reduce
         reduction.connect(self._watched, self)
 
-    def watch(self, parameters: Iterable[Tensor]) -> Collection[Tensor]:
-        """Sum the gradients of exactly these parameters; of frozen ones too, which may be unfrozen.
+    def watch(self, groups: Iterable[Mapping[str, Any]], loss_scale: LossScale) -> None:
+        """Sum and check the gradients of all parameters in these groups; of frozen ones too, which may be unfrozen.
 
-        Returns those whose gradients it has not summed before: they are new, or have been cast or swapped.
+        In the first step after a cast or a swap a user's own ``loss.backward()`` may have run before anybody watched.
         """
-        watched, elsewhere = list(parameters), self._elsewhere
+        parameters = [p for group in groups for p in group["params"]]
+        not_summed = self._watch_sums(parameters)
+        not_checked = () if loss_scale.is_identity else self.scaled.watch(parameters, loss_scale)
+        if not_summed or not_checked:
+            _warn_unwatched(not_summed, not_checked, loss_scale)
+
+    def _watch_sums(self, watched: list[Tensor]) -> Collection[Tensor]:
+        """Returns those whose gradients it has not summed before: they are new, or have been cast or swapped."""
+        elsewhere = self._elsewhere
         if elsewhere is not None:
             elsewhere.set_parameters(watched)
         else:
             watched = [p for p in watched if p.dtype in _LOW] if self.float32 else []
         kinds = [(p.dtype, p.requires_grad) for p in watched]
+        identities = [one for p in watched for one in (p, p.__dict__)]  # a swap takes the tensor from its attributes
         several = initialized() and elsewhere is None
-        swapped, same_sums = self._hooks.restore(), isinstance(self._sums, SumsAside) is several
-        if same_sums and kinds == self._kinds and all(map(operator.is_, watched, self._watched)):
-            return swapped
+        same_sums = isinstance(self._sums, SumsAside) is several
+        if same_sums and kinds == self._kinds and all(map(operator.is_, identities, self._identities)):
+            return ()
+        swapped = self._hooks.restore()
         before = self._watched_set.difference(swapped)
         self._watched, self._kinds, self._watched_set = watched, kinds, frozenset(watched)
+        self._identities = identities
         if not same_sums:
             self._hooks.set_parameters(())
-            self._sums = SumsAside(self._hooks) if several else None
+            self._sums = SumsAside(self._hooks.restore) if several else None
         if isinstance(self._sums, SumsAside):
             self._sums.set_parameters(watched)
+            self._hooks.set_parameters(watched, *self._sums.hooks)
         elif self._sums is None:
             self._hooks.set_parameters(watched, before=_widen_before_sum, sums_only=True)
         if self._reduction is not None:
@@ -232,7 +442,7 @@ class GradientAccumulator:
 
     def clear(self) -> None:
         """Drop all sums (``zero_grad``)."""
-        self._collected = []
+        self._collected, self.scaled.unscaled = [], False
         if self._sums is not None:
             self._sums.clear()
         if self._reduction is not None:
@@ -242,9 +452,27 @@ class GradientAccumulator:
         """Drop all sums and remove the hooks."""
         self.clear()
         self._watched, self._kinds, self._watched_set = [], [], frozenset()
+        self._identities = []
         self._hooks.set_parameters(())
+        self.scaled.close()
         if self._sums is not None:
             self._sums.set_parameters(())
+
+
+def _warn_unwatched(not_summed: Collection[Tensor], not_checked: Collection[Tensor], loss_scale: LossScale) -> None:
+    """Warn of gradients that autograd has written where nobody watched it."""
+    doubts = []
+    if sums := [p for p in not_summed if p.grad is not None and p.grad.dtype == p.dtype]:
+        dtype = str(sums[0].dtype).removeprefix("torch.")
+        doubts.append(f"{len(sums)} are sums in {dtype} instead of fp32, if loss.backward() ran more than once")
+    if scaled := [p for p in not_checked if p.grad is not None]:
+        doubts.append(f"{len(scaled)} are divided by {loss_scale!r}, whether or not the loss was multiplied by it")
+    if doubts:
+        warnings.warn(
+            f"there are gradients of parameters that were added to a group, cast or swapped since the last step: "
+            f"{'; '.join(doubts)}. After such changes call optimizer.backward(loss), which sees them, or zero_grad()",
+            stacklevel=10,
+        )
 
 
 def _widen_before_sum(parameter: Tensor) -> None:

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.eager import eager
 from lightstep.optimizer.engine import Engine
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
+from lightstep.optimizer.step_guard import eager
 from lightstep.state.host_weights import HostWeights, WeightGroup, groups_of
 
 __all__ = ["AwaitedParameters", "DeferredUpdates", "await_host", "await_reads", "awaited", "updates_of", "wait_for"]
@@ -98,22 +98,22 @@ class DeferredUpdates:
     def wait(self, parameters: Collection[Tensor] | None = None) -> None:
         """Wait for the updates of these parameters; ``None``: for all updates that a ``step()`` has decided."""
         for finalizer, engine in list(self._engines):
-            if engine.may_be_pending:
+            if engine.queue.may_be_pending:
                 if finalizer.peek() is None:
-                    engine.wait_for_update()
+                    engine.queue.wait_outside_step()
                 elif parameters is None:
-                    engine.wait_for_update(decided=True)
+                    engine.queue.wait_outside_step(decided=True)
                 else:
-                    engine.wait_for_update(engine.managed.lookup(parameters))
+                    engine.queue.wait_outside_step(engine.managed.lookup(parameters))
 
     @eager
     def wait_on_stream(self, parameters: Collection[Tensor]) -> None:
         """The current stream waits for the updates of these parameters, and no other does."""
         for finalizer, engine in list(self._engines):
             if finalizer.peek() is None:
-                engine.wait_for_update()
-            elif engine.may_be_ahead:
-                engine.wait_on_stream(engine.managed.lookup(parameters))
+                engine.queue.wait_outside_step()
+            elif engine.queue.may_be_ahead:
+                engine.queue.wait_on_stream_outside_step(engine.managed.lookup(parameters))
 
 
 def _count_step(*_: Any) -> None:

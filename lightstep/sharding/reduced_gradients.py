@@ -36,7 +36,7 @@ _LOW = (torch.bfloat16, torch.float16)
 class Listeners:
     """Maps parameters to the accumulators of their gradients; keeps neither alive.
 
-    torch cannot swap tensors that have weak references (:class:`~lightstep.precision.leaf_hooks.LeafHooks`). So the
+    torch cannot swap tensors that have weak references (:class:`~lightstep.precision.gradients.LeafHooks`). So the
     keys are ids, which may be used again for other tensors, and the accumulator knows its parameters.
     """
 

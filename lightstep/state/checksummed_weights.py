@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightstep.crc32 import crc32
-from lightstep.state.staging import MasterSplitter, WeightRow
+from lightstep.state.segment import MasterSplitter, WeightRow
 
 __all__ = ["ChecksummedWeights"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightstep.state.record import Entry, History, Part, Record, coded_in, is_record_entry, make_layout
 from lightstep.state.schema import EntrySpec, adopt_entry, entry_dtype
-from lightstep.state.staging import MasterSplitter
+from lightstep.state.segment import MasterSplitter
 
 __all__ = ["Entries", "equals_rounded", "was_rounded_from"]
 

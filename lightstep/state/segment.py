@@ -9,7 +9,7 @@ give torch's own bits.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,10 +28,20 @@ from lightstep.state.record import (
     is_record_entry,
     make_layout,
 )
-from lightstep.state.schema import Coded, Managed
-from lightstep.state.staging import MasterSplitter, Staging, WeightRow, is_own_segment
+from lightstep.state.schema import Coded, Managed, aligned
 
-__all__ = ["Piece", "Segment", "Views", "segments_of"]
+__all__ = [
+    "LARGE",
+    "MasterSplitter",
+    "Piece",
+    "Segment",
+    "Sizes",
+    "Staging",
+    "Views",
+    "WeightRow",
+    "is_own_segment",
+    "segments_of",
+]
 
 _FEW = 8
 """Segments of at most so many parts are updated part by part by kernels that take several at once."""
@@ -44,9 +54,109 @@ _PLAIN = (bool, int, float, str, type(None))
 _CLOSED: dict[Any, Any] = {}
 """What a segment that is not open has prepared."""
 
+LARGE = 1 << 18
+"""Parts with at least so many elements are segments of their own: gathering them would cost more than a launch."""
+
 CPU_VECTOR = 16
 """A part whose size is not a multiple of this ends its segment on the CPU. torch's fused kernels compute the elements
 after the last whole vector with other instructions, which give other bits."""
+
+
+WeightRow = tuple[Tensor, int, Sequence[tuple[int, int]], int]
+"""16-bit weights whose fingerprints are wanted: weights, position of the first one, ranges, and index of the first
+range's fingerprint."""
+
+
+Sizes = tuple[int, dict[torch.dtype, int], tuple[int, int], int]
+"""Elements of masters, of gathered weights by dtype, the number and length of rows for moments, and the elements of the
+largest unit."""
+
+
+class MasterSplitter(Protocol):
+    """Splits fp32 masters into bf16 weights and the remaining bits, and joins them; see
+    ``lightstep.precision.split``."""
+
+    def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None: ...
+    def join(
+        self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor, magnitudes: Tensor | None = None
+    ) -> None: ...
+    def fingerprints(self, weight: Tensor, first: int, ranges: Any, out: Tensor) -> None: ...
+    def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None: ...
+    def nbytes(self) -> int: ...
+    def free(self) -> None: ...
+
+
+class Staging:
+    """Device memory for one unit in its flat order: joined masters, gathered weights, and fp32 copies of entries that
+    are stored in a shorter dtype."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        masters, rows, (count, length), self._largest = sizes
+        self.masters = torch.empty(masters, dtype=torch.float32, device=device)
+        self.moments = [torch.zeros(length, dtype=torch.float32, device=device) for _ in range(count)]
+        self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
+        self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
+        self.was_used = False  # masters were joined, or moments widened
+        self._gather_rows: WeakKeyDictionary[Run, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
+
+    def element_numbers(self, run: Run) -> Tensor | Window:
+        """The positions of its elements in their whole parameters: a window for one part, a list (int32, modulo 2^32)
+        for several."""
+        head = run.parts[0]
+        if len(run.parts) == 1:
+            return self.window_of(head)
+        length, known = run.stop - run.first, self._numbers.get(head)
+        if known is None or known.numel() < length:
+            row = torch.zeros(length, dtype=torch.int32, device="cpu")
+            for part, (a, b) in zip(run.parts, run.ranges, strict=True):
+                row[a:b] = part.owner.window.numbers(part.start, part.stop)
+            known = self._numbers[head] = row.to(run.device)
+        return known[:length]
+
+    @staticmethod
+    def window_of(part: Part) -> Window:
+        """Where its elements are in their whole parameter."""
+        return part.owner.window._replace(first=part.start)
+
+    def masters_for(self, run: Run) -> Tensor:
+        """The row for a run's joined masters."""
+        self.was_used = True
+        if self.masters.numel() < run.stop:  # for all units at once: another stream may use what would be replaced
+            self.masters = torch.empty(max(run.stop, self._largest), dtype=torch.float32, device=run.device)
+        return self.masters[run.first : run.stop]
+
+    def moments_for(self, run: Run, index: int) -> Tensor:
+        """The row for one of a run's widened moments."""
+        self.was_used = True
+        while len(self.moments) <= index:
+            self.moments.append(self.masters.new_empty(0))
+        if self.moments[index].numel() < run.stop:
+            self.moments[index] = torch.zeros(max(run.stop, self._largest), dtype=torch.float32, device=run.device)
+        return self.moments[index][run.first : run.stop]
+
+    def gather_row(self, run: Run) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """The row for a run's gathered weights, views of its parts, and of the padding between them. The row of a run
+        with ``flat`` weights is those, and needs no parts."""
+        place = self._gather_rows.get(run)
+        if place is None and run.flat is not None:
+            place = self._gather_rows[run] = run.flat, [], []
+        elif place is None:
+            local = run.locals[0]
+            rows = self._rows.get(local.dtype)  # None if all shards of this dtype are empty
+            row = local.new_empty(0) if rows is None else rows[run.first : run.stop]
+            gaps = [row[b : a + aligned(b - a)] for a, b in run.ranges[:-1] if b - a != aligned(b - a)]
+            place = self._gather_rows[run] = row, run.parts_of(row), gaps
+        return place
+
+    def nbytes(self) -> int:
+        held = (self.masters, *self.moments, *self._rows.values(), *self._numbers.values())
+        return sum(row.nbytes for row in held)
+
+    def free(self) -> None:
+        """Free the memory, for good."""
+        self.masters, self._rows, self.moments = self.masters.new_empty(0), {}, []
+        self._gather_rows.clear()
+        self._numbers.clear()
 
 
 class Views:
@@ -477,6 +587,12 @@ class Segment(Run):
         """The 16-bit weights, for fingerprints; after :meth:`write` or :meth:`weights`."""
         row = self.weights(staging) if self.coding == "whole" else staging.gather_row(self)[0]
         return row, self.first, self.ranges, self.index
+
+
+def is_own_segment(part: Part) -> bool:
+    """Whether a part must be a segment of its own: it is large, or a 16-bit parameter that is its own master, which
+    torch's CPU kernels round vector by vector."""
+    return part.elements >= LARGE or (part.coding == "own" and part.owner.local.dtype != torch.float32)
 
 
 def segments_of(record: Record, active: Collection[Managed]) -> list[Segment]:

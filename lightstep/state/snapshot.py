@@ -22,7 +22,7 @@ from lightstep.state.entries import Entries, equals_rounded
 from lightstep.state.lanes import LanesOfDevices
 from lightstep.state.record import History, Part, Record
 from lightstep.state.schema import Managed
-from lightstep.state.staging import MasterSplitter
+from lightstep.state.segment import MasterSplitter
 from lightstep.state.versions import Versions
 
 __all__ = ["Snapshot"]

@@ -1,47 +1,17 @@
-"""Device memory in which the segments of one unit are put together and taken apart, and what splits their masters."""
+"""Each device's :class:`~lightstep.state.segment.Staging` memory, and what splits masters there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Collection
 
 import torch
-from torch import Tensor
 
-from lightstep.distributed import Window
 from lightstep.state.lanes import LanesOfDevices
-from lightstep.state.record import Part, Record, Run, coded_entries
+from lightstep.state.record import Record, coded_entries
 from lightstep.state.schema import aligned
+from lightstep.state.segment import MasterSplitter, Sizes, Staging, is_own_segment
 
-__all__ = ["LARGE", "MasterSplitter", "Splitters", "Staging", "StagingOfDevices", "WeightRow", "is_own_segment"]
-
-LARGE = 1 << 18
-"""Parts with at least so many elements are segments of their own: gathering them would cost more than a launch."""
-
-
-WeightRow = tuple[Tensor, int, Sequence[tuple[int, int]], int]
-"""16-bit weights whose fingerprints are wanted: weights, position of the first one, ranges, and index of the first
-range's fingerprint."""
-
-
-Sizes = tuple[int, dict[torch.dtype, int], tuple[int, int], int]
-"""Elements of masters, of gathered weights by dtype, the number and length of rows for moments, and the elements of the
-largest unit."""
-
-
-class MasterSplitter(Protocol):
-    """Splits fp32 masters into bf16 weights and the remaining bits, and joins them; see
-    ``lightstep.precision.split``."""
-
-    def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None: ...
-    def join(
-        self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor, magnitudes: Tensor | None = None
-    ) -> None: ...
-    def fingerprints(self, weight: Tensor, first: int, ranges: Any, out: Tensor) -> None: ...
-    def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None: ...
-    def nbytes(self) -> int: ...
-    def free(self) -> None: ...
+__all__ = ["Splitters", "StagingOfDevices"]
 
 
 class Splitters(dict[torch.device, MasterSplitter]):
@@ -65,85 +35,6 @@ class Splitters(dict[torch.device, MasterSplitter]):
             splitter.free()
 
 
-def is_own_segment(part: Part) -> bool:
-    """Whether a part must be a segment of its own: it is large, or a 16-bit parameter that is its own master, which
-    torch's CPU kernels round vector by vector."""
-    return part.elements >= LARGE or (part.coding == "own" and part.owner.local.dtype != torch.float32)
-
-
-class Staging:
-    """Device memory for one unit in its flat order: joined masters, gathered weights, and fp32 copies of entries that
-    are stored in a shorter dtype."""
-
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
-        masters, rows, (count, length), self._largest = sizes
-        self.masters = torch.empty(masters, dtype=torch.float32, device=device)
-        self.moments = [torch.zeros(length, dtype=torch.float32, device=device) for _ in range(count)]
-        self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
-        self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
-        self.was_used = False  # masters were joined, or moments widened
-        self._gather_rows: WeakKeyDictionary[Run, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
-
-    def element_numbers(self, run: Run) -> Tensor | Window:
-        """The positions of its elements in their whole parameters: a window for one part, a list (int32, modulo 2^32)
-        for several."""
-        head = run.parts[0]
-        if len(run.parts) == 1:
-            return self.window_of(head)
-        length, known = run.stop - run.first, self._numbers.get(head)
-        if known is None or known.numel() < length:
-            row = torch.zeros(length, dtype=torch.int32, device="cpu")
-            for part, (a, b) in zip(run.parts, run.ranges, strict=True):
-                row[a:b] = part.owner.window.numbers(part.start, part.stop)
-            known = self._numbers[head] = row.to(run.device)
-        return known[:length]
-
-    @staticmethod
-    def window_of(part: Part) -> Window:
-        """Where its elements are in their whole parameter."""
-        return part.owner.window._replace(first=part.start)
-
-    def masters_for(self, run: Run) -> Tensor:
-        """The row for a run's joined masters."""
-        self.was_used = True
-        if self.masters.numel() < run.stop:  # for all units at once: another stream may use what would be replaced
-            self.masters = torch.empty(max(run.stop, self._largest), dtype=torch.float32, device=run.device)
-        return self.masters[run.first : run.stop]
-
-    def moments_for(self, run: Run, index: int) -> Tensor:
-        """The row for one of a run's widened moments."""
-        self.was_used = True
-        while len(self.moments) <= index:
-            self.moments.append(self.masters.new_empty(0))
-        if self.moments[index].numel() < run.stop:
-            self.moments[index] = torch.zeros(max(run.stop, self._largest), dtype=torch.float32, device=run.device)
-        return self.moments[index][run.first : run.stop]
-
-    def gather_row(self, run: Run) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """The row for a run's gathered weights, views of its parts, and of the padding between them. The row of a run
-        with ``flat`` weights is those, and needs no parts."""
-        place = self._gather_rows.get(run)
-        if place is None and run.flat is not None:
-            place = self._gather_rows[run] = run.flat, [], []
-        elif place is None:
-            local = run.locals[0]
-            rows = self._rows.get(local.dtype)  # None if all shards of this dtype are empty
-            row = local.new_empty(0) if rows is None else rows[run.first : run.stop]
-            gaps = [row[b : a + aligned(b - a)] for a, b in run.ranges[:-1] if b - a != aligned(b - a)]
-            place = self._gather_rows[run] = row, run.parts_of(row), gaps
-        return place
-
-    def nbytes(self) -> int:
-        held = (self.masters, *self.moments, *self._rows.values(), *self._numbers.values())
-        return sum(row.nbytes for row in held)
-
-    def free(self) -> None:
-        """Free the memory, for good."""
-        self.masters, self._rows, self.moments = self.masters.new_empty(0), {}, []
-        self._gather_rows.clear()
-        self._numbers.clear()
-
-
 class StagingOfDevices(dict[torch.device, Staging]):
     """The staging memory of each device, allocated before a step or at its first use, and kept for the next steps."""
 
@@ -152,7 +43,7 @@ class StagingOfDevices(dict[torch.device, Staging]):
         self._lanes = lanes
         self._sizes: dict[torch.device, Sizes] = {}
         self._records: Collection[Record] = ()
-        self._masters = self._kept = False
+        self._masters = self.is_kept = False
         self.is_steady = False
         """There is nothing that only first updates need, or it is not allocated any more."""
 
@@ -184,12 +75,12 @@ class StagingOfDevices(dict[torch.device, Staging]):
         used = [staging.was_used for staging in self.values()]
         for staging in self.values():
             staging.was_used = False
-        if self._kept and not self.is_steady and not any(used):
+        if self.is_kept and not self.is_steady and not any(used):
             self.is_steady = True
             self._measure()
         for device in self._sizes.keys() - self.keys():
             self.__missing__(device)
-        self._kept = True
+        self.is_kept = True
 
     def __missing__(self, device: torch.device) -> Staging:
         try:
@@ -205,15 +96,14 @@ class StagingOfDevices(dict[torch.device, Staging]):
 
     def free(self) -> None:
         """Free the memory; the next step allocates it again."""
-        self._kept = False
-        self.free_unless_kept()
+        self.is_kept = False
+        self.free_temporary()
 
-    def free_unless_kept(self) -> None:
+    def free_temporary(self) -> None:
         """Free what was allocated since :meth:`free` by somebody who is done with it now."""
-        if not self._kept:
-            for staging in self.values():
-                staging.free()
-            self.clear()
+        for staging in self.values():
+            staging.free()
+        self.clear()
 
 
 def _required_sizes(records: Collection[Record], masters: bool, steady: bool) -> Sizes:

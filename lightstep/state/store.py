@@ -64,13 +64,13 @@ from lightstep.state.replicas import ReplicaShare
 from lightstep.state.residency import Budget, Residency
 from lightstep.state.ring import Ring
 from lightstep.state.schema import Managed, Unit
-from lightstep.state.segment import Segment, Views, segments_of
+from lightstep.state.segment import LARGE, MasterSplitter, Segment, Views, segments_of
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
-from lightstep.state.staging import LARGE, MasterSplitter, Splitters, StagingOfDevices
+from lightstep.state.staging import Splitters, StagingOfDevices
 from lightstep.state.units import RingPlan, pack_whole
 from lightstep.state.versions import Versions
-from lightstep.state.weight_comparison import WeightComparison
+from lightstep.state.weight_comparison import Kept, changed_weights, was_edited
 
 __all__ = ["AHEAD", "Store"]
 
@@ -155,7 +155,7 @@ class Store:
         self._staging = StagingOfDevices(self._lanes)
         # What follows must not refer to the store: that would be a reference cycle.
         self._entries = Entries(self._splitters)
-        self._comparison = WeightComparison(self._records, self._entries, self._staging, self._splitters)
+        self._compared = Kept(self._records, self._entries, self._staging, self._splitters)
         self._device: torch.device | None = None  # the one that all parameters are on
         self._ring: Ring | None = None
         self._computed: Any = None
@@ -687,7 +687,7 @@ class Store:
     def _was_edited(self, managed: Managed) -> bool:
         weights = self.host_weights
         with contextlib.nullcontext() if weights is None else weights.holding(groups_of([managed.home])):
-            return any(map(self._comparison.was_edited, self._records.parts[managed]))
+            return any(was_edited(self._compared, part) for part in self._records.parts[managed])
 
     def _read_entries(self, managed: Managed) -> dict[str, Any]:
         """All entries of a parameter and its master; live unless the parameter is cut or the entry is coded."""
@@ -780,9 +780,9 @@ class Store:
         for lanes in self._lanes.values() if items else ():
             lanes.caller_waits_for_updates()  # they gather weights in the same memory
         if self.host_weights is None or not items:
-            return self._comparison.changed(items)
+            return changed_weights(self._compared, items)
         with self.host_weights.holding(groups_of(item.home for item in items)):
-            return self._comparison.changed(items)
+            return changed_weights(self._compared, items)
 
     def pin(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from lightstep.state.record import ExpectedLayouts, coded_entries, coding_of
 from lightstep.state.schema import Managed, Unit, aligned
-from lightstep.state.staging import LARGE
+from lightstep.state.segment import LARGE
 
 __all__ = ["CUT_ELEMENTS", "MIB", "RingError", "RingPlan", "group_by_layer", "pack_whole", "plan_units"]
 

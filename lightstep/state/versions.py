@@ -35,9 +35,8 @@ from lightstep.state.host_memory import HostMemoryError, HostSlab, available_byt
 from lightstep.state.host_weights import WeightGroup, groups_of
 from lightstep.state.record import History, Record, Slot
 from lightstep.state.schema import aligned
-from lightstep.state.segment import Segment
+from lightstep.state.segment import Segment, Staging
 from lightstep.state.spare_memory import GIB
-from lightstep.state.staging import Staging
 
 __all__ = ["Version", "Versions"]
 

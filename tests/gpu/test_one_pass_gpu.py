@@ -14,7 +14,7 @@ from lightstep.optimizer import arithmetic, unit_updater
 from lightstep.precision import adam_kernel
 from lightstep.precision.adam_batch import adam_call
 from lightstep.precision.split import Splitter
-from lightstep.state import staging
+from lightstep.state import segment
 from tests.gpu.test_next_forward_gpu import Training
 from tests.unit.test_next_forward import assert_same
 
@@ -75,11 +75,11 @@ def test_an_overflow_changes_nothing_and_weights_keep_their_fingerprint(coding: 
 
 @pytest.mark.parametrize("state", [{"backend": "resident"}, {"backend": "stream"}], ids=["resident", "stream"])
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("large", [staging.LARGE, 48])
+@pytest.mark.parametrize("large", [segment.LARGE, 48])
 def test_it_runs_and_gives_the_bits_of_the_passes_apart(
     state: dict[str, Any], parameters: str, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "LARGE", large)  # parameters put together, or in their own memory
+    monkeypatch.setattr(segment, "LARGE", large)  # parameters put together, or in their own memory
     ran: Counter[str] = Counter()
     plan = unit_updater._Plan
     monkeypatch.setattr(unit_updater, "_Plan", lambda *given: (ran.update(planned=len(given[1])), plan(*given))[1])

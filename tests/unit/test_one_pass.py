@@ -19,7 +19,7 @@ from lightstep.precision import adam_kernel
 from lightstep.precision.adam_batch import corrections
 from lightstep.precision.moments import BFloat16, CodedInBFloat16
 from lightstep.precision.shared_tables import SharedTable
-from lightstep.state import record, segment, staging, store
+from lightstep.state import record, segment, store
 from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair, every_value
 from tests.distributed.models import TinyTransformer
@@ -58,7 +58,7 @@ def test_it_equals_the_textbook_loop(
     one_pass_on_cpu: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(staging, "LARGE", large)  # parameters in their own memory, or put together
+    monkeypatch.setattr(segment, "LARGE", large)  # parameters in their own memory, or put together
     make = Pair if kind is None else functools.partial(ShortPair, kind=kind)
     pair = make(
         *ADAMS[name],
@@ -208,7 +208,7 @@ def test_a_kernel_with_other_bits_steps_aside(
                 if (row := rows[wrong]) is not None:
                     row[row.numel() // 2].add_(1)
 
-    monkeypatch.setattr(staging, "LARGE", 48)  # some parameters are updated by themselves
+    monkeypatch.setattr(segment, "LARGE", 48)  # some parameters are updated by themselves
     monkeypatch.setattr(store, "ChecksummedWeights", lambda splitter: splitter)
     for module in (arithmetic, unit_updater):
         monkeypatch.setattr(module, "fused_kernel_on", lambda device: OffByOne)
@@ -351,7 +351,7 @@ def test_a_neighbour_that_needs_more_room_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its record is arranged anew when the kernel has written to weights already."""
-    monkeypatch.setattr(staging, "LARGE", large)
+    monkeypatch.setattr(segment, "LARGE", large)
     states = []
     for in_one_pass in (True, False):
         if not in_one_pass:

@@ -113,14 +113,15 @@ def test_a_block_left_out_and_a_head_that_is_never_called(nothing_by_itself: Non
 def waits(training: Training) -> list[Any]:
     """What the optimizer is asked to wait for, from now on."""
     asked: list[Any] = []
-    engine = training.optimizer.engine
-    wait = engine.wait_for_update
+    queue = training.optimizer.engine.queue
+    wait = queue.wait_outside_step
 
     def waiting(items: Any = None, decided: bool = False) -> None:
-        asked.append(None if items is None else [item.param for item in items])
+        if queue.may_be_pending:
+            asked.append(None if items is None else [item.param for item in items])
         wait(items, decided)
 
-    engine.wait_for_update = waiting
+    queue.wait_outside_step = waiting
     return asked
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import lightstep
 from lightstep import ConfigError
-from lightstep.state import segment, staging
+from lightstep.state import segment
 from tests.covering import every_pair, every_value
 from tests.one_pass_on_cpu import few_probes, one_pass_fixture
 from tests.reference.rounded_weights import (
@@ -60,7 +60,7 @@ def test_the_bits_of_a_loop_without_masters(
     large: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(staging, "LARGE", large)
+    monkeypatch.setattr(segment, "LARGE", large)
     options = {"backend": backend, "kind": kind, "rounding_seed": rounding_seed, "micro_batches": micro_batches}
     pair = RoundedPair.with_everything(name, "bfloat16", **options)
     pair.train(4)
