@@ -32,7 +32,6 @@ PACKAGE = str(Path(lightstep.__file__).resolve().parent)
 STAND_INS = {
     one_pass_on_cpu.__file__: "",
     f"{PACKAGE}/precision/split.py": "",
-    f"{PACKAGE}/state/checksummed_weights.py": "",
     f"{PACKAGE}/state/weight_comparison.py": "",
     f"{PACKAGE}/state/lanes.py": ("Thread", "CallerLane", "_Status", "_Job", "_run", "_thread_main"),
 }

@@ -16,10 +16,8 @@ from lightstep.optimizer.unit_updater import UnitUpdater
 from lightstep.optimizer.update import Gradients, GroupValues, Update, as_row, versions_of
 from lightstep.precision.adam_batch import Scaling
 from lightstep.precision.split import Splitter
-from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.lanes import Lane
 from lightstep.state.schema import Managed, Unit
-from lightstep.state.segment import MasterSplitter
 from lightstep.state.store import Store
 
 __all__ = ["LinkShare", "Plan", "Speculation", "UsedGradients", "Verdict", "evenly_spaced"]
@@ -48,8 +46,7 @@ class UsedGradients(dict[Managed, tuple[Tensor, int]]):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        splitter = Splitter(device)
-        self._splitter: MasterSplitter = ChecksummedWeights(splitter) if device.type == "cpu" else splitter
+        self._splitter = Splitter(device, checksums=device.type == "cpu")
         self._then, self._now = (torch.empty(0, dtype=torch.int32, device=device) for _ in range(2))
         self._checked: list[Managed] = []  # with checksums
 

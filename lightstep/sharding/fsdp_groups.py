@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightstep.sharding.hooks import NO_BACKWARD
+from lightstep.sharding.parameter_reads import NO_BACKWARD
 
 
 class ParameterGroup(NamedTuple):

@@ -1,4 +1,4 @@
-"""Reads of a model's parameters that wait for the deferred updates of these parameters.
+"""Hooks on a user's modules, and reads of their parameters that wait for deferred updates.
 
 Every read of a parameter from a module (``module.weight``, ``parameters()``, ``state_dict()``, ``model.to()``, a deep
 copy, a pickle) goes through the dictionary ``module._parameters``. In a model with deferred updates that is an
@@ -6,8 +6,8 @@ copy, a pickle) goes through the dictionary ``module._parameters``. In a model w
 of numbers.
 
 FSDP2 replaces entries by writing to the dictionary, which does not wait; its own reads of shards are gated. Compiled
-code does not go through the dictionary, and relies on the gates in front of forwards (:mod:`lightstep.sharding.gates`
-has both). A module that is given one of the parameters later (a
+code does not go through the dictionary, and relies on the gates in front of forwards
+(:mod:`lightstep.sharding.prepared_model` has both). A module that is given one of the parameters later (a
 parametrization, a loss that keeps the head's weight) gets such a dictionary, too. So does one that is given a parameter
 which rests on the host.
 """
@@ -17,13 +17,14 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._pytree import tree_map_only
 
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.engine import Engine
@@ -31,7 +32,70 @@ from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.step_guard import eager
 from lightstep.state.host_weights import HostWeights, WeightGroup, groups_of
 
-__all__ = ["AwaitedParameters", "DeferredUpdates", "await_host", "await_reads", "awaited", "updates_of", "wait_for"]
+__all__ = [
+    "NO_BACKWARD",
+    "AwaitedParameters",
+    "DeferredUpdates",
+    "ModuleHook",
+    "await_host",
+    "await_reads",
+    "awaited",
+    "called_modules",
+    "inputs_on",
+    "updates_of",
+    "wait_for",
+    "weakly",
+]
+
+NO_BACKWARD = -1
+"""torch's number of the graph task, where none runs."""
+
+
+def weakly(owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` of ``owner``, which is not kept alive; does nothing once that is gone."""
+    reference = weakref.ref(owner)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        return None if found is None else method(found, *arguments)
+
+    return call
+
+
+def called_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that a user calls: the model, or those in it if it has no forward (the stages of a pipeline)."""
+    if "forward" in vars(model) or type(model).forward is not nn.Module.forward:
+        return [model]
+    return [called for child in model.children() for called in called_modules(child)]
+
+
+def inputs_on(device: torch.device, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """A pre-hook with keywords that moves a forward's inputs to the device, as FSDP2 does with those of its root."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return tree_map_only(Tensor, move, arguments), tree_map_only(Tensor, move, named)
+
+
+class ModuleHook:
+    """A hook of any kind that runs outside of compiled graphs. In a copy (or pickle) of the module it does nothing.
+
+    Args:
+        call: the function to call. It must refer to the module by weak references only.
+    """
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = None if call is None else torch.compiler.disable(call)  # dynamo would trace it into the graph
+
+    def __call__(self, *arguments: Any) -> Any:
+        return None if self._call is None else self._call(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook()
+
+    def __reduce__(self) -> Any:
+        return ModuleHook, ()
 
 
 class DeferredUpdates:

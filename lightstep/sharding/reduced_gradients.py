@@ -28,7 +28,7 @@ from lightstep.sharding.fsdp_groups import (
     parameter_groups,
     sharded_modules,
 )
-from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, weakly
+from lightstep.sharding.parameter_reads import NO_BACKWARD, ModuleHook, weakly
 
 _LOW = (torch.bfloat16, torch.float16)
 

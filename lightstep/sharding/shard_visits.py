@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_leaves
 from lightstep.distributed import like, local_tensor
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.sharding.fsdp_groups import ParameterGroup, parameter_groups, sharded_modules
-from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, called_modules, inputs_on, weakly
-from lightstep.sharding.parameter_reads import await_host
+from lightstep.sharding.parameter_reads import NO_BACKWARD, ModuleHook, await_host, called_modules, inputs_on, weakly
 from lightstep.sharding.weight_visits import AHEAD, VisitOrder, refuse_other_tensors
 from lightstep.state.host_weights import HostWeights, WeightGroup, groups_of, require_room
 from lightstep.state.lanes import WaitTimes

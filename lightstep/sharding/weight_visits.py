@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import refuse_shared_memory
-from lightstep.sharding.hooks import NO_BACKWARD, ModuleHook, called_modules, inputs_on, weakly
-from lightstep.sharding.parameter_reads import await_host
+from lightstep.sharding.parameter_reads import NO_BACKWARD, ModuleHook, await_host, called_modules, inputs_on, weakly
 from lightstep.sharding.preparation import experts_of, transformer_blocks
 from lightstep.state.host_weights import HostWeights, WeightGroup, require_room
 

@@ -17,7 +17,7 @@ __all__ = ["Splitters", "StagingOfDevices"]
 class Splitters(dict[torch.device, MasterSplitter]):
     """The splitter of each device, for masters on the parameters' device or on the host; made at the first use."""
 
-    def __init__(self, make: Callable[[torch.device], MasterSplitter]) -> None:
+    def __init__(self, make: Callable[..., MasterSplitter]) -> None:
         super().__init__()
         self._make = make
 

@@ -42,7 +42,6 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Replicas
-from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.device_copies import DeviceCopies
 from lightstep.state.entries import Entries, was_rounded_from
 from lightstep.state.host_copy_pool import HostCopyPool
@@ -85,8 +84,9 @@ class Store:
     """Masters and optimizer state of the parameters that are registered.
 
     Args:
-        splitter: makes the splitter of bf16 masters for a device. Masters of bf16 weights are split on the host, and on
-            the device if a fused kernel updates them.
+        splitter: makes the splitter of bf16 masters for a device, and with ``checksums=True`` one whose fingerprints
+            take less time on the CPU. Masters of bf16 weights are split on the host, and on the device if a fused
+            kernel updates them.
         home: where records live between steps.
         slots: number of slots of the ring; ``None``: ``prefetch_layers + 2``; ``all``: one for each record, which
             exists during a step. If a slot has to be larger for the largest matrix, there are fewer.
@@ -117,7 +117,7 @@ class Store:
 
     def __init__(
         self,
-        splitter: Callable[[torch.device], MasterSplitter],
+        splitter: Callable[..., MasterSplitter],
         *,
         home: Literal["device", "host"] = "host",
         slots: int | Literal["all"] | None = None,
@@ -296,7 +296,7 @@ class Store:
         self._device = next(iter(devices)) if len(devices) == 1 else None
         if is_first and set(devices) == {_CPU}:
             # Fingerprints are not compared with those of a device.
-            self._splitters[_CPU] = ChecksummedWeights(self._make_splitter(_CPU))
+            self._splitters[_CPU] = self._make_splitter(_CPU, checksums=True)
         if is_first and self._on_host:
             device = self.lanes.device
             self._residency = Residency(self._lanes, self._versions, device_memory(device), self._budget(device))
@@ -813,7 +813,7 @@ class Store:
             del kept[item]  # a device finds edits now; on the CPU the reader's thread does
         if not kept:
             return None
-        splitter = ChecksummedWeights(self._make_splitter(_CPU)) if self._fingerprinted else None
+        splitter = self._make_splitter(_CPU, checksums=True) if self._fingerprinted else None
         device_copies = None if copies is None else DeviceCopies(copies)
         snapshot = Snapshot(self._versions, splitter, device_copies)
         for item, keys in kept.items():

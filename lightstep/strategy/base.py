@@ -38,9 +38,8 @@ from lightstep.rollout.roles import ReinforcementLearning, Role, Roles, check_ro
 from lightstep.rollout.transport import WeightTransport
 from lightstep.sharding.dtypes import planned_dtypes
 from lightstep.sharding.fsdp_groups import sharded_modules
-from lightstep.sharding.gates import in_order_of_use
-from lightstep.sharding.hooks import called_modules
 from lightstep.sharding.model_names import unwrap_model
+from lightstep.sharding.parameter_reads import called_modules
 from lightstep.sharding.preparation import (
     cast_tensors,
     checkpoint_activations,
@@ -49,7 +48,7 @@ from lightstep.sharding.preparation import (
     scripted_modules,
     unrounded_values,
 )
-from lightstep.sharding.prepared_model import PreparedModel
+from lightstep.sharding.prepared_model import PreparedModel, in_order_of_use
 from lightstep.sharding.reduced_gradients import sharded_gradients
 from lightstep.sharding.shard_visits import visits_of_sharded
 from lightstep.sharding.weight_visits import WeightVisits, move_to_host

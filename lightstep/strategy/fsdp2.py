@@ -22,8 +22,8 @@ from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
 from lightstep.sharding.dtypes import DtypePlan, planned_dtypes, tensor_of
 from lightstep.sharding.fsdp_groups import accumulate_whatever_is_used, forget_interrupted, sharded_modules
-from lightstep.sharding.hooks import ModuleHook, weakly
 from lightstep.sharding.model_names import unwrap_model
+from lightstep.sharding.parameter_reads import ModuleHook, weakly
 from lightstep.sharding.preparation import (
     cast_tensors,
     hold_shards,

@@ -18,7 +18,7 @@ from tests.unit.test_stream import random_sleeps
 
 pytestmark = pytest.mark.gpu
 
-GATES = "lightstep.sharding.gates.Gates.guard"
+GATES = "lightstep.sharding.prepared_model.Gates.guard"
 
 
 class Training(on_cpu.Training):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +24,9 @@ import lightstep
 from lightstep import Strategy, global_grad_norm
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.overlap import SpeculativeUpdates
+from lightstep.precision.split import Splitter
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.weight_average import WeightAverage
-from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.host_fields import KeptWeights
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.host_weights import HostWeights, WeightGroup
@@ -932,8 +931,7 @@ def test_clipping_what_is_not_in_p_grad_is_refused() -> None:
 
 def test_fingerprints_leave_memory_that_can_be_freed() -> None:
     weight, out = torch.ones(4, 8, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
-    kernels: Any = SimpleNamespace(split=None, join=None, nbytes=None, free=None)
-    ChecksummedWeights(kernels).fingerprints(weight.view(-1), 0, [(0, 32)], out)
+    Splitter(weight.device, checksums=True).fingerprints(weight.view(-1), 0, [(0, 32)], out)
     assert out.item() and weight.untyped_storage().resizable()
 
 

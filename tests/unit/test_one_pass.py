@@ -19,7 +19,8 @@ from lightstep.precision import adam_kernel
 from lightstep.precision.adam_batch import corrections
 from lightstep.precision.moments import BFloat16, CodedInBFloat16
 from lightstep.precision.shared_tables import SharedTable
-from lightstep.state import record, segment, store
+from lightstep.precision.split import Splitter
+from lightstep.state import record, segment
 from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair, every_value
 from tests.distributed.models import TinyTransformer
@@ -209,7 +210,8 @@ def test_a_kernel_with_other_bits_steps_aside(
                     row[row.numel() // 2].add_(1)
 
     monkeypatch.setattr(segment, "LARGE", 48)  # some parameters are updated by themselves
-    monkeypatch.setattr(store, "ChecksummedWeights", lambda splitter: splitter)
+    make = Splitter.__init__
+    monkeypatch.setattr(Splitter, "__init__", lambda self, device, checksums=False: make(self, device))
     for module in (arithmetic, unit_updater):
         monkeypatch.setattr(module, "fused_kernel_on", lambda device: OffByOne)
     monkeypatch.setattr(unit_updater, "runs_in_one_pass", functools.cache(adam_kernel.runs_in_one_pass.__wrapped__))
