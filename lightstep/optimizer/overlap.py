@@ -154,6 +154,7 @@ class SpeculativeUpdates(Early):
                 yield
                 if speculation.shared_queue:
                     self._speculate_shared(speculation, flush=True)
+            self._link_share.mark(self._lanes.caller())
         except BaseException:
             self._fail(speculation)
             raise

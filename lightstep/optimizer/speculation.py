@@ -276,7 +276,8 @@ class LinkShare:
     """The fraction of units to update in backward: as many as the link can carry meanwhile. The forward has the rest.
 
     The fraction is adapted after each backward, by how far the compute lane was behind at its end: the next forward has
-    to wait for that. Weights and gradients that rest on the host cross the same link, and the lane may be in time
+    to wait for that. Units whose state stays on the device may be the last ones, and leave the link time until then.
+    Weights and gradients that rest on the host cross the same link, and the lane may be in time
     because backward itself waits for them: so what the model waited in backward counts, too. Three measurements are
     left out:
 
@@ -302,8 +303,8 @@ class LinkShare:
     def mark(self, lane: Lane) -> None:
         """Measure when the lane gets here.
 
-        The first mark is the beginning of backward, on the caller's stream. Each batch of units has two: its gradients
-        are complete there, and its updates are done in the compute lane.
+        The first mark is the beginning of backward, on the caller's stream, and the last one its end. Each batch of
+        units has two in between: its gradients are complete there, and its updates are done in the compute lane.
         """
         if self.device.type != "cpu":
             if self._used == len(self._marks):
@@ -313,9 +314,13 @@ class LinkShare:
 
     def adapt(self) -> None:
         """Adapt the fraction before the next backward, once all work of the last one has been waited for."""
-        batches, self._used = max(self._used - 1, 0) // 2, 0
-        ready, done = self._marks[1 : 1 + 2 * batches : 2], self._marks[2 : 2 + 2 * batches : 2]
-        if batches < 3 or not (ready[-1].query() and done[-1].query()):
+        used, self._used = self._used, 0
+        batches = used // 2 - 1
+        if used % 2 or batches < 3:
+            return
+        begin, *pairs, end = self._marks[:used]
+        ready, done = pairs[::2], pairs[1::2]
+        if not (end.query() and done[-1].query()):
             return
         host_weights = self._backend.host_weights
         waited = 0.0 if host_weights is None else host_weights.waited()
@@ -324,10 +329,9 @@ class LinkShare:
         if self._first:
             self._first = False
             return
-        span = self._marks[0].elapsed_time(ready[-1])
-        layer = span / batches
-        last = next((n for n in range(batches - 2, 0, -1) if ready[n].elapsed_time(ready[-1]) > layer / 2), 1)
-        late = ready[last].elapsed_time(done[last - 1])
+        span, layer = begin.elapsed_time(end), begin.elapsed_time(ready[-1]) / batches
+        last = next((n for n in range(batches - 1, 0, -1) if ready[n].elapsed_time(end) > layer / 2), 0)
+        late = end.elapsed_time(done[last])
         logger.debug(
             "updated in backward: %.2f of the units; the lane was %.1f ms behind %.1f, of which the model waited %.1f",
             self.fraction,

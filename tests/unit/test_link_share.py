@@ -48,14 +48,22 @@ class Share(LinkShare):
         self.backward(LATE)  # the first one
 
     def backward(
-        self, behind: float, layers: int = LAYERS, with_the_last: Sequence[float] = (), over: bool = True
+        self,
+        behind: float,
+        layers: int = LAYERS,
+        with_the_last: Sequence[float] = (),
+        end: float = 0.0,
+        over: bool = True,
+        failed: bool = False,
     ) -> float:
         """What is tried after one with so many batches.
 
         Args:
             behind: in layers; each batch is tried so much later than the one behind it is complete.
             with_the_last: batches that are complete so much later than the last layer, and tried long after that.
+            end: the backward goes on so much longer, in layers whose state stays on the device.
             over: all of it was waited for.
+            failed: it raised.
         """
         self.main.now = 0.0
         self.mark(self.main)  # type: ignore[arg-type]
@@ -63,6 +71,9 @@ class Share(LinkShare):
             self._batch(ready, ready + 1 + behind)
         for after in with_the_last:
             self._batch(layers + after, layers + 50)
+        self.main.now += end
+        if not failed:
+            self.mark(self.main)  # type: ignore[arg-type]
         Event.reached = over
         self.adapt()
         return self.fraction
@@ -83,7 +94,7 @@ def test_less_is_tried_when_the_lane_is_behind() -> None:
 @pytest.mark.parametrize(("behind", "part"), [(LATE, 0.38), (ON_TIME, 0.5), (EARLY, 0.55)])
 def test_what_is_complete_with_the_last_layer_does_not_count(behind: float, part: float) -> None:
     """It is complete within half a layer, and the lane is through with it long after backward."""
-    assert Share(0.5).backward(behind, with_the_last=(0.1, 0.2, 0.3)) == pytest.approx(part, abs=0.03)
+    assert Share(0.5).backward(behind, with_the_last=(0.01, 0.02, 0.03)) == pytest.approx(part, abs=0.03)
 
 
 def test_more_and_more_is_tried_while_the_lane_is_early() -> None:
@@ -97,7 +108,13 @@ def test_more_and_more_is_tried_while_the_lane_is_early() -> None:
     assert [share.backward(EARLY) - late for _ in range(2)] == pytest.approx([0.05, 0.15])
 
 
-@pytest.mark.parametrize("settings", [{"layers": 2}, {"layers": 0}, {"over": False}])
+def test_the_end_of_backward_counts_and_not_that_of_its_updates() -> None:
+    assert Share(0.5).backward(LATE, end=6.0) == pytest.approx(0.55), "a layer earlier than it must be"
+    late = Share(0.5).backward(LATE, end=2.0)
+    assert late == pytest.approx(0.5 * 12 / 15), "it is three layers late"
+
+
+@pytest.mark.parametrize("settings", [{"layers": 2}, {"layers": 0}, {"over": False}, {"failed": True}])
 def test_a_backward_that_says_nothing(settings: dict[str, Any]) -> None:
     share = Share(0.5)
     assert share.backward(LATE, **settings) == share.backward(EARLY, **settings) == 0.5
