@@ -129,7 +129,7 @@ class FinalUpdates(Early):
         updates = self._updates.pop(batch)
         if queue.lanes is not None:
             refuse_older_graphs(item for update in updates for item in update.gradients)
-        queue.schedule([Job(unit, updates) for unit in reversed(self._arrivals.units_of[batch])])
+        queue.schedule([Job([unit], updates) for unit in reversed(self._arrivals.units_of[batch])])
         queue.submit(queue.num_jobs)
         queue.wait(first_job - 1)
 
@@ -176,7 +176,7 @@ class FinalUpdates(Early):
         self._flush()
         if queue.lanes is not None:
             queue.wait_for_caller()
-        queue.schedule([Job(None, (), [item for item in managed if item.is_remote])])
+        queue.schedule([Job((), (), end=([item for item in managed if item.is_remote], None))])
         queue.submit(queue.num_jobs)
         queue.wait(queue.num_jobs)
         self.reset()

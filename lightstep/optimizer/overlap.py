@@ -31,13 +31,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightstep.optimizer.arrivals import LinkShare, Verdict, evenly_spaced
 from lightstep.optimizer.queue import (
     NEXT_FORWARD,
     AdoptWrites,
@@ -49,9 +52,10 @@ from lightstep.optimizer.queue import (
     UpdateTime,
     refuse_older_graphs,
 )
-from lightstep.optimizer.speculation import LinkShare, Plan, Speculation, UsedGradients, Verdict, evenly_spaced
 from lightstep.optimizer.step_guard import no_grad_no_inference
+from lightstep.optimizer.unit_updater import UnitUpdater
 from lightstep.optimizer.update import Gradients, GroupValues, Update, versions_of
+from lightstep.precision.adam_batch import Scaling
 from lightstep.state.lanes import Lanes
 from lightstep.state.schema import Managed, Unit
 
@@ -71,6 +75,111 @@ _A_HABIT = 3
 """The number of rollbacks before ``step()`` that is worth a warning: something undoes updates in every step."""
 
 
+class Plan:
+    """Which units backwards update speculatively. It holds until something changes on which it depends.
+
+    Args:
+        local: units to update that this rank updates alone.
+        shared: units to update that several ranks update together, in the order in which backward completes them.
+        after_backward: units that ``step()`` submits first, with the true factor.
+        expected: all units, in the order in which backward completes them.
+
+    Attributes:
+        shared_order: the units of ``shared``, in order.
+        owners: the parameters of ``local`` and ``shared``.
+        first: the parameters of the units that ``step()`` submits first.
+        order: the order in which backward, and the step after it, are expected to submit units.
+        made_for, candidates, ready: what it was made from.
+    """
+
+    def __init__(
+        self,
+        local: Collection[Unit],
+        shared: Sequence[Unit],
+        after_backward: Sequence[Unit],
+        expected: Iterable[Unit],
+    ) -> None:
+        self.local, self.shared, self.shared_order = frozenset(local), frozenset(shared), tuple(shared)
+        self.after_backward = after_backward
+        self.owners = frozenset(owner for unit in (*local, *shared) for owner in unit.owners)
+        self.first = frozenset(owner for unit in after_backward for owner in unit.owners)
+        self.order = self.in_order(expected)
+        self.made_for: Any = None
+        self.candidates: Collection[Unit] = ()
+        self.ready: Sequence[Unit] = ()
+
+    def in_order(self, expected: Iterable[Unit]) -> list[Unit]:
+        """:attr:`order` if backward completes units in the ``expected`` one. That of shared units is agreed on."""
+        shared = iter(self.shared_order)
+        known = (unit for unit in expected if unit in self.local or unit in self.shared)
+        return [*(next(shared) if unit in self.shared else unit for unit in known), *self.after_backward]
+
+
+@dataclass(eq=False)
+class Speculation:
+    """The speculative updates of one backward.
+
+    Attributes:
+        plan: which units.
+        values: the hyper-parameters at the beginning of the backward.
+        assumed: the assumed scaling of the gradients, and their overflow, as in :class:`Update`.
+        used: the gradients that updates have used, on which the verdict depends; kept for all steps.
+        done: event behind the last update that has been submitted.
+        shared_queue: shared units that have not been submitted yet.
+        gradients: the gradients that are complete.
+        submitted: the units that have been submitted, in order.
+        updated: stands for those of them that the verdict decides about, from ``step()`` on.
+        weights_changed: a weight was written to by somebody else before its update.
+        invalid: some updates have been rolled back already, so that none will be committed.
+        update: the true update of the step, from ``step()`` on.
+        scalings: see :class:`Update`.
+        own_versions: versions of weights as our own updates left them.
+    """
+
+    plan: Plan
+    values: GroupValues
+    assumed: tuple[Tensor | None, Tensor | None, Tensor]
+    used: Verdict
+    done: Any
+    shared_queue: deque[Unit]
+    gradients: Gradients = field(default_factory=dict)
+    submitted: list[Unit] = field(default_factory=list)
+    updated: Job | None = None
+    weights_changed: bool = False
+    invalid: bool = False
+    update: Update | None = None
+    scalings: dict[torch.device, Scaling] = field(default_factory=dict)
+    own_versions: dict[Managed, int] = field(default_factory=dict)
+
+    def let_go(self, items: Iterable[Managed]) -> None:
+        """Their updates have been submitted: gradients that go to the host are not kept on the device."""
+        for item in items:
+            if item.home is not None and item in self.gradients:
+                self.gradients[item] = item.home.gradient(self.gradients[item].dtype)
+
+
+def _speculate(
+    speculation: Speculation, updater: UnitUpdater, unit: Unit, update: Update, versions: Sequence[int]
+) -> None:
+    """Update one unit, in the compute lane.
+
+    A unit whose weights have been changed is skipped. A shared unit is updated nevertheless, since other ranks wait
+    for it.
+
+    Args:
+        versions: those of the unit's weights when it was submitted. An earlier unit with another part of
+            the same weight raises the version, too.
+    """
+    own, owners = speculation.own_versions, unit.owners
+    known = versions
+    if not own.keys().isdisjoint(owners):
+        known = [own.get(owner, version) for owner, version in zip(owners, versions, strict=True)]
+    speculation.weights_changed |= versions_of(owners) != known
+    if not speculation.weights_changed or unit in speculation.plan.shared:
+        updater.update(unit, [update], speculative=True)
+    own.update(zip(owners, versions_of(owners), strict=True))
+
+
 class SpeculativeUpdates(Early):
     """Updates units speculatively in backward; all other updates are deferred by the queue.
 
@@ -82,7 +191,6 @@ class SpeculativeUpdates(Early):
         super().__init__(queue)
         self.speculation: Speculation | None = None
         self._lanes: Lanes | None = None  # what follows is of these
-        self._used: UsedGradients
         self._no_overflow: Tensor
         self._done: Any  # event behind the last update of a backward
         self._plan: Plan | None = None  # of the last backward, if it may hold for the next one
@@ -126,7 +234,6 @@ class SpeculativeUpdates(Early):
         self._find_written = managed.find_written
         if self._pause or self._verdict_unread:
             self._update_pause()
-        self._link_share.adapt()
         self._assumed = assumed
         without_gradient = [item for item in managed.by_parameter.values() if not item.updated]
         self._arrivals.set_layers(layers, self._backend.units(), batched=True, without_gradient=without_gradient)
@@ -138,29 +245,24 @@ class SpeculativeUpdates(Early):
         values = GroupValues(step.param_groups)
         values.copy_mutable()
         assert self._lanes is not None
-        measured = None if self._link_share.device.type == "cpu" else self._backend.host_weights
-        speculation = Speculation(plan, values, (*assumed, self._no_overflow), self._used, self._done)
+        share = self._link_share
+        measuring = contextlib.nullcontext() if share.device.type == "cpu" else share.measuring(self._lanes.caller())
+        assumed_now, verdict = (*assumed, self._no_overflow), self._verdict
+        speculation = Speculation(plan, values, assumed_now, verdict, self._done, deque(plan.shared_order))
         try:
             self.speculation = speculation
             self._queue.begin(self._arrivals.layer_of.keys(), values, True, plan.order, ahead=False)
-            if measured is not None:
-                measured.measure_waits(begin=True)
-            self._link_share.mark(self._lanes.caller())
         except BaseException as error:
             self._queue.abort("the backward with speculative updates", error)
             raise
         try:
-            with self._arrivals.listening(partial(self._on_gradient, step.gradients.reader)):
+            with measuring, self._arrivals.listening(partial(self._on_gradient, step.gradients.reader)):
                 yield
                 if speculation.shared_queue:
                     self._speculate_shared(speculation, flush=True)
-            self._link_share.mark(self._lanes.caller())
         except BaseException:
             self._fail(speculation)
             raise
-        finally:
-            if measured is not None:
-                measured.measure_waits(begin=False)
         if speculation.invalid:
             self._queue.guard.work("backward()", self.roll_back, "it continued in backward")
         elif self.speculation is speculation:
@@ -175,6 +277,8 @@ class SpeculativeUpdates(Early):
 
     def _plan_for(self, groups: Sequence[dict[str, Any]], written: Collection[Managed]) -> Plan:
         """The plan of the last backward, or another one if something has changed on which that depends."""
+        if self._link_share.device.type != "cpu":
+            self._link_share.adapt()
         plan, now = self._plan, (self._arrivals.changes, self._link_share.fraction)
         holds = plan is not None and plan.made_for == now and not (written or self._pause)
         if plan is not None and holds and self._backend.reserve_speculation(plan.candidates) is plan.ready:
@@ -214,10 +318,10 @@ class SpeculativeUpdates(Early):
         """Make what updates in backward need for so many gradients, unless it is there."""
         lanes = self._backend.lanes
         if self._lanes is not lanes:
-            self._lanes, self._used, self._done = lanes, UsedGradients(lanes.device), lanes.event()
+            self._lanes, self._done = lanes, lanes.event()
             self._no_overflow = torch.zeros((), dtype=torch.float32, device=lanes.device)
             self._link_share.device = lanes.device
-        self._used.reserve(gradients)
+        self._verdict.reserve(gradients, lanes.device)
         self._updater.reserve_stage()
 
     def _agree_on_units(self, are_ready: Sequence[bool], units: Sequence[Unit], fraction: float) -> list[Unit]:
@@ -304,13 +408,16 @@ class SpeculativeUpdates(Early):
         scaling, values = speculation.assumed, speculation.values
         update = Update(gradients, *scaling, values, keep_gradients=True, scalings=speculation.scalings)
         assert self._lanes is not None
-        compute = self._lanes.compute
-        self._link_share.mark(self._queue.wait_for_caller())
+        compute, caller = self._lanes.compute, self._queue.wait_for_caller()
+        on_cpu = self._lanes.device.type == "cpu"
+        if not on_cpu:
+            self._link_share.mark(caller)
         for unit in [unit for unit in units if not gradients.keys().isdisjoint(unit.owners)]:
             speculation.submitted.append(unit)  # first: an interrupt in between must not hide the update
-            compute.run(partial(speculation.run, self._updater, unit, update, versions_of(unit.owners)))
+            compute.run(partial(_speculate, speculation, self._updater, unit, update, versions_of(unit.owners)))
         compute.record(speculation.done)
-        self._link_share.mark(compute)
+        if not on_cpu:
+            self._link_share.mark(compute)
         self._queue.on_early_update()
 
     def roll_back(self, reason: str) -> None:
@@ -413,7 +520,7 @@ class SpeculativeUpdates(Early):
             refuse_older_graphs([item for item in update.gradients if item not in speculation.used])
             update.note_versions()
             done, first = self._backend.speculative(speculation.submitted), speculation.plan.after_backward
-            speculation.updated = Job(None, [update], done=done)
+            speculation.updated = Job(done, [update], are_done=True)
             next_order, arrivals = speculation.plan.order, self._arrivals
             if arrivals.completed != arrivals.previously_completed:
                 next_order = speculation.plan.in_order(arrivals.backward_order())
@@ -429,11 +536,11 @@ class SpeculativeUpdates(Early):
 
     def _schedule(self, updated: Job, update: Update, first: Sequence[Unit], next_order: Sequence[Unit]) -> None:
         """Schedule the updates of all other units, by the true factor, and the end of the step."""
-        known = {*updated.done, *first}
+        known = {*updated.units, *first}
         left = [unit for unit in self._backend.units() if unit not in known]
         self._queue.begin(update.gradients.keys(), update.values, True, [*first, *left])
-        jobs = [*(Job(unit, [update]) for unit in first), updated, *(Job(unit, [update]) for unit in left)]
-        self._queue.schedule([*jobs, Job(None, [update], update.elsewhere, next_order)])
+        jobs = [*(Job([unit], [update]) for unit in first), updated, *(Job([unit], [update]) for unit in left)]
+        self._queue.schedule([*jobs, Job((), [update], end=(update.elsewhere, next_order))])
 
     def overflows(self, updates: Sequence[Update]) -> bool | None:
         """The verdict tells it, if there is one: the host waits once."""
@@ -454,8 +561,8 @@ class SpeculativeUpdates(Early):
             return False
         (update,), (divisor, factor) = updates, assumed
         speculation = self.speculation
-        unchanged = None if speculation is None else speculation.used.checksums(update.gradients)
-        self._verdict.compute(update.overflow, [(update.divisor, divisor), (update.factor, factor)], unchanged)
+        gradients = None if speculation is None else update.gradients
+        self._verdict.compute(update.overflow, [(update.divisor, divisor), (update.factor, factor)], gradients)
         self._verdict_unread = True
         return True
 
@@ -505,7 +612,7 @@ class SpeculativeUpdates(Early):
                 self._next_pause = max(self._next_pause // 2, 1)
                 updated = speculation.updated
                 assert updated is not None
-                self._backend.lanes.compute.run(partial(self._backend.commit, updated.done))
+                self._backend.lanes.compute.run(partial(self._backend.commit, updated.units))
                 if self._backend.peers_wait:
                     queue.record_again(updated.number)  # commits send weights: who receives others' waits for that
                     queue.submit(queue.jobs_in_step)
@@ -524,7 +631,7 @@ class SpeculativeUpdates(Early):
         lanes = self._backend.lanes
         lanes.caller().wait(lanes.compute.record(speculation.done))
         self._updater.refuse_written(update, update.gradients)
-        updated = Job(None, [update], done=self._queue.withdraw())
+        updated = Job(self._queue.withdraw(), [update], are_done=True)
         self._roll_back_units(speculation)
         self._queue.values = None
         update.note_own_writes(update.gradients)

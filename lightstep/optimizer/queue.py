@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ AdoptWrites = Callable[[Iterable[Managed], Container[Managed]], bool]
 """Adopts writes to some parameters; returns ``False`` if that is impossible, because others have been used already."""
 
 _ALL = sys.maxsize
+_READ = "a read of weights that are being updated"
 
 SUBMIT_IN_STEP = 40
 """Jobs that a deferred ``step()`` submits. An accelerator queues about a thousand launches before it makes the host
@@ -335,8 +336,8 @@ class Queue:
         for update in updates:
             update.note_versions()
         units = self.backend.units()
-        jobs = [Job(unit, own) for unit, own in zip(units, updates_of(units, updates), strict=True)]
-        self.schedule([*jobs, Job(None, updates, elsewhere)])
+        jobs = [Job([unit], own) for unit, own in zip(units, updates_of(units, updates), strict=True)]
+        self.schedule([*jobs, Job((), updates, end=(elsewhere, None))])
         self.submit(self.jobs_in_step)
 
     def overflows(self, updates: Sequence[Update]) -> bool:
@@ -393,22 +394,22 @@ class Queue:
 
         With the end of a deferred step, what other replicas send is expected, too.
         """
-        last = {owner: job for job in jobs for owner in job.owners}
+        last = {owner: job for job in jobs for unit in job.units for owner in unit.owners}
         for job in jobs:
             job.number = self.num_jobs
-            job.completed = [owner for owner in job.owners if last[owner] is job]
+            job.completed = [owner for unit in job.units for owner in unit.owners if last[owner] is job]
             self.num_jobs += 1
         self._scheduled.extend(jobs)
         if self.lanes is not None:
             self._completing_job.update({owner: job.number for owner, job in last.items()})
             while len(self._events) < self.num_jobs:
                 self._events.append(self.lanes.event())
-            if self.time.deferred and self.backend.peers_wait and jobs[-1].is_end:
+            if self.time.deferred and self.backend.peers_wait and jobs[-1].end is not None:
                 self._arrival_job = self.backend.arrival_jobs(self._completing_job, jobs[-1].number)
 
     def withdraw(self) -> list[Unit]:
         """Forget the step's jobs; returns the units of those that were submitted. The caller must wait for the lane."""
-        units = [job.unit for job in self._submitted if job.unit is not None]
+        units = [unit for job in self._submitted if not job.are_done for unit in job.units]
         self._scheduled.clear()
         self._submitted.clear()
         self._completing_job, self._arrival_job, self._end = {}, {}, None
@@ -418,13 +419,20 @@ class Queue:
         """Submit the jobs with numbers below ``stop`` to the compute lane; without the lane, run all of them here."""
         compute = None if self.lanes is None else self.lanes.compute
         while self._scheduled and (self._scheduled[0].number < stop or compute is None):
-            job = self._scheduled[0]
+            job, updater = self._scheduled[0], self.updater
+            work: Callable[[], object] | None = None
+            if job.end is not None:
+                work = partial(updater.finish, *job.end)
+            elif not job.are_done:
+                work = partial(updater.update, job.units[0], job.updates)
             if compute is not None:
-                compute.run(partial(job.run, self.updater))
+                if work is not None:
+                    compute.run(work)
                 compute.record(self._events[job.number])
                 self._submitted.append(self._scheduled.popleft())
             else:
-                job.run(self.updater)
+                if work is not None:
+                    work()
                 self._complete(self._scheduled.popleft())
 
     def record_again(self, number: int) -> None:
@@ -439,7 +447,7 @@ class Queue:
         """
         awaited = [job for job in self._submitted if job.number <= number]
         if awaited:
-            self.wait_for_event(self._events[awaited[-1].number], is_end=awaited[-1].is_end)
+            self.wait_for_event(self._events[awaited[-1].number], is_end=awaited[-1].end is not None)
         for _ in awaited:  # not earlier: an interrupt during the wait would lose them
             self._complete(self._submitted.popleft())
 
@@ -460,7 +468,7 @@ class Queue:
 
     def _complete(self, job: Job) -> None:
         self.updater.complete(job.updates, job.completed)
-        if job.is_end:
+        if job.end is not None:
             assert self.values is not None
             self.updater.write_back(self.values)
             self.values = None
@@ -498,20 +506,16 @@ class Queue:
         """:meth:`wait_for_update`, for a caller that has not passed the guard. A fork waits for nothing: see
         ``step_guard.py``."""
         if self.may_be_pending:
-            self._pass_guard(self.wait_for_update, items, decided)
+            self.guard.work(_READ, self.wait_for_update, items, decided)
+            if self.guard.is_foreign:
+                self.guard.settle()
 
     def wait_on_stream_outside_step(self, items: Iterable[Managed]) -> None:
         """:meth:`wait_on_stream`, likewise."""
         if self.may_be_ahead:
-            self._pass_guard(self.wait_on_stream, items)
-
-    def _pass_guard(self, wait: Callable[..., None], *arguments: Any) -> None:
-        def waiting() -> None:
-            wait(*arguments)
+            self.guard.work(_READ, self.wait_on_stream, items)
             if self.guard.is_foreign:
                 self.guard.settle()
-
-        self.guard.work("a read of weights that are being updated", waiting)
 
     def wait_on_stream(self, items: Iterable[Managed]) -> None:
         """The current stream waits for these parameters, and no other stream does: the jobs stay unwaited for.
@@ -592,40 +596,26 @@ class Queue:
             self.early.close()
 
 
+@dataclass(eq=False)
 class Job:
-    """The update of one unit. Without one it is the end of the step, or stands for units that are ``done``.
-
-    Args:
-        updates: those of the unit's parameters.
-        elsewhere, next_order: see :meth:`UnitUpdater.finish`.
-        done: units that are updated already: whoever waits for the job waits for the work in the lane before it.
+    """The update of one unit, or the end of a step.
 
     Attributes:
+        units: the unit; none at the end.
+        updates: those of the units' parameters.
+        are_done: it stands for units that are updated already: whoever waits for it waits for the work in the lane
+            before it.
+        end: the step ends with it: arguments of :meth:`UnitUpdater.finish`.
         number: its position in the step.
-        is_end: the step ends with it.
-        owners: the parameters that it updates, or parts of which it updates.
         completed: the parameters that are complete with it, because it is the last one with a part of them.
     """
 
-    def __init__(
-        self,
-        unit: Unit | None,
-        updates: Sequence[Update],
-        elsewhere: Collection[Managed] = (),
-        next_order: Sequence[Unit] | None = None,
-        done: Sequence[Unit] | None = None,
-    ) -> None:
-        self.number, self.unit, self.updates, self.done = -1, unit, updates, done or ()
-        self.is_end = unit is None and done is None
-        self.owners = [owner for each in self.done for owner in each.owners] if unit is None else unit.owners
-        self._elsewhere, self._next_order = elsewhere, next_order
-        self.completed: list[Managed] = []
-
-    def run(self, updater: UnitUpdater) -> None:
-        if self.unit is not None:
-            updater.update(self.unit, self.updates)
-        elif self.is_end:
-            updater.finish(self._elsewhere, self._next_order)
+    units: Sequence[Unit]
+    updates: Sequence[Update]
+    are_done: bool = False
+    end: tuple[Collection[Managed], Sequence[Unit] | None] | None = None
+    number: int = -1
+    completed: list[Managed] = field(default_factory=list)
 
 
 def refuse_older_graphs(items: Iterable[Managed]) -> None:

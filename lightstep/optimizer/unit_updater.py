@@ -132,13 +132,16 @@ class UnitUpdater:
             self.broken.fail("the beginning of the update", error)
             raise
 
-    def update(self, unit: Unit, updates: Sequence[Update]) -> None:
+    def update(self, unit: Unit, updates: Sequence[Update], speculative: bool = False) -> None:
         """Update one unit: of one layer, or of several with an update each.
 
         Args:
             updates: those of the unit's parameters. Units that ranks update together get all updates of the step, which
                 have the same overflow.
+            speculative: it can be rolled back; some parameter must have a gradient.
         """
+        if speculative:
+            self._backend.speculate(unit)
         gradients = updates[0].gradients if len(updates) == 1 else _joined(updates)
         deferred = [update for update in updates if update.versions]
         is_plain = self._host_gradients is None and self.changed is None
@@ -233,11 +236,6 @@ class UnitUpdater:
 
     # -- speculative updates
 
-    def speculate(self, unit: Unit, update: Update) -> None:
-        """:meth:`update` in such a way that it can be rolled back; some parameter must have a gradient."""
-        self._backend.speculate(unit)
-        self.update(unit, [update])
-
     def refuse_written(self, update: Update, items: Iterable[Managed]) -> None:
         """Mark the step as broken, and raise ``RuntimeError``, if somebody has written to these."""
         try:
@@ -254,7 +252,7 @@ class UnitUpdater:
             update.drop_gradients(items)
 
     def roll_back(self, unit: Unit) -> None:
-        """Undo :meth:`speculate`."""
+        """Undo a speculative :meth:`update`."""
         if self._backend.speculative([unit]):
             try:
                 self._backend.roll_back(unit)

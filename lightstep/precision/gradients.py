@@ -77,8 +77,9 @@ class LeafHooks:
         return swapped
 
     def put_last(self) -> None:
-        """Have post-accumulate-grad hooks called after those that others have registered since, which may still change
-        the gradient."""
+        """:meth:`restore`, and have post-accumulate-grad hooks called after those that others have registered since,
+        which may still change the gradient."""
+        self.restore()
         for parameter, handles in self._handles.items():
             hooks = parameter._post_accumulate_grad_hooks
             for handle in handles:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightstep.optimizer import speculation
-from lightstep.optimizer.speculation import LinkShare, evenly_spaced
+from lightstep.optimizer import arrivals
+from lightstep.optimizer.arrivals import LinkShare, evenly_spaced
 
 LAYERS = 10
 LATE, ON_TIME, EARLY = 4.0, 0.25, -0.25
@@ -40,11 +40,11 @@ class Lane:
 class Share(LinkShare):
     """On a device whose clock the test sets; one layer takes one unit of time."""
 
-    def __init__(self, fraction: float = 1.0, device: str = "cuda") -> None:
+    def __init__(self, fraction: float = 1.0) -> None:
         self.main, self.compute = Lane(), Lane()
         self.store = SimpleNamespace(host_weights=None)
         super().__init__(self.store)  # type: ignore[arg-type]
-        self.device, self.fraction = torch.device(device), fraction
+        self.device, self.fraction = torch.device("cuda"), fraction
         self.backward(LATE)  # the first one
 
     def backward(
@@ -121,11 +121,6 @@ def test_a_backward_that_says_nothing(settings: dict[str, Any]) -> None:
     assert share.backward(EARLY) == pytest.approx(0.55)
 
 
-def test_on_the_cpu_all_units_are_tried() -> None:
-    share = Share(device="cpu")
-    assert share.backward(LATE) == 1.0
-
-
 class HostWeights:
     """The model waits in each backward so long, in layers, for weights and gradients that rest on the host."""
 
@@ -138,7 +133,7 @@ class HostWeights:
 
 @pytest.fixture(autouse=True)
 def events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation.torch, "Event", lambda *_, **__: Event())
+    monkeypatch.setattr(arrivals.torch, "Event", lambda *_, **__: Event())
 
 
 @pytest.fixture

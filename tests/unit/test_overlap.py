@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep.optimizer import overlap
+from lightstep.optimizer.arrivals import LinkShare
 from lightstep.optimizer.overlap import SpeculativeUpdates
-from lightstep.optimizer.speculation import LinkShare
 from lightstep.state import versions
 from lightstep.state.lanes import DEVICE_TO_HOST
 from lightstep.state.record import Record
@@ -630,7 +630,7 @@ def test_the_ring_is_filled_with_what_the_next_backward_completes_first(
     fraction: float, monkeypatch: pytest.MonkeyPatch, verdicts: Counter[str]
 ) -> None:
     """Each record is fetched once in a step, whatever share of the units is left to the forward."""
-    monkeypatch.setattr(LinkShare, "adapt", lambda self: setattr(self, "fraction", fraction))
+    monkeypatch.setattr(LinkShare, "fraction", property(lambda _: fraction, lambda *_: None), raising=False)
     fetched: list[Record] = []
     taken: list[Record] = []
     fetch, take = Ring._fetch, Ring.acquire
@@ -697,14 +697,15 @@ class HeldAttempts:
     def __init__(self, training: Training) -> None:
         self.free, self.stood = threading.Event(), 0
         updater = training.optimizer.engine.updater
-        speculate = updater.speculate
+        update = updater.update
 
-        def held(unit: Any, update: Any) -> None:
-            self.stood += 1
-            assert self.free.wait(PATIENCE)
-            speculate(unit, update)
+        def held(unit: Any, updates: Any, speculative: bool = False) -> None:
+            if speculative:
+                self.stood += 1
+                assert self.free.wait(PATIENCE)
+            update(unit, updates, speculative)
 
-        updater.speculate = held
+        updater.update = held
 
 
 @pytest.mark.parametrize(("width", "writes"), [(7, False), (32, False), (7, True)])
