@@ -263,7 +263,8 @@ class UrlStorage:
         try:
             yield folder
         except BaseException:
-            _remove(folder)
+            if not _is_named(folder, path, kind):
+                _remove(folder)
             raise
 
     def create(self, file: Path) -> BinaryIO:
@@ -300,6 +301,14 @@ def _entries(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
+
+
+def _is_named(folder: Path, path: Path, kind: FolderKind) -> bool:
+    """Whether what is at ``path`` consists of files in ``folder``, or this cannot be found out."""
+    try:
+        return any(name.startswith(f"{folder.name}/") for name in kind.own_files(path))
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
 
 
 def _remove(folder: Path) -> None:

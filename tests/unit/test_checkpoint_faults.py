@@ -27,6 +27,7 @@ from lightstep.checkpoint import (
     CheckpointError,
     export_model,
     latest_checkpoint,
+    layout,
     load_checkpoint,
     save,
     save_checkpoint,
@@ -587,3 +588,25 @@ def test_a_file_whose_folder_cannot_be_flushed_is_as_it_was(
     assert contents(tmp_path) == ([] if expected is None else ["run.pt"])
     write()
     assert path.read_bytes() == b"new" and contents(tmp_path) == ["run.pt"]
+
+
+@at_urls
+@pytest.mark.parametrize("moment", ["the manifest is written", "older files are removed"])
+def test_a_new_manifest_keeps_its_files(place: str, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """An error or Ctrl-C after the manifest has named the new files must not remove them: the old ones go."""
+    save_checkpoint(place, model_of(1.0))
+    write, remove = layout.write_file, storage._remove
+
+    def interrupted(*arguments: Any) -> Any:
+        write(*arguments) if moment == "the manifest is written" else remove(*arguments)
+        if moment != "the manifest is written" or arguments[0].name == "lightstep.json":
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    module, name = (layout, "write_file") if moment == "the manifest is written" else (storage, "_remove")
+    monkeypatch.setattr(module, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(place, model_of(2.0))
+    assert loaded(place) == 2.0
+    save_checkpoint(place, model_of(3.0))
+    assert loaded(place) == 3.0
