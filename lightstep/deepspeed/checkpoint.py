@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from lightstep.checkpoint import load
-from lightstep.checkpoint.background import PendingSave
+from lightstep.checkpoint.background import PendingSave, finish_pending, wait_for_pending
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.formats.files import GETATTR, enum_member, refused_name
 from lightstep.checkpoint.formats.zero import RESERVED
@@ -135,6 +135,7 @@ class EngineCheckpoints(Checkpoints):
         ranks, retention = Ranks(), Retention(options["keep_last"], options["keep_every"])
         with checkpoint_errors(f"{path} was not saved"):
             target = local_folder(path, "DeepSpeed writes its files to local folders")
+            ranks.together(finish_pending)  # of weights alone
             with retention.applied(target, ranks):
                 state, manifest = ranks.together(lambda: _content(model, engine_optimizer, scheduler, extra))
                 with new_shared_folder(target, CHECKPOINT, ranks) as temporary:
@@ -169,6 +170,7 @@ class EngineCheckpoints(Checkpoints):
             return super().load(path, model, None, scheduler, trainable_only)
         self._refuse_part(trainable_only)
         ranks, source = Ranks(), location(path)
+        wait_for_pending()
         with checkpoint_errors(f"{path} was not loaded"):
             ranks.together(engine_optimizer.prepare_for_checkpoint)
             folder, manifest = ranks.together(lambda: _find(source), only_first=True)

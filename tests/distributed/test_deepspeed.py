@@ -575,3 +575,23 @@ def test_outside_changes_reach_the_masters(rank: int, world_size: int) -> None:
             model.module.head.weight.fill_(-0.0)
         optimizer.refresh_master_weights()
         assert _everything(model, optimizer)["master.head.weight"].signbit().all(), "a sum of parts would be 0.0"
+
+
+@on_ranks(2)
+@_alone
+def test_a_save_raises_the_error_of_the_one_that_was_pending(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Weights alone are saved by a thread, and all else by DeepSpeed's engine: one is pending at a time."""
+    strategy = _strategy(1)
+    model, optimizer, _ = _made(strategy)
+    with mock.patch("lightstep.checkpoint.save.write_tensors", side_effect=OSError(28, "No space left on device")):
+        pending = strategy.save_checkpoint(
+            tmp_path / "weights-1", model, optimizer, weights_only=True, asynchronous=True
+        )
+        pending.exception()
+    with pytest.raises(CheckpointError, match="weights-1 was not saved: No space left"):
+        strategy.save_checkpoint(tmp_path / "step-1", model, optimizer)
+    dist.barrier()
+    assert not (tmp_path / "step-1").exists()
+    strategy.save_checkpoint(tmp_path / "step-1", model, optimizer)
+    strategy.load_checkpoint(tmp_path / "step-1", model, optimizer)
+    optimizer.close()
