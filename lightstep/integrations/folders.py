@@ -58,7 +58,7 @@ class SavedFolders:
     Args:
         name: of one of them, for messages: ``"a checkpoint of the Trainer"``.
         prefix: what the names of numbered folders begin with; a number follows.
-        patterns: the files beside the checkpoint.
+        patterns: the files beside the checkpoint, for folders without a list of them.
         is_ours: whether a folder may be replaced.
         has_files: whether the library's files are all there, if no list of them is.
         is_resumable: whether a whole folder has what a run continues from.
@@ -82,12 +82,18 @@ class SavedFolders:
         return self.has_files(folder) and (not holds_checkpoint(checkpoint) or has_complete_checkpoint(checkpoint))
 
     def own_files(self, folder: Path) -> set[str]:
-        """The files that a save has written, by their paths in ``folder``."""
-        patterns = (f"{CHECKPOINT}/**/*", *self.patterns)
-        found = {file.relative_to(folder).as_posix() for pattern in patterns for file in folder.glob(pattern)}
+        """The files that a save has written, by their paths in ``folder``: those in its list and in the checkpoint.
+
+        Without a list that fits, those that have the names of a save's files.
+        """
+        patterns: tuple[str, ...] = (f"{CHECKPOINT}/**/*",)
+        listed = None
         with suppress(CheckpointError):
-            found |= set((read_file_list(folder) or {"files": ()})["files"])
-        return {*found, FILE_LIST}
+            listed = read_file_list(folder)
+        if listed is None:
+            patterns += self.patterns
+        found = {file.relative_to(folder).as_posix() for pattern in patterns for file in folder.glob(pattern)}
+        return {*found, *(listed or {"files": ()})["files"], FILE_LIST}
 
     @property
     def kind(self) -> FolderKind:
@@ -111,12 +117,16 @@ class SavedFolders:
             below: only those with a lower number.
         """
         found = [path for path, number in self.numbered(parent).items() if below is None or number < below]
-        for newer, folder in enumerate(reversed(found)):
-            if self.is_whole(folder) and self.is_resumable(folder):
-                if newer:
-                    names = ", ".join(path.name for path in found[-newer:])
+        interrupted: list[str] = []
+        for folder in reversed(found):
+            if not self.is_whole(folder):
+                interrupted.insert(0, folder.name)
+            elif self.is_resumable(folder):
+                if interrupted:
                     logger.warning(
-                        "lightstep: the save of %s was interrupted; the newest whole one is %s", names, folder
+                        "lightstep: the save of %s was interrupted; the newest whole one is %s",
+                        ", ".join(interrupted),
+                        folder,
                     )
                 return folder
         return None

@@ -125,3 +125,22 @@ def test_damage_in_a_state_of_accelerate(tmp_path: Path, caplog: pytest.LogCaptu
     (folder / FILE_LIST).unlink()
     training.accelerator.load_state(str(folder))
     assert caplog.text.count(f"has no {FILE_LIST}") == 1
+
+
+def test_files_that_are_in_no_list_are_the_user_s(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever they are called: a later save to the folder keeps them. Saves of weights alone are not interrupted."""
+    training = Training(VALUES)
+    training.train(range(2))
+    state = Path(training.accelerator.save_state(str(tmp_path / "a")))
+    (state / "vectors.bin").write_text("mine")
+    training.accelerator.save_state(str(state))
+    assert (state / "vectors.bin").read_text() == "mine"
+
+    run = tmp_path / "run"
+    make(run, max_steps=2, asynchronous_saves=False).train()
+    (run / "checkpoint-2" / "merged.safetensors").write_text("mine")
+    make(run, max_steps=2, asynchronous_saves=False).train()
+    assert (run / "checkpoint-2" / "merged.safetensors").read_text() == "mine"
+    make(run, max_steps=3, save_steps=3, asynchronous_saves=False, save_only_model=True).train()
+    make(run, max_steps=3, save_strategy="no").train(resume_from_checkpoint=True)
+    assert "interrupted" not in caplog.text
