@@ -22,10 +22,10 @@ from lightstep.rollout.publishing import (
     Publication,
     PublishedModel,
     PublishedWeights,
-    Publisher,
     SendingPlan,
 )
 from lightstep.rollout.servers import ServerTransport, SglangServer, VllmNcclServer, VllmServer
+from lightstep.rollout.staged_weights import Publisher
 from lightstep.rollout.transport import (
     Bucket,
     TrainingEnded,

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from lightstep.rollout.servers import refuse_other_names
+from lightstep.rollout.server_calls import refuse_other_names
 from lightstep.rollout.transport import Bucket, HeldWeights, WeightInfo, WeightLink, receive_bucket
 
 __all__ = ["ProcessGroupEngine", "register"]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightstep import TransformersEngine, VllmServer, WeightTransferError
-from lightstep.rollout.publishing import MappedMemory, Publisher, StagedWeights
+from lightstep.rollout.staged_weights import MappedMemory, Publisher, StagedWeights
 from lightstep.rollout.transport import Bucket
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.state.shared_memory import SharedMemory

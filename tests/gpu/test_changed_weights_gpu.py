@@ -26,7 +26,7 @@ def test_updates_set_the_bits_of_what_they_change(
     if sleeps and state != "resident":
         random_sleeps(run.optimizer.engine.backend.lanes, 0)
     compared: list[Any] = []
-    monkeypatch.setattr("lightstep.rollout.publishing.changed_words", lambda *given: compared.append(given))
+    monkeypatch.setattr("lightstep.rollout.staged_weights.changed_words", lambda *given: compared.append(given))
     run.publish()
     before, deltas = run.weights(), 0
     for _ in range(5):

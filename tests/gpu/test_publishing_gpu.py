@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightstep import Strategy, VllmNcclServer, VllmServer
-from lightstep.rollout import publishing
+from lightstep.rollout import staged_weights
 from lightstep.state.lanes import CopyLane
 from tests.reference.tiny_llama import VOCABULARY, make_llama
 from tests.rollout_servers import FakeVllm
@@ -76,7 +76,7 @@ def test_what_arrives_is_one_steps(
     run = Run(STATES[state])
     run.step()
     if not has_room:
-        monkeypatch.setattr(publishing, "_device_memory", lambda *_: None)
+        monkeypatch.setattr(staged_weights, "_device_memory", lambda *_: None)
     for replace in (False, True):
         expected = {}
         for number in range(4):
@@ -103,7 +103,7 @@ def test_sets_after_one_that_had_no_room(slow_link: None, monkeypatch: pytest.Mo
     for room in (True, False, True, False):
         with monkeypatch.context() as patch:
             if not room:
-                patch.setattr(publishing, "_device_memory", lambda *_: None)
+                patch.setattr(staged_weights, "_device_memory", lambda *_: None)
             run.step()
             weights = run.weights()
             expected = {run.publish(replace=True): weights}

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightstep import SglangFolder, Strategy, WeightTransferError
 from lightstep.rollout.publishing import PublishedWeights
-from lightstep.rollout.servers import Pause
+from lightstep.rollout.server_calls import Pause
 from tests.ports import free_port
 from tests.rollout_faults import CLIENTS, Faults
 

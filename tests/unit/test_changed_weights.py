@@ -135,16 +135,16 @@ class Run(publishing.Run):
 @pytest.fixture(name="compared")
 def _compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The words of buffers that were compared with those of a kept set."""
-    from lightstep.rollout import publishing
+    from lightstep.rollout import staged_weights
 
-    compare = publishing.changed_words
+    compare = staged_weights.changed_words
     found: list[int] = []
 
     def counting(own: Tensor, *arguments: Any) -> Any:
         found.append(own.numel())
         return compare(own, *arguments)
 
-    monkeypatch.setattr(publishing, "changed_words", counting)
+    monkeypatch.setattr(staged_weights, "changed_words", counting)
     return found
 
 

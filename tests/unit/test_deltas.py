@@ -82,7 +82,7 @@ def test_without_room_on_the_device_the_host_compares(monkeypatch: pytest.Monkey
             raise torch.OutOfMemoryError("no room")
         return changed_words(own, base, device, most)
 
-    monkeypatch.setattr("lightstep.rollout.publishing.changed_words", compare)
+    monkeypatch.setattr("lightstep.rollout.staged_weights.changed_words", compare)
     for version in range(1, 4):
         run.step()
         assert run.publish() == version and run.serves(str(version))

@@ -20,7 +20,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightstep import SglangFolder, SglangServer, Strategy, VllmServer, WeightTransferError
 from lightstep.rollout import roles
-from lightstep.rollout.servers import Sglang, _in_thread, engine_names, refuse_other_names
+from lightstep.rollout.server_calls import Sglang, engine_names, refuse_other_names
+from lightstep.rollout.servers import _in_thread
 from lightstep.rollout.transport import WeightInfo
 from tests.covering import every_value
 from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, FakeVllmNccl, NcclOnCpu, Process, Refusal
