@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextvars
+import itertools
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -133,6 +134,14 @@ class Worker:
         except BaseException as error:
             self._failed = True
             future.set_exception(error)
+
+
+@contextmanager
+def workers(count: int) -> Iterator[Callable[[Callable[[], Any]], Future[Any]]]:
+    """So many workers, and a function that submits tasks to them in turn."""
+    with ExitStack() as stack:
+        started = itertools.cycle([stack.enter_context(Worker()) for _ in range(count)])
+        yield lambda task: next(started).submit(task)
 
 
 def _lower_priority() -> None:

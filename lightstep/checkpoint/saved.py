@@ -20,12 +20,10 @@ Files that are not in the list are the user's.
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightstep.checkpoint.background import Worker
+from lightstep.checkpoint.background import workers
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, error_text
 from lightstep.checkpoint.layout import (
     FORMAT,
@@ -244,7 +242,7 @@ class SavedCheckpoint:
         return {key.removeprefix("model.") for key in self.index if key.startswith("model.")}
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's tensors on the host by name; tied names share one. The calling thread reads them."""
+        """The model's tensors on the host by name; tied names share one."""
         found = {
             name: read_whole(self.data, f"model.{name}", self.index[f"model.{name}"]) for name in self.model_names()
         }
@@ -424,9 +422,8 @@ def _checks(folder: Path, manifest: Manifest) -> Iterator[Callable[[], object]]:
 
 def _damage(checks: Iterable[Callable[[], object]]) -> list[str]:
     """One sentence for each check that found damage."""
-    with ExitStack() as stack:
-        workers = itertools.cycle([stack.enter_context(Worker()) for _ in range(_READERS)])
-        results = [next(workers).submit(partial(_damage_in, check)) for check in checks]
+    with workers(_READERS) as submit:
+        results = [submit(partial(_damage_in, check)) for check in checks]
         return [text for result in results if (text := result.result()) is not None]
 
 

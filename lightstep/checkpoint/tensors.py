@@ -16,7 +16,7 @@ import math
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from lightstep.checkpoint.background import Background, Worker
+from lightstep.checkpoint.background import Background, Worker, workers
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_text
 from lightstep.checkpoint.layout import INDEX
 from lightstep.checkpoint.storage import storage_for
@@ -467,15 +467,13 @@ def read_tensors(folder: Path, index: Index, targets: Sequence[Target], cache: C
 
 
 def read_whole(folder: Path, key: str, stored: StoredTensor) -> Tensor:
-    """A whole tensor, read by the calling thread.
+    """A whole tensor.
 
     Raises:
-        DamagedError: a file cannot be read, or is damaged.
+        CheckpointError: as :func:`read_tensors`.
     """
     whole = torch.empty(stored.shape, dtype=stored.dtype)
-    for chunk in stored.chunks:
-        ends = zip(chunk.offsets, chunk.lengths, strict=True)
-        whole[tuple(slice(start, start + length) for start, length in ends)] = _load(folder, key, chunk)
+    read_tensors(folder, {key: stored}, [Target(key, full_shard(stored.shape), lambda: whole)])
     return whole
 
 
@@ -533,12 +531,12 @@ def _overlaps(target: Target, index: Index) -> list[_Overlap]:
     return found
 
 
-def _prefetched(folder: Path, needed: Iterable[tuple[str, Chunk]], cache: ChunkCache) -> Generator[Tensor, None, None]:
+def _prefetched(folder: Path, needed: Sequence[tuple[str, Chunk]], cache: ChunkCache) -> Generator[Tensor, None, None]:
     """The ``needed`` chunks in order. At most :data:`IN_FLIGHT_BYTES` of them, but at least one, are read ahead."""
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as pool:
+    with workers(min(_READERS, len(needed))) as submit:
         ahead: deque[tuple[int, Future[Tensor]]] = deque()
         for key, chunk in needed:
-            ahead.append((chunk.nbytes, pool.submit(_load_unless, cache.pop(chunk), folder, key, chunk)))
+            ahead.append((chunk.nbytes, submit(partial(_load_unless, cache.pop(chunk), folder, key, chunk))))
             while len(ahead) > 1 and sum(nbytes for nbytes, _ in ahead) > IN_FLIGHT_BYTES:
                 yield ahead.popleft()[1].result()
         while ahead:

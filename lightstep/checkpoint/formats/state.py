@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightstep.checkpoint.errors import CheckpointError, list_names
-from lightstep.checkpoint.tensors import StoredTensor, Target, full_shard, read_tensors
+from lightstep.checkpoint.tensors import StoredTensor, read_whole
 from lightstep.precision.loss_scale import DynamicLossScale
 
 MASTER = "master"
@@ -47,13 +48,7 @@ class LazyTensor:
     @classmethod
     def stored(cls, folder: Path, key: str, stored: StoredTensor) -> LazyTensor:
         """A tensor in files of ``torch.distributed.checkpoint``."""
-
-        def read() -> Tensor:
-            tensor = torch.empty(stored.shape, dtype=stored.dtype)
-            read_tensors(folder, {key: stored}, [Target(key, full_shard(stored.shape), lambda: tensor)])
-            return tensor
-
-        return cls(stored.dtype, stored.shape, read)
+        return cls(stored.dtype, stored.shape, partial(read_whole, folder, key, stored))
 
     @property
     def nbytes(self) -> int:
