@@ -182,7 +182,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     A rank reads only its own shards, and there is no communication: of weights that DeepSpeed has divided (stage 3) it
     reads the whole, and gathers them one at a time. Values are cast to the model's dtypes. Names in the
     files may be with or without the model's ``base_model_prefix``. For tied weights one of the names is enough. Names
-    that the model does not have are logged.
+    that the model does not have are logged, and buffers that the files do not have.
 
     Args:
         model: sharded or not, not on the meta device.
@@ -196,7 +196,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     """
     folder = Path(folder).expanduser()
     files, wanted = find_tensors(model, folder)
-    warn_of_unused(model, folder, files)
+    _warn_of_differences(model, folder, files)
     with loading(model, PreparedModel.of(model).optimizers, folder, weights_only=True):
         _read(folder, files, wanted)
 
@@ -219,7 +219,7 @@ def find_tensors(model: nn.Module, folder: Path) -> tuple[dict[str, str], dict[s
         tied += [(keys[0], other) for other in keys[1:]]
     if missing:
         raise ValueError(
-            f"{folder} has no {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''} "
+            f"{folder} has no {list_names(missing)} "
             f"({len(missing)} of the model's parameters; {len(files)} tensors are there); where transformers converts "
             "names, call from_pretrained on rank 0 and build the model on the meta device on the others"
         )
@@ -229,12 +229,12 @@ def find_tensors(model: nn.Module, folder: Path) -> tuple[dict[str, str], dict[s
     return files, wanted
 
 
-def warn_of_unused(model: nn.Module, folder: Path, files: Mapping[str, str]) -> None:
-    """Log a warning on the first rank if the folder has tensors that the model does not have."""
+def _warn_of_differences(model: nn.Module, folder: Path, files: Mapping[str, str]) -> None:
+    """Log a warning on the first rank if the folder has tensors that the model does not have, or lacks buffers."""
     if rank() != 0:
         return
-    used = {key for named in named_tensors(model) for key in _names_in_files(named, model, files)}
-    unused = sorted(files.keys() - used)
+    found = {named.name: _names_in_files(named, model, files) for named in named_tensors(model)}
+    unused = sorted(files.keys() - {key for keys in found.values() for key in keys})
     if unused:
         logger.warning(
             "%d of the %d tensors in %s are not the model's and were not loaded: %s",
@@ -243,6 +243,8 @@ def warn_of_unused(model: nn.Module, folder: Path, files: Mapping[str, str]) -> 
             folder,
             list_names(unused),
         )
+    if kept := [name for name, keys in found.items() if not keys]:  # buffers: without a parameter nothing is loaded
+        logger.warning("%s has no %s: these buffers keep the model's own values", folder, list_names(kept))
 
 
 def weight_map(folder: Path) -> dict[str, str]:

@@ -31,7 +31,7 @@ from lightstep.checkpoint.saved import CHECKPOINT, SavedCheckpoint
 from lightstep.checkpoint.storage import remove_folder
 from lightstep.config import ConfigError
 from lightstep.distributed import Ranks
-from lightstep.integrations.accelerate import unwrap_optimizer
+from lightstep.integrations.checks import unwrap_optimizer
 from lightstep.integrations.folders import (
     PendingFolder,
     SavedFolders,

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from lightstep import ConfigError, Strategy, TransformersEngine
-from lightstep.integrations.accelerate import check_one_dtype
+from lightstep.integrations.checks import check_one_dtype
 from lightstep.sharding.dtypes import planned_by_tensor
 from tests.covering import every_value
 from tests.quantised import dequantised, quantised_by_bitsandbytes

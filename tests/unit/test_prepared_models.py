@@ -382,3 +382,13 @@ def test_what_a_deleted_optimizer_has_left_is_done_before_a_forward_ends(monkeyp
     assert before.pending
     PreparedModel.of(model).gates._updates.wait()
     assert not before.pending and torch.isfinite(weight).all()
+
+
+def test_buffers_that_a_folder_does_not_have_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.BatchNorm1d(2)
+    save_file(
+        {"weight": torch.ones(2), "bias": torch.ones(2), "running_mean": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
+    lightstep.Strategy.load("fp32").prepare_model(model, weights=tmp_path)
+    assert f"{tmp_path} has no running_var, num_batches_tracked: these buffers keep" in caplog.text
+    assert "were not loaded" not in caplog.text

@@ -18,8 +18,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, get_schedu
 import lightstep
 from lightstep import CheckpointError, ConfigError, Strategy
 from lightstep.integrations.accelerate import LightstepOptimizer
+from lightstep.integrations.checks import check_arguments
 from lightstep.integrations.folders import load_adapters
-from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer, check_arguments
+from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.optimizer.in_backward import FinalUpdates
 from tests.reference.lion import Lion
 from tests.reference.pair import FP16_SCALE, same_tree
