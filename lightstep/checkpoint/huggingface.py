@@ -123,7 +123,8 @@ def to_torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state in the format of the plain torch class over fp32 parameters: no masters, no loss scale.
 
     For ``optimizer_class(params).load_state_dict(...)`` over the same groups. The matching fp32 weights are the
-    masters; to get them, load the checkpoint into a model in fp32. Called by every rank, as ``optimizer.state_dict()``.
+    masters; to get them, load the checkpoint into a model in fp32 and its optimizer. Called by every rank, as
+    ``optimizer.state_dict()``.
     """
     packed = optimizer.state_dict()
     state = {

@@ -384,8 +384,25 @@ def write_manifest(folder: Path, target: Path, content: Manifest, files: Mapping
         for name, size in sizes.items():
             _check_size(target, name, size)  # another process that saves here may have removed them
         content = {**content, "folder": data}
-    manifest = {"format": FORMAT, **content, "files": sizes, "checksums": checksums}
-    write_file((folder if data is None else target) / MANIFEST, seal(manifest))
+    text = seal({"format": FORMAT, **content, "files": sizes, "checksums": checksums})
+    if data is None:
+        write_file(folder / MANIFEST, text)
+    else:
+        _replace_at_url(target / MANIFEST, text)
+
+
+def _replace_at_url(file: Path, text: bytes) -> None:
+    """Write a file at a URL. If that fails, the file is what it was: some file systems write in place."""
+    before = file.read_bytes() if file.exists() else None
+    try:
+        write_file(file, text)
+    except BaseException:
+        with suppress(Exception):  # of the two errors the first one counts
+            if before is None:
+                storage_for(file).remove(file.parent, [file.name])
+            else:
+                write_file(file, before)
+        raise
 
 
 def _manifest_name(data: str | None, name: str) -> str:

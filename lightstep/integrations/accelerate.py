@@ -414,8 +414,9 @@ class LightstepAccelerator(SavesFolders, Accelerator):
         write = partial(self._write_state, trained=trained, safe_serialization=safe_serialization, kwargs=kwargs)
         # before the first rank changes anything
         if not asynchronous and any(Ranks().agree(lambda: int(_is_written_in_place(path)))):
+            others = Ranks().together(lambda: _user_files(path), only_first=True)
             write(path)
-            Ranks().together(lambda: write_file_list(path, _files_beside(path)), only_first=True)
+            Ranks().together(lambda: write_file_list(path, _files_beside(path) - others), only_first=True)
             return path
         with PendingFolder(path, STATES, lambda: self._remove_old_states(limit, path)) as pending:
             pending.checkpoint = write(pending.folder, asynchronous=asynchronous)
@@ -544,10 +545,17 @@ class LightstepAccelerator(SavesFolders, Accelerator):
         return Path(self.project_dir) / "checkpoints"
 
 
-def _files_beside(path: Path) -> list[str]:
+def _files_beside(path: Path) -> set[str]:
     """The files of a save in ``path``, but for the checkpoint's."""
-    own = [name for name in STATES.own_files(path) if name != FILE_LIST and not name.startswith(f"{CHECKPOINT}/")]
-    return [name for name in own if (path / name).is_file()]
+    own = {name for name in STATES.own_files(path) if name != FILE_LIST and not name.startswith(f"{CHECKPOINT}/")}
+    return {name for name in own if (path / name).is_file()}
+
+
+def _user_files(path: Path) -> set[str]:
+    """The files in ``path`` that no save wrote."""
+    own = STATES.own_files(path)
+    files = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+    return files - own
 
 
 def _is_written_in_place(path: Path) -> bool:
@@ -556,8 +564,7 @@ def _is_written_in_place(path: Path) -> bool:
         return False
     if path.is_mount() or Path.cwd().is_relative_to(path.resolve()) or not os.access(path.resolve().parent, os.W_OK):
         return True
-    own = STATES.own_files(path)
-    return any(file.is_file() and file.relative_to(path).as_posix() not in own for file in path.rglob("*"))
+    return bool(_user_files(path))
 
 
 def _is_sharded(model: nn.Module) -> bool:

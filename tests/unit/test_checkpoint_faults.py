@@ -27,7 +27,6 @@ from lightstep.checkpoint import (
     CheckpointError,
     export_model,
     latest_checkpoint,
-    layout,
     load_checkpoint,
     save,
     save_checkpoint,
@@ -591,22 +590,47 @@ def test_a_file_whose_folder_cannot_be_flushed_is_as_it_was(
 
 
 @at_urls
-@pytest.mark.parametrize("moment", ["the manifest is written", "older files are removed"])
-def test_a_new_manifest_keeps_its_files(place: str, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """An error or Ctrl-C after the manifest has named the new files must not remove them: the old ones go."""
+def test_a_new_manifest_keeps_its_files(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the files that the manifest named before are removed must not remove the new ones, too."""
     save_checkpoint(place, model_of(1.0))
-    write, remove = layout.write_file, storage._remove
+    remove = storage._remove
 
-    def interrupted(*arguments: Any) -> Any:
-        write(*arguments) if moment == "the manifest is written" else remove(*arguments)
-        if moment != "the manifest is written" or arguments[0].name == "lightstep.json":
-            monkeypatch.undo()
-            raise KeyboardInterrupt
+    def interrupted(folder: Path) -> None:
+        remove(folder)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
 
-    module, name = (layout, "write_file") if moment == "the manifest is written" else (storage, "_remove")
-    monkeypatch.setattr(module, name, interrupted)
+    monkeypatch.setattr(storage, "_remove", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(place, model_of(2.0))
     assert loaded(place) == 2.0
+    save_checkpoint(place, model_of(3.0))
+    assert loaded(place) == 3.0
+
+
+@at_urls
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_manifest_that_is_written_in_part_is_what_it_was(
+    place: str, monkeypatch: pytest.MonkeyPatch, existed: bool
+) -> None:
+    """Where a file system writes in place, the disk is full in the middle of the manifest."""
+    create = storage.UrlStorage.create
+    if existed:
+        save_checkpoint(place, model_of(1.0))
+    before = files(place)
+
+    def halfway(self: Any, file: Path) -> Any:
+        stream = create(self, file)
+        if file.name == "lightstep.json":
+            monkeypatch.undo()
+            stream.write(b"{")
+            stream.close()
+            raise DISK_IS_FULL
+        return stream
+
+    monkeypatch.setattr(storage.UrlStorage, "create", halfway)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save_checkpoint(place, model_of(2.0))
+    assert files(place) == before
     save_checkpoint(place, model_of(3.0))
     assert loaded(place) == 3.0

@@ -133,8 +133,12 @@ def test_files_that_are_in_no_list_are_the_user_s(tmp_path: Path, caplog: pytest
     training.train(range(2))
     state = Path(training.accelerator.save_state(str(tmp_path / "a")))
     (state / "vectors.bin").write_text("mine")
-    training.accelerator.save_state(str(state))
-    assert (state / "vectors.bin").read_text() == "mine"
+    for text in ("mine", "changed"):
+        (state / "vectors.bin").write_text(text)
+        training.accelerator.save_state(str(state))
+        assert (state / "vectors.bin").read_text() == text
+    (state / "vectors.bin").write_text("changed again")
+    training.accelerator.load_state(str(state))
 
     run = tmp_path / "run"
     make(run, max_steps=2, asynchronous_saves=False).train()
