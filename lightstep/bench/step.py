@@ -10,6 +10,7 @@ import itertools
 import os
 import shutil
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -250,8 +251,8 @@ class Saver(Protocol):
 def measure_saving(saver: Saver, step: Callable[[], None], folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Save a checkpoint and write plain files in turn, three times; the fastest of each counts. Then save in threads.
 
-    All ranks call it with a ``folder`` that they share; nothing is left there. Every write ends when all bytes are
-    flushed to disk.
+    All ranks call it with a ``folder`` that they share; a new folder in it is used, and removed. Every write ends when
+    all bytes are flushed to disk.
 
     Args:
         step: one training step; returns when it is finished.
@@ -259,13 +260,15 @@ def measure_saving(saver: Saver, step: Callable[[], None], folder: Path, ranks: 
     Returns:
         The JSON values: bytes over all ranks, seconds and rates, and what asynchronous saves cost (:func:`_stall`).
     """
-    checkpoint, plain = folder / "bench-checkpoint", folder / f"bench-plain-{ranks.rank}"
+    place = folder / f"bench-{ranks.maximum([time.time()])[0]:.6f}"
+    checkpoint, plain = place / "checkpoint", place / f"plain-{ranks.rank}"
     saving, writing, nbytes = [], [], 0
 
     def write_plainly() -> None:
         _write(plain, nbytes // ranks.world_size)
 
     try:
+        place.mkdir(exist_ok=True)
         for _ in range(_REPEATS):
             saving.append(elapsed(lambda: saver.save(checkpoint), ranks.barrier))
             nbytes = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
@@ -277,8 +280,7 @@ def measure_saving(saver: Saver, step: Callable[[], None], folder: Path, ranks: 
         with _torch_saving(saver, ranks) as begin:
             torchs = _stall(step, begin, checkpoint, ranks)
     finally:
-        _remove(checkpoint, ranks)
-        plain.unlink(missing_ok=True)
+        _remove(place, ranks)
     gigabytes, save_s = nbytes / 1e9, min(saving)
     return {
         "gb": gigabytes,

@@ -21,7 +21,7 @@ from lightstep.bench.iteration import IterationTask, TimelineTask
 from lightstep.bench.machine import Ranks, StepProfile, pinned_bytes
 from lightstep.bench.models import LlamaShape, MoeShape
 from lightstep.bench.run import Contender, Skipped
-from lightstep.bench.step import StepTask
+from lightstep.bench.step import StepTask, measure_saving
 from lightstep.bench.strategies import parse_strategies
 from lightstep.cli import app
 from lightstep.config import ConfigError
@@ -649,3 +649,30 @@ def test_page_locked_memory_is_what_the_allocator_holds(monkeypatch: pytest.Monk
     stats = {"active_bytes.current": 560, "allocated_bytes.current": 160}  # 2.11: freed blocks stay active
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats, raising=False)
     assert pinned_bytes(torch.device("cuda")) == 160 and pinned_bytes(CPU) == 0
+
+
+def test_saves_are_measured_in_a_new_folder(tmp_path: Path) -> None:
+    """What is in the folder stays there, whatever it is called."""
+    (tmp_path / "bench-checkpoint").mkdir()
+    (tmp_path / "bench-checkpoint" / "notes.txt").write_text("mine")
+    (tmp_path / "bench-plain-0").write_text("mine")
+
+    class Saves:
+        def save(self, path: Path) -> None:
+            path.mkdir()
+            (path / "weights").write_bytes(bytes(64))
+
+        def save_async(self, path: Path) -> Any:
+            self.save(path)
+            return SimpleNamespace(done=lambda: True, result=lambda: None)
+
+        def saved_tensors(self) -> dict[str, torch.Tensor]:
+            return {"weights": torch.zeros(4)}
+
+    ranks = Ranks(CPU)
+    try:
+        measure_saving(Saves(), lambda: None, tmp_path, ranks)
+    finally:
+        ranks.close()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["bench-checkpoint", "bench-plain-0"]
+    assert (tmp_path / "bench-checkpoint" / "notes.txt").read_text() == "mine"
