@@ -393,7 +393,9 @@ def write_manifest(folder: Path, target: Path, content: Manifest, files: Mapping
 
 def _replace_at_url(file: Path, text: bytes) -> None:
     """Write a file at a URL. If that fails, the file is what it was: some file systems write in place."""
-    before = file.read_bytes() if file.exists() else None
+    before = None
+    with suppress(FileNotFoundError):
+        before = file.read_bytes()
     try:
         write_file(file, text)
     except BaseException:

@@ -634,3 +634,20 @@ def test_a_manifest_that_is_written_in_part_is_what_it_was(
     assert files(place) == before
     save_checkpoint(place, model_of(3.0))
     assert loaded(place) == 3.0
+
+
+@at_urls
+def test_what_a_server_does_not_remove_stays(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object may not be removed for some time. Saves go on, of which the last ones would be kept."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("403: the object is under a retention policy")
+
+    for name in ("rm", "rm_file"):
+        monkeypatch.setattr(type(fsspec.core.url_to_fs(place)[0]), name, refused)
+    for value in (1.0, 2.0):
+        save_checkpoint(f"{place}/step", model_of(value))
+    assert loaded(f"{place}/step") == 2.0
+    for number in (1, 2):
+        save_checkpoint(f"{place}/step-{number}", model_of(float(number)), keep_last=1)
+    assert [loaded(f"{place}/step-{number}") for number in (1, 2)] == [1.0, 2.0]
