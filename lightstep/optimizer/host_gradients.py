@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightstep.clipping import add_keeper
 from lightstep.distributed import differs_across_ranks, like, local_tensor
+from lightstep.optimizer.eager import no_grad_no_inference
 from lightstep.precision.gradient_sums import set_grad
 from lightstep.precision.gradients import refuse_sparse
 from lightstep.state.host_fields import Field
@@ -120,7 +121,8 @@ class HostGradients:
         for parameter, kept in self._staying.items():
             if kept is not None and self._stored.get(parameter) is kept:
                 home, (field, stored) = self._home(parameter), self._fields[parameter]
-                self._weights.store(field, {home.number: kept})
+                with no_grad_no_inference():  # the forward may be an evaluation
+                    self._weights.store(field, {home.number: kept})
                 self._stored[parameter] = stored
                 self._under_way.append((home.group, [field], {parameter: kept}))
         self._staying = {}

@@ -153,6 +153,22 @@ def test_what_stays_leaves_when_its_memory_is_lent(time: str, told: bool) -> Non
     assert_same(*found)
 
 
+def test_a_model_is_evaluated_before_its_last_gradients_have_left_the_device() -> None:
+    """The evaluation lets those go that ``step()`` would have used first: copies that it begins run outside of it."""
+    found = []
+    for weights, time in (({"placement": "host", "device_mib": 0.001}, "overlap"), ({}, "at_step")):
+        run = Run(weights, time, PRECISION)
+        run.optimizer.max_norm = None
+        run.train([1, 1])
+        with run.strategy.accumulate(run.model, last=True):
+            run.optimizer.backward(run.loss(2, 0))
+        with torch.inference_mode():
+            run.loss(0, 0)
+        run.optimizer.step()
+        found.append(run.train([1]))
+    assert_same(*found)
+
+
 def test_a_device_without_room_keeps_fewer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """First for gradients, then for weights, which come before gradients that stay."""
     tested = staying_run("overlap")
