@@ -1,5 +1,7 @@
 """A pool of rank processes: started once, then any check runs on any number of them within a second or so.
 
+:func:`on_ranks` makes tests that are written as what each rank does.
+
 A check is a module-level function ``check(rank, world_size, **arguments)``; it runs on ranks ``0 … world_size - 1``
 inside a fresh process group: nccl with one GPU per rank where the machine has that many, else gloo, in processes that
 see no GPU. There is no way to skip: a check that does not run is a failure. A rank that fails or hangs takes the pool
@@ -11,13 +13,14 @@ from __future__ import annotations
 import datetime
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -125,6 +128,64 @@ class Pool:
         for process in self._processes:
             process.join()
         self._processes, self._pipes = [], {True: [], False: []}
+
+
+def on_ranks(
+    ranks: int | Mapping[str, tuple[int, Any]] | None,
+    names: str | tuple[str, ...] = (),
+    cases: Sequence[Any] = ((),),
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a function a test that runs it on so many ranks of the pool: ``function(rank, world_size, **arguments)``.
+
+    Its arguments behind ``world_size`` are those of the test: parameters, and fixtures whose values can be pickled.
+
+    Args:
+        ranks: how many. ``None``: a case says so, as its ``ranks``. Layouts: the ``layout`` of a case names ranks and
+            their sharding, which the function gets as ``sharding``.
+        names, cases: other arguments, as for ``pytest.mark.parametrize``: of calls that follow each other in one
+            process group.
+        options: of :meth:`Pool.run`.
+    """
+    rows = [{names: case} if isinstance(names, str) else dict(zip(names, case, strict=True)) for case in cases]
+
+    def placed(case: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """On how many ranks a case runs, and its arguments there."""
+        if isinstance(ranks, int):
+            return ranks, case
+        if ranks is None:
+            return case["ranks"], {name: value for name, value in case.items() if name != "ranks"}
+        size, sharding = ranks[case["layout"]]
+        return size, {name: value for name, value in case.items() if name != "layout"} | {"sharding": sharding}
+
+    def mark(function: Callable[..., Any]) -> Callable[..., None]:
+        def check(rank: int, world_size: int, **arguments: Any) -> None:
+            for row in rows:
+                size, case = placed({**arguments, **row})
+                if size == world_size:
+                    torch.manual_seed(0)
+                    try:
+                        function(rank, world_size, **case)
+                    except BaseException as error:
+                        error.add_note(f"in the case {row}")
+                        raise
+
+        def test(pool: Pool, **arguments: Any) -> None:
+            for size in dict.fromkeys(placed({**arguments, **row})[0] for row in rows):
+                pool.run(check, size, **options, **arguments)
+
+        pool, *_ = inspect.signature(test).parameters.values()
+        own = [*inspect.signature(function).parameters][2:]
+        if not isinstance(ranks, int):
+            own = ["ranks", *own] if ranks is None else ["layout", *(name for name in own if name != "sharding")]
+        given = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in own if n not in rows[0]]
+        test.__signature__ = inspect.Signature([pool, *given])  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
+        check.__module__, check.__qualname__ = function.__module__, f"{function.__qualname__}.check"
+        test.check = check  # type: ignore[attr-defined]
+        return test
+
+    return mark
 
 
 def device_of(rank: int, world_size: int) -> torch.device:

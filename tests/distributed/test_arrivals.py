@@ -12,7 +12,7 @@ from torch import nn
 from lightstep.state.record import Record
 from lightstep.state.ring import Ring, Slot
 from tests.distributed.models import CLASSES, TinyTransformer
-from tests.distributed.on_ranks import on_ranks
+from tests.distributed.ranks import on_ranks
 from tests.distributed.test_next_forward import Training
 
 

@@ -19,10 +19,9 @@ import lightstep
 from lightstep.distributed import local_tensor
 from tests.covering import every_value
 from tests.distributed.models import CLASSES, TinyTransformer, loss_of
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool, device_of
-from tests.distributed.sharding_runs import DDP, FSDP2, HSDP
+from tests.distributed.ranks import Pool, device_of, on_ranks
 from tests.distributed.test_exactness import OWN_BUCKETS, DistributedPair
+from tests.distributed.training import DDP, FSDP2, HSDP
 from tests.reference.pair import FP16_SCALE
 
 

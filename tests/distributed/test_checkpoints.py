@@ -37,9 +37,8 @@ from tests.checkpoint_runs import (
     same,
 )
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import same_weights, weights_of
+from tests.distributed.ranks import Pool, on_ranks
+from tests.distributed.training import same_tensors, weights_of
 from tests.faults import disk_of
 from tests.patience import PATIENCE
 
@@ -176,7 +175,7 @@ def weights_alone_rebuild_the_masters(rank: int, world_size: int, folder: str) -
     run.train(2).strategy.save_checkpoint(Path(folder, "model"), run.model)
     other.train(2).strategy.load_checkpoint(Path(folder, "model"), other.model)
     expected = weights_of(run.strategy, run.model)
-    same_weights(weights_of(other.strategy, other.model), expected)
+    same_tensors(weights_of(other.strategy, other.model), expected)
     for group in other.optimizer.param_groups:
         group["lr"] = 0.0
     found = other.train(1).content()
@@ -194,7 +193,7 @@ def transformers_reads_an_export(rank: int, world_size: int, folder: str) -> Non
     dist.barrier()
     if rank == 0:
         read: nn.Module = type(tiny_llama()).from_pretrained(Path(folder, "m"), dtype="auto")
-        same_weights({name: p.detach() for name, p in read.named_parameters()}, expected)
+        same_tensors({name: p.detach() for name, p in read.named_parameters()}, expected)
         assert json.loads(Path(folder, "m", "config.json").read_text())["tie_word_embeddings"] is True
 
 

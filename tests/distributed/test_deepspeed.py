@@ -27,8 +27,7 @@ from lightstep.state.host_activations import HostActivations
 from tests.distributed.deepspeed_reference import DeepSpeedLoop
 from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool
+from tests.distributed.ranks import Pool, on_ranks
 from tests.faults import forge
 from tests.reference.tiny_llama import VOCABULARY, make_llama
 

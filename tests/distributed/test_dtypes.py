@@ -16,8 +16,8 @@ from torch.testing import assert_close
 
 from lightstep import ConfigError
 from lightstep.distributed import local_tensor
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.sharding_runs import DDP, FSDP2, full, load
+from tests.distributed.ranks import on_ranks
+from tests.distributed.training import DDP, FSDP2, full, load
 
 COPIES = {**FSDP2, "mesh": {"replicate": 2, "shard": 1}}
 WIDTH = 6

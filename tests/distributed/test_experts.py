@@ -29,8 +29,7 @@ from tests.distributed.expert_reference import (
     shard_rest,
 )
 from tests.distributed.models import loss_of
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool, device_of
+from tests.distributed.ranks import Pool, device_of, on_ranks
 from tests.unit.test_homes_and_times import HOMES, LIMITS
 from tests.unit.test_stream import random_delays, random_sleeps
 

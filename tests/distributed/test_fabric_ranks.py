@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightstep import Strategy
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.on_ranks import on_ranks
+from tests.distributed.ranks import on_ranks
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"sharding": {"kind": "ddp", "find_unused_parameters": True}, "clipping": {"max_norm": 0.5}},

@@ -8,7 +8,7 @@ import pytest
 
 from lightstep.state.host_activations import HostActivations
 from tests.covering import every_value
-from tests.distributed.on_ranks import on_ranks
+from tests.distributed.ranks import on_ranks
 from tests.distributed.test_exactness import CASES, OWN_BUCKETS, DistributedPair
 from tests.unit.test_next_forward import host_activations_of
 from tests.unit.test_stream import random_delays

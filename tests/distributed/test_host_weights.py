@@ -23,8 +23,7 @@ from lightstep.distributed import like, local_tensor
 from lightstep.state.host_fields import Field
 from tests.covering import every_value
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool
+from tests.distributed.ranks import Pool, on_ranks
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Skipping, Training, prefetch_forward
 from tests.patience import PATIENCE
 from tests.unit import test_host_weights as on_one_device

@@ -19,8 +19,7 @@ from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError, HostSlab
 from tests.covering import every_value
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool, device_of
+from tests.distributed.ranks import Pool, device_of, on_ranks
 
 RANDOM = ("normal", "uniform", "rand", "bernoulli")
 

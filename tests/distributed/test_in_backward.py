@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightstep.optimizer.in_backward import FinalUpdates
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.on_ranks import on_ranks
+from tests.distributed.ranks import on_ranks
 from tests.distributed.test_next_forward import LAYOUTS, Training
 
 STATES: dict[str, dict[str, Any]] = {

@@ -41,8 +41,7 @@ from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.strategy.fsdp2 import FSDP2Strategy
 from tests.distributed.models import TinyTransformer
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool, device_of
+from tests.distributed.ranks import Pool, device_of, on_ranks
 from tests.distributed.test_next_forward import Training
 from tests.patience import PATIENCE
 from tests.reference import peft_stand_in

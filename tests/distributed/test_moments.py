@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 import lightstep
 from lightstep.optimizer.moments import Moments
 from tests.distributed.models import TinyTransformer
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool, device_of
+from tests.distributed.ranks import Pool, device_of, on_ranks
 from tests.reference.rounded_weights import (
     RoundedWeights,
     RoundedWithStochasticInt8Moments,

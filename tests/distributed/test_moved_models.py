@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.covering import every_value
 from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import FSDP2
 from tests.distributed.test_next_forward import LAYOUTS, Training
+from tests.distributed.training import FSDP2
 
 STREAM = {"backend": "stream", "ring_mib": 1}
 SETTINGS: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {

@@ -17,9 +17,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 import lightstep
 from lightstep.clipping import GradientNorm
 from lightstep.distributed import like, local_gradient, local_tensor
-from tests.distributed.collectives import collectives
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool, device_of
+from tests.distributed.ranks import Pool, device_of, on_ranks
+from tests.distributed.training import collectives
 from tests.reference.plain_loop import NORM_TOLERANCE
 
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf)

@@ -14,11 +14,10 @@ import torch
 from lightstep.distributed import local_tensor
 from lightstep.optimizer.overlap import SpeculativeUpdates
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import DDP
+from tests.distributed.ranks import Pool, on_ranks
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Training, check_same_bits
 from tests.distributed.test_replicas import Run, same_runs
+from tests.distributed.training import DDP
 from tests.unit.test_stream import random_delays, random_sleeps
 
 STATE: dict[str, Any] = {"backend": "stream", "update": "overlap", "ring_mib": 0.01}

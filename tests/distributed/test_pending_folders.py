@@ -11,8 +11,7 @@ import torch
 from lightstep import CheckpointError, Strategy
 from lightstep.integrations.folders import PendingFolder, SavedFolders
 from tests.distributed.models import TinyTransformer
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool
+from tests.distributed.ranks import Pool, on_ranks
 from tests.distributed.test_integrations import STRATEGIES, accelerated, fresh_state
 from tests.patience import PATIENCE
 

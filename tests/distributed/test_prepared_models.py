@@ -20,8 +20,8 @@ from lightstep.distributed import local_tensor
 from lightstep.optimizer import queue
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.sharding_runs import DDP, FSDP2, full, load, same_on_all_ranks, same_weights, train, weights_of
+from tests.distributed.ranks import on_ranks
+from tests.distributed.training import DDP, FSDP2, full, load, same_on_all_ranks, same_tensors, train, weights_of
 
 STATES = {"at_step": {"backend": "stream"}, "next_forward": {"backend": "stream", "update": "next_forward"}}
 
@@ -77,7 +77,7 @@ def test_reads_while_updates_are_deferred(rank: int, world_size: int, sharding: 
                 seen.append(read(inner))
             found.append(seen)
         for expected, tested in zip(*found, strict=True):
-            same_weights(tested, expected)
+            same_tensors(tested, expected)
     finally:
         queue.SUBMIT_IN_STEP, queue.SUBMIT_AHEAD = at_once, ahead
 
@@ -117,7 +117,7 @@ def test_the_return_value_may_be_dropped(
             model.eval()
             loss_of(model, 0, 0, 0, strategy.device)
     for run in runs[1:]:
-        same_weights(run, runs[0])
+        same_tensors(run, runs[0])
 
 
 @on_ranks(2)
@@ -131,7 +131,7 @@ def test_a_model_that_was_never_prepared_is_refused(rank: int, world_size: int) 
             optimizer = strategy.create_optimizer(model, lr=1e-2)
             with pytest.raises(ConfigError, match=r"prepare_model\(model\)"):
                 train(strategy, model, optimizer)
-            same_weights(local(model), before)
+            same_tensors(local(model), before)
 
 
 def record_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -199,7 +199,7 @@ def test_gradients_that_are_set_to_zero_are_gradients(
             one.step()
     optimizer.synchronize()
     expected = {name: full(p) for name, p in plain.named_parameters()}
-    same_weights(weights_of(strategy, model), expected)
+    same_tensors(weights_of(strategy, model), expected)
 
 
 def change_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
@@ -235,7 +235,7 @@ def test_writes_into_what_was_read_change_the_state(
             optimizer.backward(loss) if trained is model else loss.backward()
             one.step()
     optimizer.synchronize()
-    same_weights(weights_of(strategy, model), {name: full(p) for name, p in plain.named_parameters()})
+    same_tensors(weights_of(strategy, model), {name: full(p) for name, p in plain.named_parameters()})
 
 
 @on_ranks(None, "ranks", [1, 2])
@@ -260,4 +260,4 @@ def test_shards_that_are_written_to(rank: int, world_size: int) -> None:
         assert all(train(strategy, model, optimizer, steps=2))
         runs.append(weights_of(strategy, model))
     for run in runs[1:]:
-        same_weights(run, runs[0])
+        same_tensors(run, runs[0])

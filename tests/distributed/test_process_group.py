@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from lightstep.distributed import let_gloo_finish_at_exit
 from tests.distributed.models import TinyTransformer
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import DDP, FSDP2, load, train
+from tests.distributed.ranks import Pool, on_ranks
+from tests.distributed.training import DDP, FSDP2, load, train
 
 
 @on_ranks(2, group=False)

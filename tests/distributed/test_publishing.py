@@ -20,9 +20,8 @@ from lightstep.rollout.staged_weights import MappedMemory, Publisher, StagedWeig
 from lightstep.rollout.transport import Bucket
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.state.shared_memory import SharedMemory
-from tests.distributed.on_ranks import on_ranks
 from tests.distributed.publishing_runs import DDP, DEFERRED, FSDP2, HSDP, ON_HOST, OVERLAP, RESIDENT, Training, same
-from tests.distributed.ranks import Pool
+from tests.distributed.ranks import Pool, on_ranks
 from tests.rollout_servers import FakeVllm
 from tests.unit.test_publishing import Slow
 

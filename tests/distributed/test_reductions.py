@@ -11,8 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import lightstep
 from lightstep.distributed import local_tensor
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import device_of
+from tests.distributed.ranks import device_of, on_ranks
 
 
 class Layers(nn.Module):

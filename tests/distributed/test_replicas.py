@@ -28,11 +28,9 @@ from lightstep.state.schema import Managed
 from lightstep.state.store import Store
 from lightstep.state.units import RingError
 from tests.covering import every_value
-from tests.distributed.collectives import collectives
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import DDP, HSDP
+from tests.distributed.ranks import Pool, on_ranks
+from tests.distributed.training import DDP, HSDP, collectives
 from tests.reference.pair import FP16_SCALE, same_tree, through_bytes
 
 RESIDENT = {"backend": "resident"}

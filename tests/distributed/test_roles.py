@@ -22,9 +22,8 @@ from lightstep import ConfigError, Strategy, TrainingEnded, TransformersEngine, 
 from lightstep.checkpoint.huggingface import full_weights
 from lightstep.strategy import fsdp2
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.on_ranks import on_ranks
 from tests.distributed.publishing_runs import DDP, DEFERRED, FSDP2, RESIDENT
-from tests.distributed.ranks import Pool
+from tests.distributed.ranks import Pool, on_ranks
 from tests.unit.test_stream import random_delays, random_sleeps
 
 HSDP: dict[str, Any] = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 1}}

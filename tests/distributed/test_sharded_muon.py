@@ -23,8 +23,7 @@ from lightstep.bench.strategies import StrategyContender
 from lightstep.distributed.matrices import assign_owners, orthogonalization_cost
 from lightstep.state.store import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool, device_of
+from tests.distributed.ranks import Pool, device_of, on_ranks
 from tests.distributed.sharded_reference import GatheringLoop, ReplicatedLoop
 from tests.reference.several_classes import SeveralClasses
 from tests.reference.tiny_model import representable

@@ -18,19 +18,18 @@ from torch.distributed.tensor import DTensor
 import lightstep
 from lightstep.config import ConfigError
 from lightstep.distributed import like, local_tensor
-from tests.distributed.collectives import collectives
 from tests.distributed.models import Slope, TinyTransformer, loss_of
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import device_of
-from tests.distributed.sharding_runs import (
+from tests.distributed.ranks import device_of, on_ranks
+from tests.distributed.training import (
     DDP,
     FSDP2,
     HSDP,
+    collectives,
     full,
     load,
     made,
     same_on_all_ranks,
-    same_weights,
+    same_tensors,
     train,
     weights_of,
 )
@@ -107,7 +106,7 @@ def test_overflow_on_one_rank_skips_on_all(rank: int, world_size: int, sharding:
         result = optimizer.step()
         assert bool(result) is (float(on_last) == 0.0), name
     if sharding["kind"] == "ddp":
-        same_weights(before, weights_of(strategy, model))
+        same_tensors(before, weights_of(strategy, model))
 
 
 @on_ranks(None, ("ranks", "sharding", "backend"), [(2, FSDP2, "bulk"), (4, HSDP, "stream")])
@@ -438,7 +437,7 @@ def test_a_last_micro_batch_that_was_not_reduced(
         for refused in (optimizer.step, optimizer.grad_norm):
             with pytest.raises(RuntimeError, match=r"not been reduced.*last=True"):
                 refused()
-        same_weights(weights_of(strategy, model), before)
+        same_tensors(weights_of(strategy, model), before)
     with strategy.accumulate(model, last=True):
         optimizer.backward(loss_of(model, 0, 2, rank, strategy.device))
     assert optimizer.step()
@@ -495,8 +494,8 @@ def test_parameters_swapped_after_building(
         return weights_of(strategy, model)
 
     expected = run("prepared first")
-    same_weights(run("optimizer first"), expected)
-    same_weights(run("another model's optimizer"), expected)
+    same_tensors(run("optimizer first"), expected)
+    same_tensors(run("another model's optimizer"), expected)
 
 
 @on_ranks(2)
@@ -522,7 +521,7 @@ def test_the_replica_is_found(rank: int, world_size: int) -> None:
 
     expected = run("wrapped", "resident")
     for order, backend in (("inner", "resident"), ("before", "resident"), ("inner", "stream"), ("before", "stream")):
-        same_weights(run(order, backend), expected)
+        same_tensors(run(order, backend), expected)
 
 
 @on_ranks(2)
@@ -634,6 +633,6 @@ def test_a_backward_that_was_not_scaled_is_refused(rank: int, world_size: int, s
     loss_of(model, 2, 0, rank, strategy.device).backward()
     with pytest.raises(RuntimeError, match=r"call optimizer\.backward\(loss\)"):
         optimizer.step()
-    same_weights(weights_of(strategy, model), before)
+    same_tensors(weights_of(strategy, model), before)
     optimizer.zero_grad()
     train(strategy, model, optimizer)

@@ -17,9 +17,8 @@ import lightstep
 from lightstep.config import ConfigError
 from lightstep.distributed import local_tensor
 from tests.distributed.models import Slope, TinyTransformer, loss_of, tiny_llama
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import device_of
-from tests.distributed.sharding_runs import DDP, FSDP2, HSDP, load, same_weights, train, weights_of
+from tests.distributed.ranks import device_of, on_ranks
+from tests.distributed.training import DDP, FSDP2, HSDP, load, same_tensors, train, weights_of
 
 # -- weights
 
@@ -33,7 +32,7 @@ def test_weights_of_the_first_rank(rank: int, world_size: int) -> None:
         torch.manual_seed(rank)
         strategy = load(sharding)
         made = weights_of(strategy, strategy.prepare_model(TinyTransformer()))
-        same_weights({name: value.cpu() for name, value in made.items()}, expected)
+        same_tensors({name: value.cpu() for name, value in made.items()}, expected)
     for tied in (False, True):
         torch.manual_seed(0)
         expected = {name: p.detach().bfloat16() for name, p in TinyTransformer(tied=tied).named_parameters()}
@@ -42,7 +41,7 @@ def test_weights_of_the_first_rank(rank: int, world_size: int) -> None:
             model = TinyTransformer(tied=tied)
         strategy = load(FSDP2)
         made = weights_of(strategy, strategy.prepare_model(model))
-        same_weights({name: value.cpu() for name, value in made.items()}, expected)
+        same_tensors({name: value.cpu() for name, value in made.items()}, expected)
     with torch.device("meta" if rank == 0 else "cpu"):
         model = TinyTransformer()
     with pytest.raises(ValueError, match="rank 0 has the model on the meta device"):
@@ -97,8 +96,8 @@ def test_hugging_face_folder(rank: int, world_size: int, tmp_path: Path, shardin
         first = weights_of(strategy, model)
         results = [llama_step(strategy, model, optimizer) for _ in range(2)]
         runs.append((first, weights_of(strategy, model), [float(r.grad_norm) for r in results]))
-    same_weights(runs[0][0], runs[1][0])
-    same_weights(runs[0][1], runs[1][1])
+    same_tensors(runs[0][0], runs[1][0])
+    same_tensors(runs[0][1], runs[1][1])
     assert runs[0][2] == runs[1][2]
     with torch.device("meta"):
         empty = tiny_llama(tied)
@@ -135,7 +134,7 @@ def test_fp32_shards_that_compute_in_bf16(rank: int, world_size: int) -> None:
             (loss_of(plain, step, micro, rank, strategy.device) / 2).backward()
         reference.step()
         reference.zero_grad()
-    same_weights(weights_of(strategy, model), weights_of(strategy, plain))
+    same_tensors(weights_of(strategy, model), weights_of(strategy, plain))
 
 
 # -- units and meshes
@@ -227,7 +226,7 @@ def test_compiled_before_and_after(rank: int, world_size: int, sharding: dict[st
     expected = run(nothing, nothing)
     chosen = [(in_place, nothing), (nothing, in_place)] if sharding is FSDP2 else [(nothing, wrapped)]
     for before, after in ((wrapped, nothing), *chosen):
-        same_weights(run(before, after), expected)
+        same_tensors(run(before, after), expected)
 
 
 @on_ranks(2, ("sharding", "update", "whole"), [(FSDP2, "in_backward", True), (DDP, "next_forward", False)])
@@ -257,7 +256,7 @@ def test_compiled_with_deferred_updates(
         return model
 
     tested = run((lambda model: torch.compile(model, backend="eager")) if whole else blocks)
-    same_weights(tested, run(lambda model: model))
+    same_tensors(tested, run(lambda model: model))
 
 
 def tensor_parallel(model: nn.Module, world_size: int, device: torch.device) -> None:
@@ -338,7 +337,7 @@ def test_evaluated_before_the_optimizer_is_built(rank: int, world_size: int) -> 
         ({"parameters": "bfloat16"}, "before set-up"),
         ({"reduce": "parameters"}, "before building"),
     ):
-        same_weights(run(precision, when), run(precision, "never"))
+        same_tensors(run(precision, when), run(precision, "never"))
 
     strategy = load(FSDP2)
     model = strategy.prepare_model(TinyTransformer())

@@ -11,7 +11,7 @@ import lightstep
 from tests.covering import every_value
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import DDP, FSDP2, HSDP
+from tests.distributed.training import DDP, FSDP2, HSDP
 from tests.stream_order import ordered_streams, wait_on_host
 
 HOST = {"placement": "host", "device_mib": 0.001}

@@ -19,8 +19,7 @@ from lightstep import Rule, Strategy
 from lightstep.distributed import local_tensor
 from lightstep.integrations.torchtitan import OptimizersContainer
 from lightstep.sharding.prepared_model import PreparedModel
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool, device_of
+from tests.distributed.ranks import Pool, device_of, on_ranks
 from tests.reference.pair import same_tree
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_model import representable

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from lightstep import ConfigError
-from tests.distributed.on_ranks import on_ranks
-from tests.distributed.ranks import Pool
+from tests.distributed.ranks import Pool, on_ranks
 from tests.verl_engines import (
     HAS_VERL,
     import_verl,

@@ -15,7 +15,7 @@ import torch
 import lightstep
 from lightstep.checkpoint import CheckpointError, latest_checkpoint, verify_checkpoints
 from tests.distributed.models import TinyTransformer
-from tests.distributed.sharding_runs import DDP, FSDP2, HSDP, full, load, same_weights, train, weights_of
+from tests.distributed.training import DDP, FSDP2, HSDP, full, load, same_tensors, train, weights_of
 from tests.hosts.hosts import NAMES, Hosts
 
 STREAM = {"backend": "stream", "ring_mib": 1}
@@ -57,8 +57,8 @@ def check_saves(rank: int, world_size: int, disk: str) -> dict[str, Any]:
         expected = run.train()
         resumed = Run(case, seed=1)
         assert resumed.load(f"{disk}/{case}/step-2") == {"rank": 0}
-        same_weights(weights_of(resumed.strategy, resumed.model), found[case])
-        same_weights(resumed.train(), expected)
+        same_tensors(weights_of(resumed.strategy, resumed.model), found[case])
+        same_tensors(resumed.train(), expected)
     run = Run("fsdp2")
     for name in LOST:
         run.save(f"{disk}/{name}")
@@ -81,7 +81,7 @@ def check_loads(rank: int, world_size: int, disk: str) -> dict[str, str]:
             said[name] = "loaded"
         except CheckpointError as error:
             said[name] = str(error)
-            same_weights(weights_of(run.strategy, run.model), before)
+            same_tensors(weights_of(run.strategy, run.model), before)
         before = weights_of(run.strategy, run.model)
     return said
 
@@ -123,7 +123,7 @@ def one_process(path: Path) -> dict[str, Any]:
 def test_all_parts_in_one_folder_are_a_checkpoint(hosts: Hosts, saved: Any, case: str, tmp_path: Path) -> None:
     for disk in hosts.disks:
         shutil.copytree(disk / case / "step-2", tmp_path / "all", dirs_exist_ok=True)
-    same_weights(one_process(tmp_path / "all"), saved[0][case])
+    same_tensors(one_process(tmp_path / "all"), saved[0][case])
 
 
 def test_one_part_is_not_enough_for_one_process(hosts: Hosts, saved: Any) -> None:
@@ -133,7 +133,7 @@ def test_one_part_is_not_enough_for_one_process(hosts: Hosts, saved: Any) -> Non
 
 def test_a_part_with_a_copy_of_everything_is(hosts: Hosts, saved: Any) -> None:
     for disk in hosts.disks:
-        same_weights(one_process(disk / "ddp" / "step-2"), saved[0]["ddp"])
+        same_tensors(one_process(disk / "ddp" / "step-2"), saved[0]["ddp"])
 
 
 def test_older_checkpoints_are_removed_on_both(hosts: Hosts, saved: Any) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightstep.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from lightstep.checkpoint.layout import CHECKPOINT, find_checkpoint, read_manifest
 from lightstep.checkpoint.storage import storage_for
-from tests.distributed.sharding_runs import same_weights, weights_of
+from tests.distributed.training import same_tensors, weights_of
 from tests.hosts.hosts import NAMES, Hosts
 from tests.hosts.test_checkpoints import Run
 from tests.patience import PATIENCE
@@ -73,12 +73,12 @@ def check_runs(disk: Path) -> None:
         expected = weights_of(run.strategy, run.model)
         resumed = Run("fsdp2", seed=1)
         resumed.load(f"{folder}/step-{step}")
-        same_weights(weights_of(resumed.strategy, resumed.model), expected)
+        same_tensors(weights_of(resumed.strategy, resumed.model), expected)
         assert not read_manifest(folder / f"step-{step}").get("parts")
     run.train()
     run.save(f"{folder}/step-3")  # again
     resumed.load(f"{folder}/step-3")
-    same_weights(weights_of(resumed.strategy, resumed.model), weights_of(run.strategy, run.model))
+    same_tensors(weights_of(resumed.strategy, resumed.model), weights_of(run.strategy, run.model))
     found = [latest_checkpoint(folder)]
     dist.broadcast_object_list(found)
     assert found == [folder / "step-3"]

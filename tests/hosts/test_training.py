@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import DDP, FSDP2, HSDP, load, same_weights, train, weights_of
+from tests.distributed.training import DDP, FSDP2, HSDP, load, same_tensors, train, weights_of
 from tests.hosts.hosts import NAMES, Hosts, lacks_discipline
 
 STREAM = {"backend": "stream", "ring_mib": 1}
@@ -84,7 +84,7 @@ def test_hosts_have_two_ranks_each(on_two_hosts: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_weights(case: str, on_one_host: list[dict[str, Any]], on_two_hosts: list[dict[str, Any]]) -> None:
     for one, two in zip(on_one_host, on_two_hosts, strict=True):
-        same_weights(two[case], one[case])
+        same_tensors(two[case], one[case])
 
 
 def test_hsdp_shards_within_a_host(on_two_hosts: list[dict[str, Any]]) -> None:
@@ -107,4 +107,4 @@ def test_weights_over_a_slow_link(hosts: Hosts, on_one_host: list[dict[str, Any]
     assert held_back > 0
     for one, two in zip(on_one_host, found, strict=True):
         for case in ("fsdp2-stream-overlap", "hsdp"):
-            same_weights(two[case], one[case])
+            same_tensors(two[case], one[case])
