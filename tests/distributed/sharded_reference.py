@@ -23,6 +23,13 @@ from tests.reference.plain_loop import ReferenceScale, check_same_norm, has_fuse
 from tests.reference.several_classes import SeveralClasses
 
 
+def units_of(model: Any) -> list[list[Tensor]]:
+    """The parameters of each block, and the rest."""
+    blocks = [list(block.parameters()) for block in model.blocks]
+    inside = {parameter for block in blocks for parameter in block}
+    return [*blocks, [parameter for parameter in model.parameters() if parameter not in inside]]
+
+
 class DistributedLoop(ABC):
     """What both loops share: local gradients in, updated weights out.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import lightstep
 from lightstep.distributed import local_tensor
+from lightstep.state.host_activations import HostActivations
+from tests.covering import every_value
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.ranks import Pool, device_of
-from tests.distributed.sharded_reference import DistributedLoop, ReplicatedLoop, ShardedLoop
+from tests.distributed.ranks import on_ranks
+from tests.distributed.sharded_reference import DistributedLoop, ReplicatedLoop, ShardedLoop, units_of
+from tests.distributed.training import FSDP2, HSDP, LAYOUTS, SINGLE_BUCKETS, Training
 from tests.reference.pair import FP16_SCALE, check_state
 from tests.reference.tiny_model import representable
+from tests.unit.test_next_forward import host_activations_of
+from tests.unit.test_stream import random_delays
 
-OWN_BUCKETS = 1e-6
-"""``bucket_mib`` under which DDP reduces every parameter by itself, as the reference does."""
-
-CASES: dict[str, dict[str, Any]] = {  # other homes and update times are equal to these: `test_homes_and_times.py`
+CASES: dict[str, dict[str, Any]] = {  # other homes and update times are equal to these: `test_update_times.py`
     "bf16-shards": {"precision": {"parameters": "bfloat16"}},
     "fp16-shards-streamed": {
         "precision": {"parameters": "float16", "loss_scale": FP16_SCALE},
@@ -52,47 +52,34 @@ def _keys(kind: str) -> set[str]:
     return {"activation_checkpointing"} | ({"reshard_after_forward", "wrap", "compute"} if kind == "fsdp2" else set())
 
 
-class DistributedPair:
-    """``tested`` (lightstep) and ``reference`` (by hand), trained on the same data on every rank."""
+class DistributedPair(Training):
+    """A run under lightstep and ``reference``, by hand, trained on the same data on every rank."""
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        case: dict[str, Any],
-        sharding: dict[str, Any],
-        make_model: Callable[[], nn.Module] = TinyTransformer,
+        self, case: dict[str, Any], sharding: dict[str, Any], make: Callable[[], nn.Module] = TinyTransformer
     ) -> None:
-        self.rank, self.device = rank, device_of(rank, world_size)
-        self.values = values_of(case, sharding)
-        self.strategy = lightstep.Strategy.load(self.values)
         torch.manual_seed(0)
-        model = representable(make_model())
-        self.replica = copy.deepcopy(model).to(self.device, self.strategy.parameter_dtype)
-        self.model = self.strategy.prepare_model(model)
-        inner = self.strategy.unwrap_model(self.model)
-        name = case.get("optimizer", "AdamW")
-        groups, reference_groups = inner.split(), self.replica.split()
-        if name == "SGD":
-            groups, reference_groups = (
-                [{"params": g["params"]} for g in listed] for listed in (groups, reference_groups)
-            )
-        optimizer_class = getattr(torch.optim, name)
-        self.optimizer = self.strategy.create_optimizer(
-            self.model, optimizer_class, param_groups=groups, **HYPERPARAMETERS[name]
-        )
-        self.reference = self._reference(reference_groups, optimizer_class, sharding, HYPERPARAMETERS[name])
-        self.overflow = False
-        self._arm(self.replica)
-        self._arm(inner)
+        self.values, replica = values_of(case, sharding), representable(make())
+        optimizer_class = getattr(torch.optim, case.get("optimizer", "AdamW"))
+
+        def groups(model: Any) -> list[dict[str, Any]]:
+            own = model.split()
+            return [{"params": g["params"]} for g in own] if optimizer_class is torch.optim.SGD else own
+
+        common = HYPERPARAMETERS[optimizer_class.__name__]
+        super().__init__(self.values, make, optimizer_class=optimizer_class, groups=groups, **common)
+        self.replica: Any = replica.to(self.device, self.strategy.parameter_dtype)
+        self.spoil(self.replica)
+        self.reference = self._reference(groups(self.replica), optimizer_class, sharding, common)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        model.get_submodule("frozen").register_full_backward_hook(lambda module, gradients, outputs: None)
+        return super().prepare(representable(model))
 
     def _reference(self, groups: Any, optimizer_class: Any, sharding: dict[str, Any], common: Any) -> DistributedLoop:
         precision, clipping = self.values["precision"], self.values["clipping"]
-        blocks = [list(block.parameters()) for block in self.replica.blocks]
-        inside = {id(parameter) for block in blocks for parameter in block}
-        rest = [parameter for parameter in self.replica.parameters() if id(parameter) not in inside]
         settings = {
-            "units": [*blocks, rest],
+            "units": units_of(self.replica),
             "loss_scale": precision.get("loss_scale", "none"),
             "reduce": precision.get("reduce", "float32"),
             "max_norm": clipping["max_norm"],
@@ -104,39 +91,33 @@ class DistributedPair:
         shard = sharding.get("mesh", {}).get("shard")
         return ShardedLoop(self.replica, groups, optimizer_class, shard=shard, **settings)
 
-    def _arm(self, model: nn.Module) -> None:
-        """An inf in this rank's gradient of an activation while ``overflow`` is set."""
-        model.frozen.register_full_backward_hook(lambda module, gradients, outputs: None)
-        model.blocks[0].register_forward_hook(
-            lambda module, inputs, output: output + 0 * output * (float("inf") if self.overflow else 0.0)
-        )
+    def backward(self, micro: int, micro_batches: int, last: bool) -> None:
+        batch = (self.steps, micro, self.rank, self.device)
+        with self.accumulate(last):
+            self.optimizer.backward(loss_of(self.model, *batch) / micro_batches)
+        self.reference.backward(loss_of(self.replica, *batch) / micro_batches)
 
-    def train(self, steps: int, micro_batches: int, overflow_at: tuple[int, ...] = ()) -> None:
+    def train_beside(self, steps: int, micro_batches: int, overflow_at: tuple[int, ...] = ()) -> None:
         for step in range(steps):
             for micro in range(micro_batches):
                 last = micro == micro_batches - 1
                 self.overflow = last and step in overflow_at and self.rank == 1
-                with self.strategy.accumulate(self.model, last=last):
-                    loss = loss_of(self.model, step, micro, self.rank, self.device) / micro_batches
-                    self.optimizer.backward(loss)
-                self.reference.backward(loss_of(self.replica, step, micro, self.rank, self.device) / micro_batches)
+                self.backward(micro, micro_batches, last)
             self.overflow = False
             result = self.optimizer.step()
             assert self.reference.step(result.grad_norm) is bool(result) is (step not in overflow_at)
             assert all(parameter.grad is None for parameter in self.model.parameters())
-            self.check(step)
+            self.check()
+            self.steps += 1
 
     def named(self) -> list[tuple[str, Tensor, Tensor]]:
-        inner = self.strategy.unwrap_model(self.model)
-        return [
-            (name, parameter, expected)
-            for (name, parameter), expected in zip(inner.named_parameters(), self.replica.parameters(), strict=True)
-        ]
+        pairs = zip(self.inner.named_parameters(), self.replica.parameters(), strict=True)
+        return [(name, parameter, expected) for (name, parameter), expected in pairs]
 
-    def check(self, step: int) -> None:
+    def check(self) -> None:
         self.optimizer.synchronize()
         for name, parameter, expected in self.named():
-            where = f"rank {self.rank}, step {step}: {name}"
+            where = f"rank {self.rank}, step {self.steps}: {name}"
             assert torch.equal(local_tensor(parameter), self.reference.part(expected)), f"{where} differs"
             found = dict(self.optimizer.state[parameter]) if parameter in self.optimizer.state else {}
             found = {key: local_tensor(value) if isinstance(value, Tensor) else value for key, value in found.items()}
@@ -144,25 +125,33 @@ class DistributedPair:
             check_state(where, found, self.reference.state(expected), self.reference.masters[expected] if low else None)
 
 
-def check_exact(rank: int, world_size: int, case: str, sharding: dict[str, Any]) -> None:
-    pair = DistributedPair(rank, world_size, CASES[case], sharding)
-    pair.train(steps=2, micro_batches=2, overflow_at=(1,))
-    pair.train(steps=1, micro_batches=1)
+ROWS = [
+    *((3 if case == "fp16-shards-streamed" else 2, case, FSDP2) for case in CASES),
+    *((2, case, SINGLE_BUCKETS) for case in CASES),
+    (4, "bf16-shards-reduced-in-bf16", HSDP),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_fsdp2(pool: Pool, case: str) -> None:
-    """On three ranks some shards are empty, and others have fewer rows."""
-    pool.run(check_exact, 3 if case == "fp16-shards-streamed" else 2, case=case, sharding={"kind": "fsdp2"})
+@on_ranks(None, ("ranks", "case", "sharding"), ROWS)
+def test_the_bits_of_loops_by_hand(rank: int, world_size: int, case: str, sharding: dict[str, Any]) -> None:
+    """On three ranks some shards are empty, and others have fewer rows.
+
+    Other precisions of replicas of shards: ``test_branches.py``, ``test_programs.py``.
+    """
+    pair = DistributedPair(CASES[case], sharding)
+    pair.train_beside(steps=2, micro_batches=2, overflow_at=(1,))
+    pair.train_beside(steps=1, micro_batches=1)
 
 
-def test_hsdp(pool: Pool) -> None:
-    """Other precisions: ``test_branches.py``, ``test_programs.py``."""
-    sharding = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 2}}
-    pool.run(check_exact, 4, case="bf16-shards-reduced-in-bf16", sharding=sharding)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ddp(pool: Pool, case: str) -> None:
-    sharding = {"kind": "ddp", "bucket_mib": OWN_BUCKETS, "find_unused_parameters": True}
-    pool.run(check_exact, 2, case=case, sharding=sharding)
+@every_value(layout=["fsdp2", "fsdp2-kept-gathered", "ddp"], case=["bf16-shards", "fp16-shards-streamed"])
+@on_ranks(LAYOUTS)
+def test_inputs_of_recomputed_blocks_that_rest_on_the_host(
+    rank: int, world_size: int, sharding: dict[str, Any], case: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostActivations, "SMALLEST", 1)
+        pair = DistributedPair({**CASES[case], "sharding": {}}, {**sharding, "activation_checkpointing": "host"})
+        (keeper,) = host_activations_of(pair.model)
+        random_delays(keeper.lanes, rank, 2e-3)
+        pair.train_beside(steps=3, micro_batches=2, overflow_at=(1,))
+        assert keeper.sent >= 3 * 2 * 3 and keeper.brought > 0

@@ -23,15 +23,14 @@ from lightstep.distributed import like, local_tensor
 from lightstep.state.host_fields import Field
 from tests.covering import every_value
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.ranks import Pool, on_ranks
-from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Skipping, Training, prefetch_forward
+from tests.distributed.ranks import on_ranks
+from tests.distributed.test_update_times import Skipping, prefetch_forward
+from tests.distributed.training import FSDP2, LAYOUTS, PRECISIONS, Training, assert_same_bits, same_tensors
 from tests.patience import PATIENCE
 from tests.unit import test_host_weights as on_one_device
 from tests.unit.test_exactness import CLASSES as OPTIMIZERS
 from tests.unit.test_homes_and_times import HOMES, LIMITS
-from tests.unit.test_stream import random_delays, random_sleeps
 
-FSDP2 = {"kind": "fsdp2"}
 SHARDED = ["fsdp2", "fsdp2-kept-gathered", "fsdp2-checkpointed", "fsdp2-named-units"]
 
 
@@ -43,41 +42,16 @@ class Run(Training):
         gib: more of it, for gradients that stay.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, values: dict[str, Any], mib: float | None, gib: float = 0, **more: Any
-    ) -> None:
+    def __init__(self, values: dict[str, Any], mib: float | None, gib: float = 0, **more: Any) -> None:
         weights = {"placement": "host", "device_mib": mib, "gradients_gib": gib}
-        on_host = {} if mib is None else {"weights": weights}
-        super().__init__(rank, world_size, {**values, **on_host}, **more)
-        self.accumulates = mib is not None
-        self.norms: list[torch.Tensor] = []
+        self.on_host = mib is not None
+        super().__init__({**values, "weights": weights if self.on_host else {}}, **more)
 
-    def step(self) -> list[float]:
-        losses = []
-        micros = 1 if self.optimizer.engine.update_time.in_backward else 1 + self.steps % 2
-        for micro in range(micros):
-            context = self.strategy.accumulate(self.model, last=micro == micros - 1)
-            with context if self.accumulates else contextlib.nullcontext():
-                loss = loss_of(self.model, self.steps, micro, self.rank, self.device) / 2
-                losses.append(loss.item())
-                self.optimizer.backward(loss)
-        self.norms.append(self.optimizer.step().grad_norm)
-        self.steps += 1
-        return losses
+    def micro_batches(self) -> int:
+        return 1 if self.optimizer.engine.update_time.in_backward else super().micro_batches()
 
-    def loss(self, micro: int) -> torch.Tensor:
-        return loss_of(self.model, self.steps, micro, self.rank, self.device)
-
-    def train(self, steps: int) -> list[list[float]]:
-        return [self.step() for _ in range(steps)]
-
-    def delay(self, seed: int, longest: float = 2e-3) -> None:
-        weights = self.optimizer.engine._host_weights
-        for lanes in [self.optimizer._backend.lanes, *([] if weights is None else [weights.lanes])]:
-            if self.device.type == "cpu":
-                random_delays(lanes, seed, longest)
-            else:
-                random_sleeps(lanes, seed, int(longest * 2e9))
+    def accumulate(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        return super().accumulate(last) if self.on_host else contextlib.nullcontext()
 
 
 def settings(sharding: dict[str, Any], home: str, time: str, limit: str, precision: str) -> dict[str, Any]:
@@ -94,29 +68,19 @@ def settings(sharding: dict[str, Any], home: str, time: str, limit: str, precisi
 
 
 def check_same_bits(
-    rank: int,
-    world_size: int,
     values: dict[str, Any],
     mib: float,
-    make: type[TinyTransformer] = TinyTransformer,
-    prefetch: bool = False,
     gib: float = 0,
+    make: type[TinyTransformer] = TinyTransformer,
+    change: Callable[[Any], None] = lambda model: None,
 ) -> None:
     time = values["optimizer_state"]["update"]
     plain = {"backend": "resident", "update": time if time == "in_backward" else "at_step"}
-    expected = Run(rank, world_size, {**values, "optimizer_state": plain}, None, make=make)
-    wanted = [[expected.step() for _ in range(2)], expected.evaluate(), expected.step(), expected.snapshot()]
-    tested = Run(rank, world_size, values, mib, gib, make=make)
-    if prefetch:
-        prefetch_forward(tested.inner)
-    losses = [tested.step()]
-    seed = zlib.crc32(f"{values} {mib}".encode()) + rank
-    tested.delay(seed)
-    losses += [tested.step()]
-    found = [losses, tested.evaluate(), tested.step(), tested.snapshot()]
-    assert found[:3] == wanted[:3], f"seed {seed}: {found[:3]}, expected {wanted[:3]}"
-    different = [key for key, value in wanted[3].items() if not torch.equal(found[3][key], value)]
-    assert found[3].keys() == wanted[3].keys() and not different, f"seed {seed}: {different}"
+    expected = Run({**values, "optimizer_state": plain}, None, make=make)
+    tested = Run(values, mib, gib, make=make)
+    change(tested.inner)
+    seed = zlib.crc32(f"{values} {mib}".encode()) + tested.rank
+    assert_same_bits(tested, expected, "step", "step", "evaluate", "step", seed=seed)
     store, redone = tested.optimizer._backend, tested.optimizer.engine.queue.redone
     if time == "overlap" and store.name != "resident":
         limit = values["clipping"]["max_norm"]
@@ -141,19 +105,25 @@ def turned(values: Iterable[str], by: int) -> list[str]:
     limit=LIMITS,
     memory=[(0.001, 0), (64.0, 0), (0.001, 2e-6), (64.0, 2e-6), (0.001, 1), (64.0, 1)],
 )
+@on_ranks(LAYOUTS)
 def test_the_same_bits(
-    pool: Pool, layout: str, home: str, time: str, limit: str, precision: str, memory: tuple[float, float]
+    rank: int,
+    world_size: int,
+    sharding: dict[str, Any],
+    home: str,
+    time: str,
+    limit: str,
+    precision: str,
+    memory: tuple[float, float],
 ) -> None:
     """Pairs have met on one device (``tests/unit/test_host_weights.py``)."""
-    mib, gib = memory
-    world_size, sharding = LAYOUTS[layout]
-    pool.run(check_same_bits, world_size, values=settings(sharding, home, time, limit, precision), mib=mib, gib=gib)
+    check_same_bits(settings(sharding, home, time, limit, precision), *memory)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_other_numbers_of_ranks(pool: Pool, ranks: int) -> None:
+@on_ranks(None, "ranks", [1, 3])
+def test_other_numbers_of_ranks(rank: int, world_size: int) -> None:
     """On one rank FSDP2 gathers nothing, and reads shards elsewhere; on three they are uneven."""
-    pool.run(check_same_bits, ranks, values=settings(FSDP2, "stream", "overlap", "clipped", "bf16"), mib=0.02)
+    check_same_bits(settings(FSDP2, "stream", "overlap", "clipped", "bf16"), mib=0.02)
 
 
 @on_ranks(
@@ -162,21 +132,27 @@ def test_other_numbers_of_ranks(pool: Pool, ranks: int) -> None:
     [
         ("bfloat16", "next_forward", {}),
         ("parameters", "overlap", {"make": Skipping}),
-        ("parameters", "next_forward", {"prefetch": True}),
+        ("parameters", "next_forward", {"change": prefetch_forward}),
     ],
 )
 def test_shards_that_are_cast_left_out_or_gathered_ahead(
     rank: int, world_size: int, compute: str, time: str, more: dict[str, Any]
 ) -> None:
     precision = "bf16" if compute == "parameters" else "fp32"
-    values = settings({**FSDP2, "compute": compute}, "stream", time, "clipped", precision)
-    check_same_bits(rank, world_size, values, 0.001, **more)
+    check_same_bits(settings({**FSDP2, "compute": compute}, "stream", time, "clipped", precision), 0.001, **more)
 
 
 # ---- other classes
 
 
-def check_class(rank: int, world_size: int, name: str, home: str, time: str) -> None:
+@every_value(
+    name=["SGD-plain", "SGD-foreach", "ASGD", "Lion"],
+    home=["stream", "bulk", "resident"],
+    time=["at_step", "next_forward", "overlap", "in_backward"],
+)
+@on_ranks(2)
+def test_other_classes(rank: int, world_size: int, name: str, home: str, time: str) -> None:
+    """Without state, with one or several entries, and not torch's. All of them: ``tests/unit/test_exactness.py``."""
     optimizer_class, *groups, common = OPTIMIZERS[name]
 
     class Model(TinyTransformer):
@@ -185,17 +161,7 @@ def check_class(rank: int, world_size: int, name: str, home: str, time: str) -> 
             of_class = {"optimizer_class": optimizer_class, **common}
             return [{"params": params, **of_class, **own} for params, own in zip(listed, groups, strict=True)]
 
-    check_same_bits(rank, world_size, settings(FSDP2, home, time, "clipped", "bf16"), 0.001, make=Model)
-
-
-@every_value(
-    name=["SGD-plain", "SGD-foreach", "ASGD", "Lion"],
-    home=["stream", "bulk", "resident"],
-    time=["at_step", "next_forward", "overlap", "in_backward"],
-)
-def test_other_classes(pool: Pool, name: str, home: str, time: str) -> None:
-    """Without state, with one or several entries, and not torch's. All of them: ``tests/unit/test_exactness.py``."""
-    pool.run(check_class, 2, name=name, home=home, time=time)
+    check_same_bits(settings(FSDP2, home, time, "clipped", "bf16"), 0.001, make=Model)
 
 
 class Matrices(TinyTransformer):
@@ -207,25 +173,9 @@ class Matrices(TinyTransformer):
         return groups
 
 
-@on_ranks(2)
-def test_muon_on_shards(rank: int, world_size: int) -> None:
-    values = {"sharding": FSDP2, "precision": PRECISIONS["bf16"], "clipping": {"max_norm": 0.3}}
-
-    def content(mib: float | None, state: dict[str, Any]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-        run = Run(rank, world_size, {**values, "optimizer_state": state}, mib, make=Matrices)
-        losses = [run.step()]
-        if mib is not None:
-            run.delay(rank)
-        losses += [run.step() for _ in range(2)]
-        snapshot = run.snapshot()
-        run.optimizer.close()
-        return losses, snapshot
-
-    losses, wanted = content(None, {"backend": "resident"})
-    for home, time in (("resident", "next_forward"), ("stream", "overlap")):
-        found_losses, found = content(0.001, {**HOMES[home], "update": time})
-        assert found_losses == losses, (home, time)
-        assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == [], (home, time)
+@on_ranks(2, ("home", "time"), [("resident", "next_forward"), ("stream", "overlap")])
+def test_muon_on_shards(rank: int, world_size: int, home: str, time: str) -> None:
+    check_same_bits(settings(FSDP2, home, time, "clipped", "bf16"), 0.001, make=Matrices)
 
 
 # ---- checkpoints, and what users do between steps
@@ -236,11 +186,11 @@ def test_a_run_that_changes_its_placement(rank: int, world_size: int, tmp_path: 
     """A run changes its placement, and its home, at each resume."""
     on_device = settings(FSDP2, "resident", "at_step", "clipped", "bf16")
     next_forward, overlap = (settings(FSDP2, "stream", time, "clipped", "bf16") for time in ("next_forward", "overlap"))
-    expected = Run(rank, world_size, on_device, None)
-    losses = [expected.step() for _ in range(6)]
+    expected = Run(on_device, None)
+    losses = expected.train(6)
     found: list[list[float]] = []
     for part, (values, mib) in enumerate([(next_forward, 0.001), (on_device, None), (overlap, 64.0)]):
-        run = Run(rank, world_size, values, mib)
+        run = Run(values, mib)
         if part:
             run.strategy.load_checkpoint(tmp_path / str(part - 1), run.model, run.optimizer)
         run.steps = 2 * part
@@ -252,8 +202,7 @@ def test_a_run_that_changes_its_placement(rank: int, world_size: int, tmp_path: 
         snapshot = run.snapshot()
         run.optimizer.close()
     assert found == losses
-    wanted = expected.snapshot()
-    assert [key for key in wanted if not torch.equal(wanted[key], snapshot[key])] == []
+    same_tensors(snapshot, expected.snapshot())
 
 
 def read_weights(run: Run) -> None:
@@ -329,7 +278,7 @@ def test_what_users_do_between_steps(
 
     def content(time: str, mib: float | None) -> Iterator[tuple[str, Any]]:
         home = "resident" if mib is None else "stream"
-        run = Run(rank, world_size, {**values, "optimizer_state": {**HOMES[home], "update": time}}, mib)
+        run = Run({**values, "optimizer_state": {**HOMES[home], "update": time}}, mib)
         run.step()
         if mib is not None:
             run.delay(rank)
@@ -350,21 +299,21 @@ def test_what_is_written_to_data_between_two_evaluations_counts(rank: int, world
     """Nobody counts such a write, and no read through the model says that there may be one."""
     losses = []
     for time, mib in (("at_step", None), ("at_step", 64.0), ("next_forward", 64.0)):
-        run = Run(rank, world_size, settings(FSDP2, "resident", time, "clipped", "bf16"), mib)
+        run = Run(settings(FSDP2, "resident", time, "clipped", "bf16"), mib)
         weight = run.inner.blocks[1].up.weight  # FSDP2 keeps those of the root gathered
         run.step()
         run.step()  # the first one defers nothing
         with torch.no_grad():
-            losses.append([loss_of(run.model, 5, 0, rank, run.device).item()])
+            losses.append([loss_of(run.model, 5, 0, run.rank, run.device).item()])
             local_tensor(weight).data.mul_(0.5)
-            losses[-1].append(loss_of(run.model, 5, 0, rank, run.device).item())
+            losses[-1].append(loss_of(run.model, 5, 0, run.rank, run.device).item())
         run.optimizer.close()
     assert losses[0] == losses[1] == losses[2] and losses[0][0] != losses[0][1]
 
 
 @on_ranks(2)
 def test_parameters_that_were_replaced_are_refused(rank: int, world_size: int) -> None:
-    run = Run(rank, world_size, settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), 0.02)
+    run = Run(settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), 0.02)
     run.step()
     run.inner.load_state_dict({name: value.clone() for name, value in run.inner.state_dict().items()}, assign=True)
     with pytest.raises(RuntimeError, match=r"is another parameter than the one that rests.*load without assign=True"):
@@ -378,8 +327,8 @@ def test_parameters_that_were_replaced_are_refused(rank: int, world_size: int) -
 def test_a_run_goes_on_after_an_interrupt(rank: int, world_size: int, mib: float | None, time: str) -> None:
     """A forward or backward that is interrupted is as if it had not been."""
     values = settings(FSDP2, "stream", time, "clipped", "bf16")
-    expected = Run(rank, world_size, values, mib)
-    losses = [expected.step() for _ in range(5)]
+    expected = Run(values, mib)
+    losses = expected.train(5)
 
     def raising(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -391,7 +340,7 @@ def test_a_run_goes_on_after_an_interrupt(rank: int, world_size: int, mib: float
         handle.remove()
         run.optimizer.zero_grad()
 
-    run = Run(rank, world_size, values, mib)
+    run = Run(values, mib)
     found = [run.step()]
     run.delay(rank)
     block, can_forget = run.inner.blocks[1], hasattr(FSDPModule, "reset_iter_state")
@@ -401,8 +350,7 @@ def test_a_run_goes_on_after_an_interrupt(rank: int, world_size: int, mib: float
         found.append(run.step())
     found += [run.step() for _ in losses[len(found) :]]
     assert found == losses
-    wanted, snapshot = expected.snapshot(), run.snapshot()
-    assert [key for key in wanted if not torch.equal(wanted[key], snapshot[key])] == []
+    same_tensors(run.snapshot(), expected.snapshot())
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(FSDPModule, "reset_iter_state", raising=False)
         interrupt(block.register_full_backward_hook)
@@ -416,11 +364,11 @@ def test_a_run_goes_on_after_a_failure(
     rank: int, world_size: int, time: str, counts: tuple[int, ...], tmp_path: Path
 ) -> None:
     """No room for the same weights on all ranks: the run goes on from a checkpoint, in the same process."""
-    run = Run(rank, world_size, settings(FSDP2, "stream", time, "clipped", "bf16"), 0.02)
+    run = Run(settings(FSDP2, "stream", time, "clipped", "bf16"), 0.02)
     run.step()
     run.strategy.save_checkpoint(tmp_path / time, run.model, run.optimizer)
     start, bring, left = run.steps, Field.bring, 0
-    wanted = [run.step() for _ in range(2)]
+    wanted = run.train(2)
 
     def failing(field: Field) -> None:
         nonlocal left
@@ -436,13 +384,13 @@ def test_a_run_goes_on_after_a_failure(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Field, "bring", failing)
             try:
-                _ = [run.step() for _ in range(2)]
+                run.train(2)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 messages.append(str(error))
         run.optimizer.zero_grad()
         run.strategy.load_checkpoint(tmp_path / time, run.model, run.optimizer)
         run.steps = start
-        assert [run.step() for _ in range(2)] == wanted, (count, messages[-1])
+        assert run.train(2) == wanted, (count, messages[-1])
     assert messages
     assert all(re.search("no room for the .*weights.device_mib", text) for text in messages)
 
@@ -450,7 +398,7 @@ def test_a_run_goes_on_after_a_failure(
 @on_ranks(2, "mib", [None, 0.001])
 def test_a_forward_after_the_step_has_its_weights(rank: int, world_size: int, mib: float | None) -> None:
     """It leaves weights gathered, which are from before the step."""
-    run = Run(rank, world_size, settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), mib)
+    run = Run(settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), mib)
     run.step()
     run.optimizer.backward(loss_of(run.model, 5, 0, run.rank, run.device))
     before = run.evaluate()
@@ -462,9 +410,8 @@ def test_a_forward_after_the_step_has_its_weights(rank: int, world_size: int, mi
 
 @on_ranks(2)
 def test_a_model_that_is_given_up_leaves_no_memory(rank: int, world_size: int) -> None:
-    run = Run(rank, world_size, settings(FSDP2, "stream", "overlap", "clipped", "bf16"), 0.02)
-    for _ in range(2):
-        run.step()
+    run = Run(settings(FSDP2, "stream", "overlap", "clipped", "bf16"), 0.02)
+    run.train(2)
     weights, model = weakref.ref(run.optimizer.engine._host_weights), weakref.ref(run.inner)
     del run
     gc.collect()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import random
 import shutil
@@ -20,32 +21,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-import lightstep
 from lightstep.distributed import local_tensor
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.ranks import Pool
-from tests.distributed.test_exactness import HYPERPARAMETERS, OWN_BUCKETS, DistributedPair
-from tests.reference.pair import FP16_SCALE
-from tests.reference.tiny_model import representable
+from tests.distributed.ranks import on_ranks
+from tests.distributed.test_exactness import DistributedPair
+from tests.distributed.training import DEFERRED, LAYOUTS, OVERLAP, PRECISIONS, RESIDENT, STREAM
 from tests.unit.test_fuzz import delay_lanes
 
-DDP = {"kind": "ddp", "bucket_mib": OWN_BUCKETS, "find_unused_parameters": True}
-FSDP2 = {"kind": "fsdp2"}
-HSDP = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 2}}
-_STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.01}
-SHARDINGS = {"ddp": DDP, "fsdp2": FSDP2, "hsdp": HSDP}
 STATES: dict[str, dict[str, Any]] = {
-    "resident": {"backend": "resident"},
-    "stream": _STREAM,
-    "next_forward": {**_STREAM, "update": "next_forward"},
-    "overlap": {**_STREAM, "update": "overlap"},
-}
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "bf16": {"parameters": "bfloat16"},
-    "fp16": {"parameters": "float16", "loss_scale": FP16_SCALE},
-    "fp32": {"parameters": "float32"},
+    "resident": RESIDENT,
+    "stream": STREAM,
+    "next_forward": DEFERRED,
+    "overlap": OVERLAP,
 }
 SECONDS = float(os.environ.get("LIGHTSTEP_FUZZ_SECONDS", "0"))
 
@@ -65,15 +54,15 @@ class Skipping(TinyTransformer):
 class Program(DistributedPair):
     """One random program; :attr:`calls` is what it has done so far."""
 
-    def __init__(self, rank: int, world_size: int, seed: int, sharding: dict[str, Any], case: dict[str, Any]) -> None:
-        super().__init__(rank, world_size, case, sharding, Skipping)
-        self.chance, self.own_chance = random.Random(seed), random.Random(f"{seed} {rank}")
+    def __init__(self, seed: int, sharding: dict[str, Any], case: dict[str, Any]) -> None:
+        self.frozen: set[str] = set()
+        super().__init__(case, sharding, Skipping)
+        self.chance, self.own_chance = random.Random(seed), random.Random(f"{seed} {self.rank}")
         self.alike = sharding["kind"] != "ddp"  # the ranks run the same layers
         # DDP itself adds fp32 gradients to what is in p.grad, and reduces the sum once more.
         self.in_place = not self.alike and case["precision"]["parameters"] == "float32"
         self.calls: list[Any] = []
         self.batches = 0
-        self.frozen: set[str] = set()
         self.reduced = True  # nothing is left on its rank
         self.drops = False  # what was left on its rank has been dropped, and no backward has been reduced since
 
@@ -134,7 +123,7 @@ class Program(DistributedPair):
             result = self.optimizer.step()
         assert self.reference.step(result.grad_norm) is bool(result)
         if self.chance.random() < 0.3:
-            self.check(self.batches)
+            self.check()
 
     @contextlib.contextmanager
     def _delays(self) -> Any:
@@ -243,16 +232,9 @@ class Program(DistributedPair):
             self.train_on_and_forget()
             saved.result()
         self.values["optimizer_state"] = STATES[state]
-        self.strategy = lightstep.Strategy.load(self.values)
-        self.model = self.strategy.prepare_model(representable(Skipping()))
-        for name in self.frozen:
-            self.inner.get_submodule(name).requires_grad_(False)
-        self.optimizer = self.strategy.create_optimizer(
-            self.model, param_groups=self.inner.split(), **HYPERPARAMETERS["AdamW"]
-        )
+        self.begin(self.values)
         self.strategy.load_checkpoint(folder, self.model, self.optimizer)
         self.optimizer.max_norm = self.reference.max_norm
-        self._arm(self.inner)
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(places[0])
@@ -267,20 +249,11 @@ class Program(DistributedPair):
         """Whether there are gradients."""
         return bool(self.reference.sums or self.reference.reduced)
 
-    @property
-    def inner(self) -> Any:
-        return self.strategy.unwrap_model(self.model)
-
-
-def check_program(rank: int, world_size: int, seed: int, sharding: dict[str, Any], state: str, precision: str) -> None:
-    case = {"optimizer_state": STATES[state], "precision": PRECISIONS[precision]}
-    program = Program(rank, world_size, seed, sharding, case)
-    try:
-        program.run(length=14)
-        program.check(-1)
-    except BaseException as error:
-        raise AssertionError(f"seed {seed}: {program.calls}") from error
-    program.strategy.close()
+    def prepare(self, model: nn.Module) -> nn.Module:
+        prepared = super().prepare(model)
+        for name in self.frozen:
+            self.strategy.unwrap_model(prepared).get_submodule(name).requires_grad_(False)
+        return prepared
 
 
 CASES = [
@@ -292,13 +265,23 @@ CASES = [
     ("fsdp2", "overlap", "bf16"),
     ("hsdp", "overlap", "fp16"),
 ]
-"""A program gets to resident state, and to other update times, by a move."""
 
 
-@pytest.mark.parametrize(("sharding", "state", "precision"), CASES)
-def test_random_programs(pool: Pool, sharding: str, state: str, precision: str) -> None:
-    deadline, seed = time.monotonic() + SECONDS / len(CASES), 0
-    while not seed or time.monotonic() < deadline:
-        settings = {"sharding": SHARDINGS[sharding], "state": state, "precision": precision}
-        pool.run(check_program, 4 if sharding == "hsdp" else 2, seed=seed, **settings)
-        seed += 1
+@pytest.mark.parametrize(("layout", "state", "precision"), CASES)
+@on_ranks(LAYOUTS)
+def test_random_programs(rank: int, world_size: int, sharding: dict[str, Any], state: str, precision: str) -> None:
+    """A program gets to resident state, and to other update times, by a move."""
+    deadline = time.monotonic() + SECONDS / len(CASES)
+    case = {"optimizer_state": STATES[state], "precision": PRECISIONS[precision]}
+    for seed in itertools.count():
+        program = Program(seed, sharding, copy.deepcopy(case))
+        try:
+            program.run(length=14)
+            program.check()
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {program.calls}") from error
+        program.strategy.close()
+        over = [time.monotonic() > deadline]
+        dist.broadcast_object_list(over)
+        if over[0]:
+            break

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -64,9 +65,6 @@ class Training:
         groups: of its parameters.
         seed: of its weights.
         arguments: of ``create_optimizer``.
-
-    Attributes:
-        overflow: an inf is in this rank's gradients of what the model returns.
     """
 
     def __init__(
@@ -81,15 +79,25 @@ class Training:
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = device_of(self.rank, self.world_size)
-        self.strategy = lightstep.Strategy.load(values)
-        torch.manual_seed(seed)
-        self.model = self.prepare(make())
-        self.optimizer: Any = self.strategy.create_optimizer(
-            self.model, optimizer_class, param_groups=groups(self.inner), **{"lr": 1e-2, **arguments}
-        )
+        self.make, self.seed, self.groups = make, seed, groups
+        self.arguments = {"optimizer_class": optimizer_class, "lr": 1e-2, **arguments}
         self.steps, self.overflow, self.norms = 0, False, list[Tensor]()
-        self.inner.register_forward_hook(
-            lambda module, inputs, output: output + 0 * output * float("inf") if self.overflow else None
+        self.begin(values)
+
+    def begin(self, values: Mapping[str, Any]) -> None:
+        """With a new model and optimizer."""
+        self.strategy = lightstep.Strategy.load(values)
+        torch.manual_seed(self.seed)
+        self.model: Any = self.prepare(self.make())
+        groups = self.groups(self.inner)
+        self.optimizer: Any = self.strategy.create_optimizer(self.model, param_groups=groups, **self.arguments)
+        self.spoil(self.inner)
+
+    def spoil(self, model: nn.Module) -> None:
+        """An inf is in this rank's gradients of what ``model`` returns while :attr:`overflow` is set."""
+        run = weakref.proxy(self)  # who gives up a run gives up its model
+        model.register_forward_hook(
+            lambda module, inputs, output: output + 0 * output * float("inf") if run.overflow else None
         )
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -109,6 +117,9 @@ class Training:
     def micro_batches(self) -> int:
         return 1 + self.steps % 2
 
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        return self.strategy.accumulate(self.model, last=last)
+
     def step(self, overflow: bool = False) -> list[float]:
         """Losses of its micro-batches.
 
@@ -118,7 +129,7 @@ class Training:
         losses, last = [], self.micro_batches() - 1
         for micro in range(last + 1):
             self.overflow = overflow and micro == last and self.rank == 1
-            with self.strategy.accumulate(self.model, last=micro == last):
+            with self.accumulate(last=micro == last):
                 loss = self.loss(micro) / 2
                 losses.append(loss.item())
                 self.optimizer.backward(loss)
@@ -141,8 +152,8 @@ class Training:
         self.optimizer.synchronize()
         for name, parameter in self.inner.named_parameters():
             found[name] = local_tensor(parameter).detach().cpu().clone()
-            state = self.optimizer.state[parameter].items() if parameter in self.optimizer.state else ()
-            found |= {f"{name}/{key}": local_tensor(torch.as_tensor(value)).cpu().clone() for key, value in state}
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"{name}/{key}"] = local_tensor(torch.as_tensor(value)).cpu().clone()
         return found
 
     def delay(self, seed: int, longest: float = 2e-3) -> None:

@@ -12,7 +12,7 @@ import pytest
 from lightstep.optimizer import overlap, queue
 from lightstep.optimizer.overlap import SpeculativeUpdates
 from tests.distributed.ranks import Pool
-from tests.distributed.test_overlap import check_redone_twice
+from tests.distributed.test_update_times import check_redone_twice
 from tests.gpu.test_next_forward_gpu import Training
 from tests.unit.test_next_forward import assert_same
 from tests.unit.test_overlap import (
