@@ -2,10 +2,11 @@
 
 :func:`on_ranks` makes tests that are written as what each rank does.
 
-A check is a module-level function ``check(rank, world_size, **arguments)``; it runs on ranks ``0 … world_size - 1``
-inside a fresh process group: nccl with one GPU per rank where the machine has that many, else gloo, in processes that
-see no GPU. There is no way to skip: a check that does not run is a failure. A rank that fails or hangs takes the pool
-down with it, and the next check gets a new one. Tensors are pickled as bytes: not every machine has shared memory.
+A check is a module-level function of ``rank``, ``world_size`` and other arguments, or of these alone; it runs on ranks
+``0 … world_size - 1`` inside a fresh process group: nccl with one GPU per rank where the machine has that many, else
+gloo, in processes that see no GPU. There is no way to skip: a check that does not run is a failure. A rank that fails
+or hangs takes the pool down with it, and the next check gets a new one. Tensors are pickled as bytes: not every machine
+has shared memory.
 """
 
 from __future__ import annotations
@@ -136,9 +137,10 @@ def on_ranks(
     cases: Sequence[Any] = ((),),
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make a function a test that runs it on so many ranks of the pool: ``function(rank, world_size, **arguments)``.
+    """Make a function a test that runs it on so many ranks of the pool.
 
-    Its arguments behind ``world_size`` are those of the test: parameters, and fixtures whose values can be pickled.
+    Its arguments are ``rank`` and ``world_size``, if it wants them, and those of the test: parameters, and fixtures
+    whose values can be pickled.
 
     Args:
         ranks: how many. ``None``: a case says so, as its ``ranks``. Layouts: the ``layout`` of a case names ranks and
@@ -165,7 +167,7 @@ def on_ranks(
                 if size == world_size:
                     torch.manual_seed(0)
                     try:
-                        function(rank, world_size, **case)
+                        called(function, rank, world_size, case)
                     except BaseException as error:
                         error.add_note(f"in the case {row}")
                         raise
@@ -175,7 +177,7 @@ def on_ranks(
                 pool.run(check, size, **options, **arguments)
 
         pool, *_ = inspect.signature(test).parameters.values()
-        own = [*inspect.signature(function).parameters][2:]
+        own = [name for name in inspect.signature(function).parameters if name not in ("rank", "world_size")]
         if not isinstance(ranks, int):
             own = ["ranks", *own] if ranks is None else ["layout", *(name for name in own if name != "sharding")]
         given = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in own if n not in rows[0]]
@@ -186,6 +188,13 @@ def on_ranks(
         return test
 
     return mark
+
+
+def called(function: Callable[..., Any], rank: int, world_size: int, arguments: Mapping[str, Any]) -> Any:
+    """What it returns, with ``rank`` and ``world_size`` if it has such arguments."""
+    place = {"rank": rank, "world_size": world_size}
+    wanted = inspect.signature(function).parameters
+    return function(**{name: value for name, value in place.items() if name in wanted}, **arguments)
 
 
 def device_of(rank: int, world_size: int) -> torch.device:
@@ -264,7 +273,7 @@ def _run(
         if device.type == "cpu":
             dist.barrier()  # a check that does not communicate may end while another rank is still connecting
     try:
-        result = check(rank, world_size, **arguments)
+        result = called(check, rank, world_size, arguments)
     except BaseException:
         tell(False, traceback.format_exc())  # nccl does not leave a group while another rank waits in it
         raise

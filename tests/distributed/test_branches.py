@@ -96,9 +96,7 @@ UNCLIPPED = {"clipping": {"max_norm": None}}
         ("ddp", {}, False),
     ],
 )
-def test_same_bits_as_the_plain_loop(
-    rank: int, world_size: int, sharding: dict[str, Any], case: dict[str, Any], never: bool
-) -> None:
+def test_same_bits_as_the_plain_loop(sharding: dict[str, Any], case: dict[str, Any], never: bool) -> None:
     pair = DistributedPair(case, sharding, Branching)
     train(pair, [*(NEVER_CALLED if never else FIRST_STEPS), *random_steps(2)])
 
@@ -112,7 +110,7 @@ class Routing(Branching):
 
 
 @on_ranks(2)
-def test_ranks_that_use_other_branches_of_a_block(rank: int, world_size: int) -> None:
+def test_ranks_that_use_other_branches_of_a_block(rank: int) -> None:
     """torch's ``set_reduce_scatter_unused_params``, between two reductions, too."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return  # torch before 2.13 has no way to do this
@@ -124,9 +122,7 @@ def test_ranks_that_use_other_branches_of_a_block(rank: int, world_size: int) ->
 
 
 @on_ranks(2, ("update", "micros"), [("at_step", 1), ("next_forward", 2), ("overlap", 1)], cpu=True)
-def test_an_unused_part_under_ddp_is_refused_before_the_step(
-    rank: int, world_size: int, update: str, micros: int
-) -> None:
+def test_an_unused_part_under_ddp_is_refused_before_the_step(update: str, micros: int) -> None:
     """DDP leaves out a bucket that lacks a gradient, and says so in the next forward: a step too late."""
     state = {"backend": "resident" if update == "at_step" else "stream", "update": update}
     run = Training({"sharding": {"kind": "ddp"}, "optimizer_state": state}, Branching)  # other_head is not used
@@ -148,7 +144,7 @@ class EqualBranches(Branching):
 
 @on_ranks(2, ("norm_type", "placement"), [(2.0, "device"), (math.inf, "device"), (2.0, "host"), (math.inf, "host")])
 def test_ranks_that_use_other_branches_without_saying_so_are_refused(
-    rank: int, world_size: int, norm_type: float, placement: str
+    rank: int, norm_type: float, placement: str
 ) -> None:
     """The branches are equally large, and FSDP2 adds the gradients of one to those of the other."""
     values = {"weights": {"placement": placement}, "optimizer_state": {"backend": "stream"}}

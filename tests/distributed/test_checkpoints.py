@@ -92,7 +92,7 @@ class LayoutRun(Run):
         return {"groups": groups, "scheduler": scheduler, "loss_scale": self.optimizer.loss_scale.state_dict()}
 
 
-def save_layout(rank: int, world_size: int, folder: str, layout: str) -> None:
+def save_layout(rank: int, folder: str, layout: str) -> None:
     run = LayoutRun(layout, seed=0)
     with NOBODY_GATHERS:
         run.train(2).save(Path(folder, layout), extra={"epoch": 3})
@@ -103,7 +103,7 @@ def save_layout(rank: int, world_size: int, folder: str, layout: str) -> None:
         torch.save({**at, "after": after}, Path(folder, f"{layout}.pt"))
 
 
-def load_layouts(rank: int, world_size: int, folder: str, layout: str, saved_by: list[str]) -> None:
+def load_layouts(rank: int, folder: str, layout: str, saved_by: list[str]) -> None:
     run = LayoutRun(layout, seed=1 + rank)
     for other in saved_by:
         expected = torch.load(Path(folder, f"{other}.pt"), weights_only=False)
@@ -438,7 +438,7 @@ class Elsewhere(nn.Module):
 
 
 @on_ranks(3)
-def test_ranks_outside_the_mesh_of_a_weight(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_ranks_outside_the_mesh_of_a_weight(tmp_path: Path) -> None:
     strategy = lightstep.Strategy.load("fp32")
     for holders in ([1], [1, 2]):
         model = Elsewhere(holders)

@@ -117,7 +117,7 @@ CASES = [
 
 @on_ranks(2, "case", CASES)
 @_alone
-def test_weights_and_masters_are_those_of_a_plain_loop(rank: int, world_size: int, case: str) -> None:
+def test_weights_and_masters_are_those_of_a_plain_loop(rank: int, case: str) -> None:
     number, dtype, reduce, offload = case.split()
     stage = int(number)
     strategy = _strategy(stage, dtype, precision={"reduce": reduce}, sharding={"offload": offload})
@@ -169,7 +169,7 @@ def test_weights_and_masters_are_those_of_a_plain_loop(rank: int, world_size: in
 
 
 @_alone
-def resumes(rank: int, world_size: int, stage: int, dtype: str, folder: str) -> None:
+def resumes(rank: int, stage: int, dtype: str, folder: str) -> None:
     strategy = _strategy(stage, dtype)
     pieces = _made(strategy)
     _train(strategy, *pieces, range(3), rank)
@@ -215,7 +215,7 @@ def test_a_resumed_run_continues_bit_for_bit(pool: Pool, tmp_path: Path, stage: 
 
 
 @_alone
-def fails_to_save(rank: int, world_size: int, folder: str) -> list[str]:
+def fails_to_save(rank: int, folder: str) -> list[str]:
     """The second rank's disk is full; then a checkpoint whole; then two that may not be loaded."""
     strategy = _strategy(2)
     pieces = _made(strategy)
@@ -246,7 +246,7 @@ def _full() -> None:
 
 
 @_alone
-def may_not_load(rank: int, world_size: int, folder: str) -> list[str]:
+def may_not_load(rank: int, folder: str) -> list[str]:
     """One rank in place of two; another model; another strategy; a file that asks for code."""
     strategy = _strategy(2)
     said = []
@@ -328,7 +328,7 @@ def test_a_checkpoint_is_whole_or_refused(pool: Pool, tmp_path: Path) -> None:
 
 @on_ranks(2)
 @_alone
-def test_models_made_divided_are_the_same(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_models_made_divided_are_the_same(rank: int, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
     strategy = _strategy(3)
@@ -397,7 +397,7 @@ def _imports_transformers_before_it_divides(strategy: Any) -> None:
 
 @on_ranks(2)
 @_alone
-def test_models_that_were_divided_elsewhere(rank: int, world_size: int) -> None:
+def test_models_that_were_divided_elsewhere() -> None:
     import deepspeed
 
     strategy = _strategy(3)
@@ -431,7 +431,7 @@ def _starts_alike(rank: int) -> None:
 
 @on_ranks(2)
 @_alone
-def test_an_engine_made_elsewhere_is_checked_and_taken_over(rank: int, world_size: int) -> None:
+def test_an_engine_made_elsewhere_is_checked_and_taken_over(rank: int) -> None:
     import deepspeed
 
     strategy = _strategy(2, max_norm=0.3)
@@ -551,7 +551,7 @@ def test_the_contract_is_kept(rank: int, world_size: int, stage: int) -> None:
 
 @on_ranks(2)
 @_alone
-def test_outside_changes_reach_the_masters(rank: int, world_size: int) -> None:
+def test_outside_changes_reach_the_masters(rank: int) -> None:
     """Weights that somebody loads or edits after the optimizer was made are not reverted by its masters."""
     _starts_alike(rank)
     for stage in (1, 2):

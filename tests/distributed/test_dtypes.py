@@ -90,7 +90,7 @@ def run(strategy: Any, make: Any, rank: int, steps: int = 3) -> tuple[nn.Module,
 
 @on_ranks(2, ("sharding", "backend"), [(FSDP2, "resident"), (COPIES, "stream")])
 def test_kept_parameters_are_sharded_and_gathered_in_fp32(
-    rank: int, world_size: int, sharding: dict[str, Any], backend: str, tmp_path: Path
+    rank: int, sharding: dict[str, Any], backend: str, tmp_path: Path
 ) -> None:
     """The same losses and weights as under DDP, whose parameters are whole; and the same after a checkpoint."""
     sections = {**NO_CLIPPING, "optimizer_state": {"backend": backend}}
@@ -110,7 +110,7 @@ def test_kept_parameters_are_sharded_and_gathered_in_fp32(
 
 
 @on_ranks(2)
-def test_what_is_kept_is_not_rounded_by_the_gathering(rank: int, world_size: int) -> None:
+def test_what_is_kept_is_not_rounded_by_the_gathering(rank: int) -> None:
     """fp32 shards that are gathered in bf16, but for what the model keeps, frozen parameters included."""
     strategy = load({**FSDP2, "compute": "bfloat16"}, precision={"parameters": "float32"}, **NO_CLIPPING)
     seen: dict[str, torch.dtype] = {}
@@ -135,7 +135,7 @@ def test_what_is_kept_is_not_rounded_by_the_gathering(rank: int, world_size: int
 
 
 @on_ranks(2)
-def test_reference_models_and_models_without_memory(rank: int, world_size: int) -> None:
+def test_reference_models_and_models_without_memory() -> None:
     """Without gradients one group may have two dtypes; the same for a model on the meta device."""
     strategy = load(FSDP2)
     with torch.no_grad():
@@ -166,7 +166,7 @@ class Mixed(nn.Module):
 
 
 @on_ranks(2)
-def test_a_module_with_parameters_of_both_kinds_is_refused(rank: int, world_size: int) -> None:
+def test_a_module_with_parameters_of_both_kinds_is_refused(rank: int) -> None:
     strategy = load(FSDP2)
     with pytest.raises(ConfigError, match=r"Mixed keeps its own sinks in float32.*sharding.kind ddp"):
         strategy.prepare_model(Mixed())

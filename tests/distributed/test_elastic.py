@@ -50,7 +50,7 @@ def _options(folder: Path, asynchronous: bool = False) -> Options:
     return Options(*map(str, places), STEPS, asynchronous=asynchronous, **more)
 
 
-def run_elastic(rank: int, world_size: int, options: Options) -> None:
+def run_elastic(options: Options) -> None:
     elastic_run.run(options)
 
 

@@ -133,7 +133,7 @@ ROWS = [
 
 
 @on_ranks(None, ("ranks", "case", "sharding"), ROWS)
-def test_the_bits_of_loops_by_hand(rank: int, world_size: int, case: str, sharding: dict[str, Any]) -> None:
+def test_the_bits_of_loops_by_hand(case: str, sharding: dict[str, Any]) -> None:
     """On three ranks some shards are empty, and others have fewer rows.
 
     Other precisions of replicas of shards: ``test_branches.py``, ``test_programs.py``.
@@ -145,9 +145,7 @@ def test_the_bits_of_loops_by_hand(rank: int, world_size: int, case: str, shardi
 
 @every_value(layout=["fsdp2", "fsdp2-kept-gathered", "ddp"], case=["bf16-shards", "fp16-shards-streamed"])
 @on_ranks(LAYOUTS)
-def test_inputs_of_recomputed_blocks_that_rest_on_the_host(
-    rank: int, world_size: int, sharding: dict[str, Any], case: str
-) -> None:
+def test_inputs_of_recomputed_blocks_that_rest_on_the_host(rank: int, sharding: dict[str, Any], case: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostActivations, "SMALLEST", 1)
         pair = DistributedPair({**CASES[case], "sharding": {}}, {**sharding, "activation_checkpointing": "host"})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -29,9 +30,10 @@ from tests.distributed.expert_reference import (
     shard_rest,
 )
 from tests.distributed.models import loss_of
-from tests.distributed.ranks import Pool, device_of, on_ranks
+from tests.distributed.ranks import device_of, on_ranks
+from tests.distributed.sharded_reference import units_of
+from tests.distributed.training import RESIDENT, Training, assert_same_bits, same_tensors
 from tests.unit.test_homes_and_times import HOMES, LIMITS
-from tests.unit.test_stream import random_delays, random_sleeps
 
 GROUPS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -44,98 +46,59 @@ def tokens_for(model: MoETransformer, step: int) -> None:
     model.left_out = (1,) if step == 1 else ()
 
 
-class Run:
-    """One model, sharded by hand or by the strategy."""
+class Run(Training):
+    """One model, sharded by hand or by the strategy; and its replica for the textbook loop."""
 
-    def __init__(self, rank: int, world_size: int, values: dict[str, Any], by_strategy: bool) -> None:
-        self.rank, self.device = rank, device_of(rank, world_size)
-        self.strategy = lightstep.Strategy.load({**values, "sharding": {"kind": "fsdp2" if by_strategy else "single"}})
-        torch.manual_seed(0)
-        model = MoETransformer().to(self.device, torch.bfloat16)
+    def __init__(self, values: dict[str, Any], by_strategy: bool, micros: int = 2) -> None:
+        self.by_strategy, self.micros = by_strategy, micros
+        sharding = {"kind": "fsdp2" if by_strategy else "single"}
+        groups = lambda model: [{"params": list(model.parameters())}]  # noqa: E731
+        super().__init__({**values, "sharding": sharding}, MoETransformer, groups=groups, **GROUPS)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        model.to(self.device, torch.bfloat16)
         self.replica = copy.deepcopy(model)
         keep_own_experts(self.replica)
         shard_experts(model, self.device.type)
-        if by_strategy:
-            model = self.strategy.prepare_model(model)
+        if self.by_strategy:
+            model = super().prepare(model)
         else:
             shard_rest(model, self.device.type)
         gather_ahead(model)
-        self.model = model
-        self.optimizer: Any = self.strategy.create_optimizer(model, torch.optim.AdamW, **GROUPS)
-        self.steps = 0
+        return model
+
+    def micro_batches(self) -> int:
+        tokens_for(self.model, self.steps)
+        tokens_for(self.replica, self.steps)
+        return self.micros
 
     def reference(self, max_norm: float) -> ExpertLoop:
         parts = [[*block.moe.experts.parameters()] for block in self.replica.blocks]
         experts = {parameter for part in parts for parameter in part}
-        blocks = [[p for p in block.parameters() if p not in experts] for block in self.replica.blocks]
-        inside = experts.union(*blocks)
-        rest = [parameter for parameter in self.replica.parameters() if parameter not in inside]
-        return ExpertLoop(
-            self.replica,
-            [{"params": list(self.replica.parameters())}],
-            torch.optim.AdamW,
-            units=[*parts, *blocks, rest],
-            max_norm=max_norm,
-            **GROUPS,
-        )
-
-    def loss(self, model: nn.Module, micro: int) -> Tensor:
-        tokens_for(model, self.steps)
-        return loss_of(model, self.steps, micro, self.rank, self.device) / 2
-
-    def step(self, micros: int = 2, loop: ExpertLoop | None = None) -> list[float]:
-        losses = []
-        for micro in range(micros):
-            with self.strategy.accumulate(self.model, last=micro == micros - 1):
-                loss = self.loss(self.model, micro)
-                self.optimizer.backward(loss)
-                losses.append(loss.item())
-            if loop is not None:
-                expected = self.loss(self.replica, micro)
-                assert expected.item() == losses[-1]
-                loop.backward(expected)
-        result = self.optimizer.step()
-        self.rolled_back = result.rolled_back
-        if loop is not None:
-            assert loop.step(result.grad_norm) is bool(result)
-        self.steps += 1
-        return losses
-
-    def snapshot(self) -> dict[str, Tensor]:
-        self.optimizer.synchronize()
-        found = {}
-        for name, parameter in self.model.named_parameters():
-            found[name] = local_tensor(parameter).detach().cpu().clone()
-            state = self.optimizer.state[parameter].items() if parameter in self.optimizer.state else ()
-            found |= {f"{name}/{key}": local_tensor(torch.as_tensor(value)).cpu().clone() for key, value in state}
-        return found
-
-    def delay(self, seed: int) -> None:
-        weights = self.optimizer.engine._host_weights
-        for lanes in [self.optimizer._backend.lanes, *([] if weights is None else [weights.lanes])]:
-            if self.device.type == "cpu":
-                random_delays(lanes, seed, 2e-3)
-            else:
-                random_sleeps(lanes, seed, int(4e6))
-
-
-def check_textbook(rank: int, world_size: int, limit: str, by_strategy: bool) -> None:
-    values = {"clipping": {"max_norm": LIMITS[limit]}, "optimizer_state": {"backend": "resident"}}
-    run = Run(rank, world_size, values, by_strategy)
-    loop = run.reference(LIMITS[limit])
-    for _ in range(3):
-        run.step(micros=2, loop=loop)
-        run.optimizer.synchronize()
-        for (name, parameter), expected in zip(run.model.named_parameters(), run.replica.parameters(), strict=True):
-            assert torch.equal(local_tensor(parameter), loop.part(expected)), (run.steps, name)
-            state = run.optimizer.state.get(parameter, {})
-            for key, value in loop.state(expected).items():
-                assert torch.equal(local_tensor(state[key]), value), (run.steps, name, key)
+        rest = [[p for p in unit if p not in experts] for unit in units_of(self.replica)]
+        groups = [{"params": list(self.replica.parameters())}]
+        more = {"units": [*parts, *rest], "max_norm": max_norm, **GROUPS}
+        return ExpertLoop(self.replica, groups, torch.optim.AdamW, **more)
 
 
 @every_value(ranks=[2, 4], limit=LIMITS, by_strategy=[False, True])
-def test_equal_to_the_textbook_loop(pool: Pool, ranks: int, limit: str, by_strategy: bool) -> None:
-    pool.run(check_textbook, ranks, limit=limit, by_strategy=by_strategy)
+@on_ranks(None)
+def test_equal_to_the_textbook_loop(rank: int, limit: str, by_strategy: bool) -> None:
+    run = Run({"clipping": {"max_norm": LIMITS[limit]}, "optimizer_state": RESIDENT}, by_strategy)
+    loop = run.reference(LIMITS[limit])
+    for step in range(3):
+        losses = run.step()
+        expected = [loss_of(run.replica, step, micro, rank, run.device) / 2 for micro in range(2)]
+        for loss in expected:
+            loop.backward(loss)
+        assert [loss.item() for loss in expected] == losses
+        assert loop.step(run.result.grad_norm) is bool(run.result)
+        run.optimizer.synchronize()
+        for (name, parameter), wanted in zip(run.model.named_parameters(), run.replica.parameters(), strict=True):
+            assert torch.equal(local_tensor(parameter), loop.part(wanted)), (step, name)
+            state = run.optimizer.state.get(parameter, {})
+            for key, value in loop.state(wanted).items():
+                assert torch.equal(local_tensor(state[key]), value), (step, name, key)
 
 
 def settings(home: str, time: str, limit: str, mib: float | None) -> dict[str, Any]:
@@ -144,27 +107,8 @@ def settings(home: str, time: str, limit: str, mib: float | None) -> dict[str, A
     return {"clipping": clipping, "optimizer_state": {**HOMES[home], "update": time}, **weights}
 
 
-def check_same_bits(
-    rank: int, world_size: int, home: str, time: str, limit: str, by_strategy: bool, mib: float | None
-) -> None:
-    """Those of a run whose state stays on the device."""
-    micros = 1 if mib is not None else 2  # on the host every micro-batch is reduced by itself
-    plain = settings("resident", "in_backward" if time == "in_backward" else "at_step", limit, None)
-    expected = Run(rank, world_size, plain, by_strategy)
-    losses, wanted = [expected.step(micros) for _ in range(3)], expected.snapshot()
-    tested = Run(rank, world_size, settings(home, time, limit, mib), by_strategy)
-    found = [tested.step(micros)]
-    tested.delay(rank)
-    found += [tested.step(micros) for _ in losses[1:]]
-    assert found == losses
-    snapshot = tested.snapshot()
-    assert snapshot.keys() == wanted.keys()
-    assert [key for key, value in wanted.items() if not torch.equal(snapshot[key], value)] == []
-    assert tested.rolled_back == 0, "nobody has written to a gradient or a weight"
-    tested.optimizer.close()
-
-
-@pytest.mark.parametrize(
+@on_ranks(
+    None,
     ("ranks", "home", "time", "limit", "mib"),
     [
         (2, "resident", "next_forward", "clipped", 0.001),
@@ -174,39 +118,37 @@ def check_same_bits(
         (4, "bulk", "in_backward", "clipped", 64.0),
     ],
 )
-def test_the_same_bits(pool: Pool, ranks: int, home: str, time: str, limit: str, mib: float | None) -> None:
-    """All weights of a model that rests on the host are sharded by the strategy.
+def test_the_same_bits(rank: int, world_size: int, home: str, time: str, limit: str, mib: float | None) -> None:
+    """Those of a run whose state stays on the device.
 
-    In the next forward, with weights on the device: ``test_next_forward.py``.
+    All weights of a model that rests on the host are sharded by the strategy, and every micro-batch is reduced by
+    itself. In the next forward, with weights on the device: ``test_update_times.py``.
     """
-    by_strategy = mib is not None or ranks == 4
-    pool.run(check_same_bits, ranks, home=home, time=time, limit=limit, by_strategy=by_strategy, mib=mib)
+    by_strategy, micros = mib is not None or world_size == 4, 1 if mib is not None else 2
+    plain = settings("resident", "in_backward" if time == "in_backward" else "at_step", limit, None)
+    tested = Run(settings(home, time, limit, mib), by_strategy, micros)
+    assert_same_bits(tested, Run(plain, by_strategy, micros), "step", "step", "step", seed=rank)
+    assert tested.result.rolled_back == 0, "nobody has written to a gradient or a weight"
+    tested.optimizer.close()
 
 
 @on_ranks(2, ("home", "mib"), [("resident", 64.0), ("stream", 0.001)])
 def test_gradients_of_earlier_micro_batches_count(rank: int, world_size: int, home: str, mib: float) -> None:
     """The last micro-batch leaves out a block, whose gradients are those of the first."""
 
-    def step(run: Run, in_backward: bool) -> None:
-        for micro in range(2):
-            run.model.left_out = (1,) if micro else ()
-            loss = loss_of(run.model, run.steps, micro, rank, run.device) / 2
-            if in_backward:
-                with run.strategy.accumulate(run.model, last=micro == 1):
-                    run.optimizer.backward(loss)
-            else:
-                run.optimizer.backward(loss)  # each is reduced, as on the host
-        run.optimizer.step()
-        run.steps += 1
-
-    found = []
-    for values in ({"optimizer_state": {"backend": "resident"}}, settings(home, "in_backward", "clipped", mib)):
-        run = Run(rank, world_size, {**values, "clipping": {"max_norm": None}}, by_strategy=True)
+    snapshots = []
+    for values in ({"optimizer_state": RESIDENT}, settings(home, "in_backward", "clipped", mib)):
+        run = Run({**values, "clipping": {"max_norm": None}}, by_strategy=True)
         for _ in range(3):
-            step(run, in_backward="weights" in values)
-        found.append(run.snapshot())
+            for micro in range(2):
+                run.model.left_out = (1,) if micro else ()
+                with run.accumulate(micro == 1) if "weights" in values else nullcontext():  # each is reduced, as there
+                    run.optimizer.backward(run.loss(micro) / 2)
+            run.optimizer.step()
+            run.steps += 1
+        snapshots.append(run.snapshot())
         run.optimizer.close()
-    assert [key for key, value in found[0].items() if not torch.equal(value, found[1][key])] == []
+    same_tensors(snapshots[1], snapshots[0])
 
 
 @on_ranks(2)

@@ -107,21 +107,14 @@ def turned(values: Iterable[str], by: int) -> list[str]:
 )
 @on_ranks(LAYOUTS)
 def test_the_same_bits(
-    rank: int,
-    world_size: int,
-    sharding: dict[str, Any],
-    home: str,
-    time: str,
-    limit: str,
-    precision: str,
-    memory: tuple[float, float],
+    sharding: dict[str, Any], home: str, time: str, limit: str, precision: str, memory: tuple[float, float]
 ) -> None:
     """Pairs have met on one device (``tests/unit/test_host_weights.py``)."""
     check_same_bits(settings(sharding, home, time, limit, precision), *memory)
 
 
 @on_ranks(None, "ranks", [1, 3])
-def test_other_numbers_of_ranks(rank: int, world_size: int) -> None:
+def test_other_numbers_of_ranks() -> None:
     """On one rank FSDP2 gathers nothing, and reads shards elsewhere; on three they are uneven."""
     check_same_bits(settings(FSDP2, "stream", "overlap", "clipped", "bf16"), mib=0.02)
 
@@ -135,9 +128,7 @@ def test_other_numbers_of_ranks(rank: int, world_size: int) -> None:
         ("parameters", "next_forward", {"change": prefetch_forward}),
     ],
 )
-def test_shards_that_are_cast_left_out_or_gathered_ahead(
-    rank: int, world_size: int, compute: str, time: str, more: dict[str, Any]
-) -> None:
+def test_shards_that_are_cast_left_out_or_gathered_ahead(compute: str, time: str, more: dict[str, Any]) -> None:
     precision = "bf16" if compute == "parameters" else "fp32"
     check_same_bits(settings({**FSDP2, "compute": compute}, "stream", time, "clipped", precision), 0.001, **more)
 
@@ -151,7 +142,7 @@ def test_shards_that_are_cast_left_out_or_gathered_ahead(
     time=["at_step", "next_forward", "overlap", "in_backward"],
 )
 @on_ranks(2)
-def test_other_classes(rank: int, world_size: int, name: str, home: str, time: str) -> None:
+def test_other_classes(name: str, home: str, time: str) -> None:
     """Without state, with one or several entries, and not torch's. All of them: ``tests/unit/test_exactness.py``."""
     optimizer_class, *groups, common = OPTIMIZERS[name]
 
@@ -174,7 +165,7 @@ class Matrices(TinyTransformer):
 
 
 @on_ranks(2, ("home", "time"), [("resident", "next_forward"), ("stream", "overlap")])
-def test_muon_on_shards(rank: int, world_size: int, home: str, time: str) -> None:
+def test_muon_on_shards(home: str, time: str) -> None:
     check_same_bits(settings(FSDP2, home, time, "clipped", "bf16"), 0.001, make=Matrices)
 
 
@@ -182,7 +173,7 @@ def test_muon_on_shards(rank: int, world_size: int, home: str, time: str) -> Non
 
 
 @on_ranks(2)
-def test_a_run_that_changes_its_placement(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_run_that_changes_its_placement(tmp_path: Path) -> None:
     """A run changes its placement, and its home, at each resume."""
     on_device = settings(FSDP2, "resident", "at_step", "clipped", "bf16")
     next_forward, overlap = (settings(FSDP2, "stream", time, "clipped", "bf16") for time in ("next_forward", "overlap"))
@@ -267,9 +258,7 @@ WITH_GRADIENTS: list[Callable[[Run], None]] = [
 
 
 @on_ranks(2, ("time", "mib", "actions"), [("next_forward", 64.0, WITH_WEIGHTS), ("overlap", 0.001, WITH_GRADIENTS)])
-def test_what_users_do_between_steps(
-    rank: int, world_size: int, time: str, mib: float, actions: list[Callable[[Run], None]]
-) -> None:
+def test_what_users_do_between_steps(rank: int, time: str, mib: float, actions: list[Callable[[Run], None]]) -> None:
     """One run does all of it, one after the other, each while updates are pending.
 
     Weights are on the device while they are written to; updates are tried while gradients are changed.
@@ -295,7 +284,7 @@ def test_what_users_do_between_steps(
 
 
 @on_ranks(2)
-def test_what_is_written_to_data_between_two_evaluations_counts(rank: int, world_size: int) -> None:
+def test_what_is_written_to_data_between_two_evaluations_counts() -> None:
     """Nobody counts such a write, and no read through the model says that there may be one."""
     losses = []
     for time, mib in (("at_step", None), ("at_step", 64.0), ("next_forward", 64.0)):
@@ -312,7 +301,7 @@ def test_what_is_written_to_data_between_two_evaluations_counts(rank: int, world
 
 
 @on_ranks(2)
-def test_parameters_that_were_replaced_are_refused(rank: int, world_size: int) -> None:
+def test_parameters_that_were_replaced_are_refused() -> None:
     run = Run(settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), 0.02)
     run.step()
     run.inner.load_state_dict({name: value.clone() for name, value in run.inner.state_dict().items()}, assign=True)
@@ -324,7 +313,7 @@ def test_parameters_that_were_replaced_are_refused(rank: int, world_size: int) -
 
 
 @on_ranks(2, ("time", "mib"), [("next_forward", None), ("overlap", 0.001)])
-def test_a_run_goes_on_after_an_interrupt(rank: int, world_size: int, mib: float | None, time: str) -> None:
+def test_a_run_goes_on_after_an_interrupt(rank: int, mib: float | None, time: str) -> None:
     """A forward or backward that is interrupted is as if it had not been."""
     values = settings(FSDP2, "stream", time, "clipped", "bf16")
     expected = Run(values, mib)
@@ -360,9 +349,7 @@ def test_a_run_goes_on_after_an_interrupt(rank: int, world_size: int, mib: float
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch has it from 2.13 on")
 @on_ranks(2, ("time", "counts"), [("at_step", (1, 5)), ("next_forward", (3,))])
-def test_a_run_goes_on_after_a_failure(
-    rank: int, world_size: int, time: str, counts: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_after_a_failure(time: str, counts: tuple[int, ...], tmp_path: Path) -> None:
     """No room for the same weights on all ranks: the run goes on from a checkpoint, in the same process."""
     run = Run(settings(FSDP2, "stream", time, "clipped", "bf16"), 0.02)
     run.step()
@@ -396,7 +383,7 @@ def test_a_run_goes_on_after_a_failure(
 
 
 @on_ranks(2, "mib", [None, 0.001])
-def test_a_forward_after_the_step_has_its_weights(rank: int, world_size: int, mib: float | None) -> None:
+def test_a_forward_after_the_step_has_its_weights(mib: float | None) -> None:
     """It leaves weights gathered, which are from before the step."""
     run = Run(settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), mib)
     run.step()
@@ -409,7 +396,7 @@ def test_a_forward_after_the_step_has_its_weights(rank: int, world_size: int, mi
 
 
 @on_ranks(2)
-def test_a_model_that_is_given_up_leaves_no_memory(rank: int, world_size: int) -> None:
+def test_a_model_that_is_given_up_leaves_no_memory() -> None:
     run = Run(settings(FSDP2, "stream", "overlap", "clipped", "bf16"), 0.02)
     run.train(2)
     weights, model = weakref.ref(run.optimizer.engine._host_weights), weakref.ref(run.inner)
@@ -420,7 +407,7 @@ def test_a_model_that_is_given_up_leaves_no_memory(rank: int, world_size: int) -
 
 
 @on_ranks(2)
-def test_other_tensors_are_refused(rank: int, world_size: int) -> None:
+def test_other_tensors_are_refused() -> None:
     model = TinyTransformer()
     model.head.weight = torch.nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
     values = {"sharding": {"kind": "fsdp2"}, "precision": PRECISIONS["fp32"], "weights": {"placement": "host"}}

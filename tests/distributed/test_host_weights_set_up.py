@@ -240,7 +240,7 @@ def check_loaded(rank: int, world_size: int, folder: Path, name: str) -> None:
 
 
 @on_ranks(2, ("reduce", "widths"), [("float32", 2 + 4), ("parameters", 2 + 2)])
-def test_gradients_are_counted_as_they_are_reduced(rank: int, world_size: int, reduce: str, widths: int) -> None:
+def test_gradients_are_counted_as_they_are_reduced(world_size: int, reduce: str, widths: int) -> None:
     strategy = Strategy.load(
         {"sharding": {"kind": "fsdp2"}, "precision": {"reduce": reduce}, "weights": {"placement": "host"}}
     )

@@ -248,7 +248,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
 
 
-def resume_plain(rank: int, world_size: int, kind: str, folder: str) -> None:
+def resume_plain(kind: str, folder: str) -> None:
     """What one process saved as a whole arrives in shards, its fp32 weights as masters."""
     with fresh_state(kind):
         loaded = Loaded()
@@ -322,7 +322,7 @@ def save_as_before(trainer: Any, output_dir: str | None = None, _internal_call: 
 
 
 @on_ranks(2)
-def test_older_versions_of_the_trainer_save(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_older_versions_of_the_trainer_save(tmp_path: Path) -> None:
     """Only the first process writes, and may be the only one that is asked to; all of them gather."""
     with fresh_state("strategy"), mock.patch.object(Trainer, "save_model", save_as_before):
         trainer = trained(tmp_path, "strategy")
@@ -343,7 +343,7 @@ def test_a_checkpoint_of_one_process_is_continued(pool: Pool, tmp_path: Path, ki
 
 @pytest.mark.parametrize("kind", ["strategy", "accelerate"])
 @on_ranks(2)
-def test_rules(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
+def test_rules(kind: str, tmp_path: Path) -> None:
     """Muon beside AdamW on shards: as with an optimizer that the strategy made; under accelerate, continued."""
     found = {}
     for spelling in ("rules", "optimizers", *(["resumed"] if kind == "accelerate" else [])):
@@ -374,7 +374,7 @@ class Mixed(LightstepMixin, ReferenceTrainer):
 
 
 @on_ranks(2)
-def test_a_reference_model_that_follows(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_reference_model_that_follows(tmp_path: Path) -> None:
     """The reference is sharded as the model is, and both are what the callbacks make of whole ones."""
     with fresh_state("strategy"):
         args = arguments(tmp_path)
@@ -403,7 +403,7 @@ class Mixed2Seq(LightstepMixin, Seq2SeqTrainer):
 
 
 @on_ranks(2, "values", [STRATEGIES["strategy"], STRATEGIES["strategy"] | WIDE])
-def test_generation_from_shards(rank: int, world_size: int, values: dict[str, Any], tmp_path: Path) -> None:
+def test_generation_from_shards(values: dict[str, Any], tmp_path: Path) -> None:
     """An encoder that ``generate`` calls by itself, with updates that are not waited for: the whole model's tokens."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 48}
@@ -434,7 +434,7 @@ def test_generation_from_shards(rank: int, world_size: int, values: dict[str, An
 
 @pytest.mark.parametrize(("kind", "adapter"), [("strategy", True), ("strategy", False), ("ddp", False)])
 @on_ranks(2)
-def test_the_best_model_is_loaded(rank: int, world_size: int, kind: str, adapter: bool, tmp_path: Path) -> None:
+def test_the_best_model_is_loaded(kind: str, adapter: bool, tmp_path: Path) -> None:
     """The best model goes into shards, from a checkpoint that has nothing else.
 
     That of an adapter holds the adapter alone; the weights of the other have the names that transformers stores.
@@ -464,7 +464,7 @@ def test_the_best_model_is_loaded(rank: int, world_size: int, kind: str, adapter
             assert any(not torch.equal(tensor, weights[name]) for name, tensor in whole(trainer.model).items())
 
 
-def alone(rank: int, world_size: int, kind: str, folder: str) -> None:
+def alone(kind: str, folder: str) -> None:
     """Without use_cpu accelerate sees one process, and gives all rows to each."""
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         reset()
@@ -605,7 +605,7 @@ def own_loop(rank: int, world_size: int, values: dict[str, Any], chosen: dict[st
 
 
 @on_ranks(2)
-def test_plain_state(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_plain_state(rank: int, tmp_path: Path) -> None:
     """What accelerate saved without lightstep goes into what DDP wraps; shards are refused in a sentence."""
     with fresh_state("ddp"):
         plain, model = Accelerator(cpu=CPU), make_llama()
@@ -629,7 +629,7 @@ def test_plain_state(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_policies_and_refusals(rank: int, world_size: int) -> None:
+def test_policies_and_refusals(rank: int) -> None:
     """Who is told bf16 keeps bf16 shards all the same; what contradicts accelerate's sharding is refused."""
     kind, reduced = "accelerate", torch.float32
     for parameters, kept in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
@@ -702,7 +702,7 @@ def test_modules_that_fsdp2_gathers_together(rank: int, world_size: int) -> None
 
 @pytest.mark.skipif(not CPU, reason="accelerate wants the weights on the CPU first")
 @on_ranks(2)
-def test_masters_start_from_what_the_first_process_loaded(rank: int, world_size: int) -> None:
+def test_masters_start_from_what_the_first_process_loaded(rank: int) -> None:
     """``cpu_ram_efficient_loading``: the other processes' weights are anything."""
     with fresh_state("accelerate"):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 import lightstep
 from lightstep.optimizer.moments import Moments
 from tests.distributed.models import TinyTransformer
-from tests.distributed.ranks import Pool, device_of, on_ranks
+from tests.distributed.ranks import device_of, on_ranks
+from tests.distributed.training import DDP, FSDP2, HSDP, STREAM
 from tests.reference.rounded_weights import (
     RoundedWeights,
     RoundedWithStochasticInt8Moments,
@@ -26,13 +27,13 @@ from tests.reference.rounded_weights import (
 from tests.reference.short_moments import Int8Moments, NearestMoments, StochasticInt8Moments, StochasticMoments
 from tests.reference.tiny_model import representable
 
-STREAM = {"backend": "stream", "ring_mib": 0.02}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp2": {"kind": "fsdp2"},
-    "hsdp": {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": "auto"}},
-    "ddp": {"kind": "ddp", "find_unused_parameters": True},
-}
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999)}
+ADAFACTOR: dict[str, Any] = {
+    "moments": "float32",
+    "master_weights": "stochastic",
+    "settings": {"lr": 1e-2},
+    "optimizer_class": torch.optim.Adafactor,
+}
 
 
 def whole(value: Tensor) -> Tensor:
@@ -87,8 +88,6 @@ REFERENCES = {
 
 
 def check_layout(
-    rank: int,
-    world_size: int,
     sharding: dict[str, Any],
     state: dict[str, Any],
     moments: str = "bfloat16",
@@ -104,7 +103,7 @@ def check_layout(
     strategy = lightstep.Strategy.load({**values, "precision": precision})
     torch.manual_seed(0)
     model = representable(TinyTransformer() if moments == "bfloat16" else Rows())
-    twin = copy.deepcopy(model).to(device_of(rank, world_size), torch.bfloat16)
+    twin = copy.deepcopy(model).to(strategy.device, torch.bfloat16)
     model = strategy.prepare_model(model)
     optimizer = strategy.create_optimizer(model, optimizer_class, **settings)
     inner = strategy.unwrap_model(model)
@@ -119,31 +118,29 @@ def check_layout(
     optimizer.close()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout", "update", "given"),
+@on_ranks(
+    None,
+    ("ranks", "sharding", "update", "given"),
     [
-        (2, "fsdp2", None, {"rounding_seed": 0}),
-        (3, "fsdp2", "next_forward", {}),
-        (3, "fsdp2", "at_step", {"moments": "int8"}),
-        (4, "hsdp", "next_forward", {"moments": "int8"}),
-        (2, "fsdp2", None, {"moments": "int8", "master_weights": "stochastic"}),
-        (3, "fsdp2", "next_forward", {"master_weights": "stochastic"}),
-        (2, "ddp", "at_step", {"moments": "int8", "master_weights": "stochastic"}),
-        (4, "hsdp", "at_step", {"master_weights": "stochastic", "rounding_seed": 1}),
+        (2, FSDP2, None, {"rounding_seed": 0}),
+        (3, FSDP2, "next_forward", {}),
+        (3, FSDP2, "at_step", {"moments": "int8"}),
+        (4, HSDP, "next_forward", {"moments": "int8"}),
+        (2, FSDP2, None, {"moments": "int8", "master_weights": "stochastic"}),
+        (3, FSDP2, "next_forward", {"master_weights": "stochastic"}),
+        (2, DDP, "at_step", {"moments": "int8", "master_weights": "stochastic"}),
+        (4, HSDP, "at_step", {"master_weights": "stochastic", "rounding_seed": 1}),
+        # a class that needs whole tensors
+        (2, FSDP2, None, ADAFACTOR),
+        (2, FSDP2, "at_step", ADAFACTOR),
     ],
 )
 def test_codes_and_noise_do_not_depend_on_the_division(
-    pool: Pool, world_size: int, layout: str, update: str | None, given: dict[str, Any]
+    sharding: dict[str, Any], update: str | None, given: dict[str, Any]
 ) -> None:
     """``update``: of a streamed state; ``None``: a resident one."""
-    state = {} if update is None else {**STREAM, "update": update}
-    pool.run(check_layout, world_size, sharding=LAYOUTS[layout], state=state, **given)
-
-
-@on_ranks(2, "state", [{}, {**STREAM, "ring_mib": 0.2}])
-def test_rounded_weights_of_a_class_that_needs_whole_tensors(rank: int, world_size: int, state: dict[str, Any]) -> None:
-    given = {"moments": "float32", "master_weights": "stochastic", "settings": {"lr": 1e-2}}
-    check_layout(rank, world_size, LAYOUTS["fsdp2"], state, optimizer_class=torch.optim.Adafactor, **given)
+    streamed = {**STREAM, "ring_mib": 0.2 if given is ADAFACTOR else 0.02, "update": update}
+    check_layout(sharding, {} if update is None else streamed, **given)
 
 
 @on_ranks(2)
@@ -157,47 +154,44 @@ def test_a_shard_that_cuts_blocks_is_refused(rank: int, world_size: int) -> None
         optimizer.step()
 
 
-def check_placements(
+@on_ranks(
+    None,
+    ("ranks", "mesh", "placements", "refused"),
+    [
+        (3, (3,), [Shard(1)], False),
+        (2, (2,), [Shard(2)], False),
+        (4, (2, 2), [Shard(0), Shard(1)], False),
+        (4, (2, 2), [Shard(0), Shard(0)], False),
+        (4, (2, 2), [Shard(1), Shard(2)], True),
+    ],
+)
+def test_other_dimensions(
     rank: int, world_size: int, mesh: tuple[int, ...], placements: list[Placement], refused: bool
 ) -> None:
-    device = device_of(rank, world_size)
-    ranks = init_device_mesh(device.type, mesh)
-    generator = torch.Generator().manual_seed(0)
-    expected = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in [(5, 7, 6), (2, 9, 4)]]
-    tested = [nn.Parameter(distribute_tensor(value, ranks, placements)) for value in expected]
-    optimizer = lightstep.MixedPrecisionOptimizer(
-        tested, torch.optim.AdamW, SETTINGS, moments=Moments("bfloat16", "stochastic"), rounding_seed=2
-    )
+    tested, expected = placed(device_of(rank, world_size), mesh, placements, [(5, 7, 6), (2, 9, 4)])
+    moments = Moments("bfloat16", "stochastic")
+    optimizer = lightstep.MixedPrecisionOptimizer(tested, torch.optim.AdamW, SETTINGS, moments=moments, rounding_seed=2)
     if not refused:
-        train(optimizer, tested, [nn.Parameter(value) for value in expected])
+        train(optimizer, tested, expected)
         return
-    tested[0].grad = placed_like(tested[0], expected[0])
+    tested[0].grad = placed_like(tested[0], expected[0].detach())
     with pytest.raises(ValueError, match=r"is stochastic, and .* is sharded along 2 dimensions behind"):
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("mesh", "placements", "refused"),
-    [
-        ((3,), [Shard(1)], False),
-        ((2,), [Shard(2)], False),
-        ((2, 2), [Shard(0), Shard(1)], False),
-        ((2, 2), [Shard(0), Shard(0)], False),
-        ((2, 2), [Shard(1), Shard(2)], True),
-    ],
-)
-def test_other_dimensions(pool: Pool, mesh: tuple[int, ...], placements: list[Placement], refused: bool) -> None:
-    world_size = mesh[0] * mesh[-1] if len(mesh) == 2 else mesh[0]
-    pool.run(check_placements, world_size, mesh=mesh, placements=placements, refused=refused)
+def placed(
+    device: torch.device, mesh: tuple[int, ...], placements: list[Placement], shapes: list[tuple[int, ...]]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters on a mesh, and the same ones whole."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [nn.Parameter(torch.randn(shape, generator=generator).bfloat16().to(device)) for shape in shapes]
+    ranks = init_device_mesh(device.type, mesh)
+    return [nn.Parameter(distribute_tensor(value.detach(), ranks, placements)) for value in whole], whole
 
 
 @on_ranks(4)
 def test_8_bits_are_rounded_to_nearest_by_default_where_elements_have_no_numbers(rank: int, world_size: int) -> None:
-    device = device_of(rank, world_size)
-    ranks = init_device_mesh(device.type, (2, 2))
-    generator = torch.Generator().manual_seed(0)
-    expected = [nn.Parameter(torch.randn(5, 8, 256, generator=generator).bfloat16().to(device))]
-    tested = [nn.Parameter(distribute_tensor(expected[0].detach(), ranks, [Shard(1), Shard(2)]))]
+    tested, expected = placed(device_of(rank, world_size), (2, 2), [Shard(1), Shard(2)], [(5, 8, 256)])
     optimizer = lightstep.MixedPrecisionOptimizer(tested, torch.optim.AdamW, SETTINGS, moments=Moments("int8"))
     with mock.patch.object(logging.getLogger("lightstep.optimizer.moments"), "info") as info:
         train(optimizer, tested, expected, Int8Moments([{"params": expected}], torch.optim.AdamW, **SETTINGS))
@@ -206,12 +200,7 @@ def test_8_bits_are_rounded_to_nearest_by_default_where_elements_have_no_numbers
 
 @on_ranks(3)
 def test_muon_on_shards(rank: int, world_size: int) -> None:
-    device = device_of(rank, world_size)
-    ranks = init_device_mesh(device.type, (world_size,))
-    generator = torch.Generator().manual_seed(0)
-    expected = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in [(5, 7), (1, 6), (9, 4)]]
-    tested = [nn.Parameter(distribute_tensor(value, ranks, [Shard(0)])) for value in expected]
-    expected = [nn.Parameter(value) for value in expected]
+    tested, expected = placed(device_of(rank, world_size), (3,), [Shard(0)], [(5, 7), (1, 6), (9, 4)])
     optimizer = lightstep.MixedPrecisionOptimizer(tested, torch.optim.Muon, {"lr": 1e-2}, moments=Moments("bfloat16"))
     train(optimizer, tested, expected, NearestMoments([{"params": expected}], torch.optim.Muon, lr=1e-2))
     optimizer.close()

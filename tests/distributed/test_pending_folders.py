@@ -37,7 +37,7 @@ def save(path: Path, run: tuple[Strategy, Any, Any], place: str, fails: bool, as
     return pending
 
 
-def check_failures(rank: int, world_size: int, folder: str) -> None:
+def check_failures(rank: int, folder: str) -> None:
     strategy = Strategy.load("ddp")
     model = strategy.prepare_model(TinyTransformer())
     run = strategy, model, strategy.create_optimizer(model, torch.optim.AdamW)
@@ -69,7 +69,7 @@ def test_a_rank_that_fails(pool: Pool, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_fails_under_accelerate(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_rank_that_fails_under_accelerate(rank: int, tmp_path: Path) -> None:
     def full(*_: Any) -> None:
         if rank == 1:
             raise OSError(28, "No space left on device")

@@ -49,7 +49,7 @@ def evaluated(model: nn.Module) -> dict[str, Tensor]:
 
 
 @on_ranks(2, "sharding", [DDP, FSDP2])
-def test_reads_while_updates_are_deferred(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+def test_reads_while_updates_are_deferred(sharding: dict[str, Any]) -> None:
     """Units are updated only when somebody waits for them: who does not wait reads old weights."""
     at_once, ahead = queue.SUBMIT_IN_STEP, queue.SUBMIT_AHEAD
     queue.SUBMIT_IN_STEP = queue.SUBMIT_AHEAD = 0
@@ -87,9 +87,7 @@ def test_reads_while_updates_are_deferred(rank: int, world_size: int, sharding: 
     ("sharding", "state", "parameters"),
     [(DDP, "at_step", "bfloat16"), (DDP, "next_forward", "float32"), (FSDP2, "at_step", "bfloat16")],
 )
-def test_the_return_value_may_be_dropped(
-    rank: int, world_size: int, sharding: dict[str, Any], state: str, parameters: str
-) -> None:
+def test_the_return_value_may_be_dropped(rank: int, sharding: dict[str, Any], state: str, parameters: str) -> None:
     """A loop that drops what ``prepare_model`` returns trains as one that keeps it, and as one that goes past it."""
     runs = []
     past = parameters == "float32"  # with 16-bit parameters the step refuses that
@@ -121,7 +119,7 @@ def test_the_return_value_may_be_dropped(
 
 
 @on_ranks(2)
-def test_a_model_that_was_never_prepared_is_refused(rank: int, world_size: int) -> None:
+def test_a_model_that_was_never_prepared_is_refused() -> None:
     for name in ("ddp", "ddp-stream", "fsdp2", "fsdp2-stream", "fsdp2-fp32", "fsdp2-in-backward", "hsdp"):
         strategy = lightstep.Strategy.load(name)
         strategy.start()
@@ -176,9 +174,7 @@ class Heads(nn.Module):
     [(DDP, "at_step"), (FSDP2, "next_forward"), (DDP, "in_backward"), (FSDP2, "overlap")],
     cpu=True,
 )
-def test_gradients_that_are_set_to_zero_are_gradients(
-    rank: int, world_size: int, sharding: dict[str, Any], update: str
-) -> None:
+def test_gradients_that_are_set_to_zero_are_gradients(rank: int, sharding: dict[str, Any], update: str) -> None:
     """The weights of a plain loop with torch's DDP or FSDP2, after ``zero_grad(set_to_none=False)`` in every step."""
     state = {"backend": "stream", "update": update}
     plain: nn.Module = Heads()
@@ -213,9 +209,7 @@ def change_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
 
 
 @on_ranks(2, ("sharding", "update"), [(DDP, "at_step"), (FSDP2, "overlap")], cpu=True)
-def test_writes_into_what_was_read_change_the_state(
-    rank: int, world_size: int, sharding: dict[str, Any], update: str
-) -> None:
+def test_writes_into_what_was_read_change_the_state(rank: int, sharding: dict[str, Any], update: str) -> None:
     state = {"backend": "stream", "update": update}
     torch.manual_seed(0)
     plain: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
@@ -239,7 +233,7 @@ def test_writes_into_what_was_read_change_the_state(
 
 
 @on_ranks(None, "ranks", [1, 2])
-def test_shards_that_are_written_to(rank: int, world_size: int) -> None:
+def test_shards_that_are_written_to() -> None:
     """Masters follow shards that were written to, through the DTensor or through its local tensor.
 
     torch counts the two at different tensors. Only a device shows a count that is missed: on the CPU all weights are

@@ -39,7 +39,7 @@ def test_process_group(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, group=False)
-def test_a_second_process_group_under_torchrun(rank: int, world_size: int) -> None:
+def test_a_second_process_group_under_torchrun(rank: int) -> None:
     """One strategy after the other under torchrun, whose store is there all the time."""
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     port = int(os.environ["MASTER_PORT"])

@@ -269,7 +269,7 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "state", "precision"), CASES)
 @on_ranks(LAYOUTS)
-def test_random_programs(rank: int, world_size: int, sharding: dict[str, Any], state: str, precision: str) -> None:
+def test_random_programs(sharding: dict[str, Any], state: str, precision: str) -> None:
     """A program gets to resident state, and to other update times, by a move."""
     deadline = time.monotonic() + SECONDS / len(CASES)
     case = {"optimizer_state": STATES[state], "precision": PRECISIONS[precision]}

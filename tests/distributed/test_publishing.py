@@ -60,9 +60,7 @@ class FromDevice(Slow):
         super().send(Bucket(bucket.infos, bucket.buffer.cpu()))
 
 
-def check_sets(
-    rank: int, world_size: int, sharding: dict[str, Any], mapped: str | int = EVERYTHING, **arguments: Any
-) -> None:
+def check_sets(rank: int, sharding: dict[str, Any], mapped: str | int = EVERYTHING, **arguments: Any) -> None:
     with mapping(mapped, rank) as count:
         check_all_sets(rank, sharding, **arguments)
     if rank == 0 and sharding != DDP:
@@ -120,7 +118,7 @@ def test_every_set_is_one_steps(pool: Pool, what: str, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_no_trainer_sends_what_another_one_has_replaced(rank: int, world_size: int) -> None:
+def test_no_trainer_sends_what_another_one_has_replaced(rank: int) -> None:
     """The first trainer sends the set while another one has copied it, and has not replaced the old one yet."""
     training, transport = Training(rank, FSDP2, RESIDENT), Slow()
     strategy, copied, sent = training.strategy, [], []
@@ -149,7 +147,7 @@ def test_no_trainer_sends_what_another_one_has_replaced(rank: int, world_size: i
 
 
 @on_ranks(2)
-def test_every_trainer_gets_the_error_once(rank: int, world_size: int) -> None:
+def test_every_trainer_gets_the_error_once(rank: int) -> None:
     training, transport = Training(rank, FSDP2, RESIDENT), Slow(fails_at="send")
     strategy = training.strategy
     transport.go.set()
@@ -169,7 +167,7 @@ def test_every_trainer_gets_the_error_once(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("method", ["_copy", "prepare", "bucket"])
 @on_ranks(3)
-def test_all_trainers_hear_of_ones_failure(rank: int, world_size: int, method: str) -> None:
+def test_all_trainers_hear_of_ones_failure(rank: int, method: str) -> None:
     training, transport = Training(rank, FSDP2, RESIDENT), Slow()
     strategy = training.strategy
     transport.go.set()
@@ -190,7 +188,7 @@ def test_all_trainers_hear_of_ones_failure(rank: int, world_size: int, method: s
 
 
 @on_ranks(3)
-def test_what_cannot_be_mapped_after_all_is_sent(rank: int, world_size: int) -> None:
+def test_what_cannot_be_mapped_after_all_is_sent(rank: int) -> None:
     training, transport = Training(rank, FSDP2, RESIDENT), Slow()
     transport.go.set()
     with mock.patch.object(MappedMemory, "view", side_effect=RuntimeError("page-locking broke")):
@@ -201,7 +199,7 @@ def test_what_cannot_be_mapped_after_all_is_sent(rank: int, world_size: int) -> 
     training.strategy.close()
 
 
-def check_workers(rank: int, world_size: int) -> tuple[str, list[Any]]:
+def check_workers(rank: int) -> tuple[str, list[Any]]:
     training = Training(rank, FSDP2, DEFERRED, {"mode": "async", "ranks": [0]})
     strategy, versions = training.strategy, []
     if strategy.role == "rollout":
@@ -236,7 +234,7 @@ def too_many(source: StagedWeights, number: int) -> None:
     """So many words of this trainer's part have changed that the bucket has to be sent whole."""
 
 
-def check_deltas(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any]) -> None:
+def check_deltas(rank: int, sharding: dict[str, Any], state: dict[str, Any]) -> None:
     training = Training(rank, sharding, state)
     strategy = training.strategy
     names = [name for name, _ in unwrap_model(training.model).named_parameters()]

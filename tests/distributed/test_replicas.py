@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import os
-import random
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-import lightstep
 from lightstep.checkpoint import load
 from lightstep.distributed import Replicas, local_tensor
 from lightstep.state.replicas import ReplicaShare, assign_owners
@@ -28,21 +25,13 @@ from lightstep.state.schema import Managed
 from lightstep.state.store import Store
 from lightstep.state.units import RingError
 from tests.covering import every_value
-from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool, on_ranks
-from tests.distributed.training import DDP, HSDP, collectives
-from tests.reference.pair import FP16_SCALE, same_tree, through_bytes
+from tests.distributed.training import DDP, HSDP, PRECISIONS, RESIDENT, STREAM, Training, collectives, same_tensors
+from tests.reference.pair import same_tree, through_bytes
 
-RESIDENT = {"backend": "resident"}
-STREAM = {"backend": "stream", "ring_mib": 1}
-CUT = {"backend": "stream", "ring_mib": 0.01}
-"""A ring so small that wide tensors go through it in parts."""
-
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "bf16": {"parameters": "bfloat16"},
-    "fp16": {"parameters": "float16", "loss_scale": FP16_SCALE},
-    "fp32": {"parameters": "float32"},
-}
+WIDE_RING = {"backend": "stream", "ring_mib": 1}
+"""Under ``STREAM`` wide tensors go through the ring in parts."""
 
 
 class Turned(TinyTransformer):
@@ -57,7 +46,7 @@ class Turned(TinyTransformer):
         return logits + logits @ self.turned[:5].t()
 
 
-class Run:
+class Run(Training):
     """A model and its optimizer on this rank."""
 
     def __init__(
@@ -65,66 +54,21 @@ class Run:
         sharding: dict[str, Any],
         state: dict[str, Any],
         precision: str = "bf16",
-        *,
-        make_model: Callable[[], nn.Module] | None = None,
-        groups: Callable[[Any], Any] | None = None,
-        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
-        seed: int = 0,
         scope: str = "global",
+        **more: Any,
     ) -> None:
-        self.strategy = lightstep.Strategy.load(
-            {
-                "sharding": sharding,
-                "precision": PRECISIONS[precision],
-                "optimizer_state": state,
-                "clipping": {"max_norm": 0.5, "scope": scope},
-            }
-        )
-        torch.manual_seed(seed)
-        make_model = make_model or (TinyTransformer if sharding["kind"] == "fsdp2" else Turned)
-        self.model = self.strategy.prepare_model(make_model())
-        self.inner: Any = self.strategy.unwrap_model(self.model)
-        param_groups = (groups or (lambda model: model.split()))(self.inner)
-        self.optimizer: Any = self.strategy.create_optimizer(
-            self.model, optimizer_class, param_groups=param_groups, lr=1e-2
-        )
-        self.steps, self.overflow = 0, False
-        self.inner.register_forward_hook(
-            lambda module, inputs, output: output + 0 * output * (float("inf") if self.overflow else 0.0)
-        )
-
-    @property
-    def backend(self) -> Any:
-        return self.optimizer._backend
-
-    def step(self, micro_batches: int = 2, overflow: bool = False) -> Any:
-        for micro in range(micro_batches):
-            last = micro == micro_batches - 1
-            self.overflow = overflow and last and self.strategy.rank == 1
-            with self.strategy.accumulate(self.model, last=last):
-                loss = loss_of(self.model, self.steps, micro, self.strategy.rank, self.strategy.device)
-                self.optimizer.backward(loss / micro_batches)
-        self.overflow = False
-        self.steps += 1
-        return self.optimizer.step()
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            assert self.step()
+        values = {"sharding": sharding, "precision": PRECISIONS[precision], "optimizer_state": state}
+        more.setdefault("make", TinyTransformer if sharding["kind"] == "fsdp2" else Turned)
+        super().__init__({**values, "clipping": {"max_norm": 0.5, "scope": scope}}, **more)
 
     def owned(self) -> list[Managed]:
         return [item for item in self.optimizer.managed() if not item.is_remote]
 
 
-def same_weights(where: str, first: Run, second: Run) -> None:
-    for (name, tested), expected in zip(first.inner.named_parameters(), second.inner.parameters(), strict=True):
-        assert torch.equal(local_tensor(tested), local_tensor(expected)), f"{where}: {name} differs"
-
-
 def same_runs(where: str, tested: Run, expected: Run) -> None:
     """Weights and everything in the state dict, on this rank."""
     tested.optimizer.synchronize()
-    same_weights(where, tested, expected)
+    same_tensors(tested.weights(), expected.weights(), where)
     found, wanted = tested.optimizer.state_dict(), expected.optimizer.state_dict()
     updated = [entries for entries in wanted["state"].values() if [*entries] != ["master"]]
     assert len(tested.optimizer.state) == len(expected.optimizer.state) == len(updated)
@@ -146,30 +90,29 @@ def _local(tree: Any) -> Any:
 @on_ranks(
     None,
     ("ranks", "sharding", "precision", "state"),
-    [(3, DDP, "bf16", CUT), (2, DDP, "fp32", STREAM), (4, HSDP, "fp16", CUT)],
+    [(3, DDP, "bf16", STREAM), (2, DDP, "fp32", WIDE_RING), (4, HSDP, "fp16", STREAM)],
 )
-def test_equal_to_resident(
-    rank: int, world_size: int, sharding: dict[str, Any], precision: str, state: dict[str, Any]
-) -> None:
+def test_equal_to_resident(rank: int, sharding: dict[str, Any], precision: str, state: dict[str, Any]) -> None:
     overflows = (0, 2) if precision == "fp16" else (2,)
     tested, expected = Run(sharding, state, precision), Run(sharding, RESIDENT, precision)
     assert tested.backend._share is not None
     for step in range(4):
-        results = [run.step(overflow=step in overflows) for run in (tested, expected)]
-        assert bool(results[0]) is bool(results[1]) is (step not in overflows)
-        assert torch.equal(results[0].grad_norm.nan_to_num(), results[1].grad_norm.nan_to_num())
+        for run in (tested, expected):
+            run.step(overflow=step in overflows)
+            assert bool(run.result) is (step not in overflows)
+        assert torch.equal(tested.norms[-1].nan_to_num(), expected.norms[-1].nan_to_num())
         assert all(parameter.grad is None for parameter in tested.model.parameters())
-        same_weights(f"rank {rank}, step {step}", tested, expected)
+        same_tensors(tested.weights(), expected.weights(), f"rank {rank}, step {step}")
         if step == 1:
-            _delay_lanes(tested.backend.lanes, seed=rank)
+            tested.delay(rank)
     assert 0 < len(tested.owned()) < len(tested.optimizer.managed())
     same_runs(f"rank {rank}", tested, expected)
 
 
 @on_ranks(2)
-def test_a_weight_is_sent_when_all_its_parts_are_updated(rank: int, world_size: int) -> None:
+def test_a_weight_is_sent_when_all_its_parts_are_updated(rank: int) -> None:
     """Each replica gets what a weight is when its sending begins."""
-    tested, expected = (Run(DDP, state, make_model=lambda: TinyTransformer(width=40)) for state in (CUT, RESIDENT))
+    tested, expected = (Run(DDP, state, make=lambda: TinyTransformer(width=40)) for state in (STREAM, RESIDENT))
     start = Replicas.broadcast
 
     def send_at_once(replicas: Replicas, tensor: Tensor, owner: int) -> dist.Work | None:
@@ -177,8 +120,7 @@ def test_a_weight_is_sent_when_all_its_parts_are_updated(rank: int, world_size: 
         replicas.wait([work])
         return work
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Replicas, "broadcast", send_at_once)
+    with mock.patch.object(Replicas, "broadcast", send_at_once):
         tested.train(2)
         tested.optimizer.synchronize()
     expected.train(2)
@@ -186,22 +128,10 @@ def test_a_weight_is_sent_when_all_its_parts_are_updated(rank: int, world_size: 
     same_runs(f"rank {rank}", tested, expected)
 
 
-def _delay_lanes(lanes: Any, seed: int) -> None:
-    generator = random.Random(seed)
-
-    def delay(lane: str) -> None:
-        if lanes.device.type == "cpu":
-            time.sleep(generator.random() * 1e-3)
-        else:
-            torch.cuda._sleep(generator.randrange(200_000))
-
-    lanes.delay = delay
-
-
 @on_ranks(2)
-def test_weights_edited_by_the_user(rank: int, world_size: int) -> None:
+def test_weights_edited_by_the_user() -> None:
     """Weights that the user writes on all replicas, through torch and behind its back; weights of one replica only."""
-    tested, expected = Run(DDP, CUT), Run(DDP, RESIDENT)
+    tested, expected = Run(DDP, STREAM), Run(DDP, RESIDENT)
     for run in (tested, expected):
         run.train(2)
         with torch.no_grad():
@@ -230,9 +160,9 @@ def _without_blocks(model: Any) -> list[dict[str, Any]]:
 
 
 @on_ranks(4)
-def test_parameters_that_join(rank: int, world_size: int) -> None:
+def test_parameters_that_join() -> None:
     """Parameters that join; those that were there stay with their owners."""
-    tested, expected = (Run(HSDP, state, groups=_without_blocks) for state in (CUT, RESIDENT))
+    tested, expected = (Run(HSDP, state, groups=_without_blocks) for state in (STREAM, RESIDENT))
     owned: list[Managed] = []
     for run in (tested, expected):
         run.train(2)
@@ -266,36 +196,43 @@ class HeadOnly(OneWeight):
         return self.head(super().forward(tokens))
 
 
-def check_without_share(
-    rank: int, world_size: int, folder: str, sharding: dict[str, Any], update: str, make_model: Callable[[], nn.Module]
-) -> None:
+@every_value(
+    update=["at_step", "next_forward", "in_backward", "overlap"],
+    layout=["two", "head", "shards"],
+)
+@on_ranks({"two": (2, (DDP, OneWeight)), "head": (3, (DDP, HeadOnly)), "shards": (4, (HSDP, OneWeight))})
+def test_a_replica_without_parameters(rank: int, sharding: tuple[Any, Any], update: str, tmp_path: Path) -> None:
     """More replicas than trained parameters; lanes are slow. Then a checkpoint, and a state dict."""
+    streamed, scope = {**WIDE_RING, "update": update}, "unit" if update == "in_backward" else "global"
+    layout, make = sharding
 
-    def make(state: dict[str, Any], seed: int = 0) -> Run:
-        scope = "unit" if update == "in_backward" else "global"
-        groups = lambda model: [{"params": [p for p in model.parameters() if p.requires_grad]}]  # noqa: E731
-        return Run(sharding, state, make_model=make_model, groups=groups, scope=scope, seed=seed)
+    def trained(model: Any) -> list[dict[str, Any]]:
+        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
-    runs = [make({**STREAM, "update": update}), make(RESIDENT)]
+    def new(state: dict[str, Any], seed: int = 0) -> Run:
+        return Run(layout, state, make=make, groups=trained, scope=scope, seed=seed)
+
+    runs = [new(streamed), new(RESIDENT)]
     for step in range(4):
-        results = [run.step(overflow=step == 2) for run in runs]
-        assert torch.equal(results[0].grad_norm.nan_to_num(), results[1].grad_norm.nan_to_num())
+        for run in runs:
+            run.step(overflow=step == 2)
+        assert torch.equal(runs[0].norms[-1].nan_to_num(), runs[1].norms[-1].nan_to_num())
         if step == 1:
-            _delay_lanes(runs[0].backend.lanes, seed=rank)
+            runs[0].delay(rank)
         if step > 1:
-            same_weights(f"rank {rank}, step {step}", *runs)
+            same_tensors(runs[0].weights(), runs[1].weights(), f"rank {rank}, step {step}")
     owned = runs[0].backend._share.replicas.gather_objects(len(runs[0].owned()))
     assert sum(owned) == len(runs[0].optimizer.managed()) and owned[-1] == 0
     same_runs(f"rank {rank}", *runs)
-    runs[0].strategy.save_checkpoint(Path(folder, "saved"), runs[0].model, runs[0].optimizer)
-    loaded, read, read_tensors = make({**STREAM, "update": update}, seed=1), set[str](), load.read_tensors
+    runs[0].strategy.save_checkpoint(tmp_path / "saved", runs[0].model, runs[0].optimizer)
+    loaded, read, read_tensors = new(streamed, seed=1), set[str](), load.read_tensors
 
     def noting(data: Path, index: Any, targets: Any, *more: Any) -> None:
         read.update(target.key for target in targets if not target.key.startswith("model."))
         read_tensors(data, index, targets, *more)
 
-    with replaced(load, "read_tensors", noting):
-        loaded.strategy.load_checkpoint(Path(folder, "saved"), loaded.model, loaded.optimizer)
+    with mock.patch.object(load, "read_tensors", noting):
+        loaded.strategy.load_checkpoint(tmp_path / "saved", loaded.model, loaded.optimizer)
     shares = runs[0].backend._share.replicas.gather_objects(read)
     assert sum(map(len, shares)) == len(set().union(*shares)) > 0, "no entry is read twice"
     loaded.steps = runs[0].steps
@@ -310,25 +247,13 @@ def check_without_share(
         run.optimizer.close()
 
 
-@every_value(
-    update=["at_step", "next_forward", "in_backward", "overlap"],
-    layout=[(DDP, 2, OneWeight), (DDP, 3, HeadOnly), (HSDP, 4, OneWeight)],
-)
-def test_a_replica_without_parameters(
-    pool: Pool, tmp_path: Path, layout: tuple[dict[str, Any], int, Callable[[], nn.Module]], update: str
-) -> None:
-    sharding, world_size, make_model = layout
-    arguments = {"folder": str(tmp_path), "sharding": sharding, "update": update, "make_model": make_model}
-    pool.run(check_without_share, world_size, **arguments)
-
-
 # -- the share
 
 
 @on_ranks(None, ("ranks", "sharding", "replicas"), [(2, DDP, 2), (4, HSDP, 2)])
-def test_each_replica_has_its_share(rank: int, world_size: int, sharding: dict[str, Any], replicas: int) -> None:
+def test_each_replica_has_its_share(sharding: dict[str, Any], replicas: int) -> None:
     """Host bytes, and bytes fetched per step; the sum over the replicas is what one process would have."""
-    run = Run(sharding, STREAM, make_model=lambda: TinyTransformer(width=64))
+    run = Run(sharding, WIDE_RING, make=lambda: TinyTransformer(width=64))
     run.train(2)
     fetched: list[int] = []
     stage = Ring._fetch
@@ -337,7 +262,7 @@ def test_each_replica_has_its_share(rank: int, world_size: int, sharding: dict[s
         fetched.append(record.nbytes)
         stage(ring, record)
 
-    with replaced(Ring, "_fetch", counting):
+    with mock.patch.object(Ring, "_fetch", counting):
         run.train(1)
     kept, report = _record_bytes(run.backend._records), run.optimizer.memory_report()
     updated = [record for record in run.backend._records if any(part.owner.updated for part in record.parts)]
@@ -361,30 +286,19 @@ def _record_bytes(records: Iterable[Any]) -> int:
     return sum(record.nbytes for record in records)
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """A method, or a function of a module, in this process; the processes of the pool go on to other checks."""
-    original = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 @on_ranks(None, ("ranks", "sharding"), [(2, DDP), (4, HSDP)])
-def test_what_is_sent(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+def test_what_is_sent(rank: int, sharding: dict[str, Any]) -> None:
     """One broadcast per weight that has elements, also where nothing was updated."""
-    run = Run(sharding, STREAM)
+    run = Run(sharding, WIDE_RING)
     run.train(2)
     weights = [p for p in run.inner.parameters() if p.requires_grad and local_tensor(p).numel()]
     reductions = 3 if sharding["kind"] == "fsdp2" else 1  # the norm twice: a layer has no gradient on any rank
-    run.optimizer.backward(loss_of(run.model, 0, 0, rank, run.strategy.device))
+    run.optimizer.backward(run.loss())
     with collectives() as counted:
         assert run.optimizer.step()
     assert counted == {"allreduce_": reductions, "broadcast_": len(weights)}, counted
     if sharding["kind"] == "ddp":
-        run.optimizer.backward(0 * loss_of(run.model, 0, 0, rank, run.strategy.device))
+        run.optimizer.backward(0 * run.loss())
         run.optimizer.zero_grad()
         with collectives() as counted:
             run.optimizer.step()
@@ -431,13 +345,13 @@ def test_others_weights_wait_for_all_that_is_sent_before() -> None:
 
 
 @on_ranks(4)
-def test_state_dict_is_complete(rank: int, world_size: int) -> None:
+def test_state_dict_is_complete() -> None:
     """Complete on every rank; every rank loads all of it and keeps its share."""
-    tested, expected = Run(HSDP, CUT), Run(HSDP, RESIDENT)
+    tested, expected = Run(HSDP, STREAM), Run(HSDP, RESIDENT)
     for run in (tested, expected):
         run.train(2)
     saved = tested.optimizer.state_dict()
-    for state, seed in ((CUT, 3), (RESIDENT, 4)):
+    for state, seed in ((STREAM, 3), (RESIDENT, 4)):
         loaded = Run(HSDP, state, seed=seed)
         loaded.model.load_state_dict(tested.model.state_dict())
         loaded.optimizer.load_state_dict(copy.deepcopy(saved))
@@ -462,13 +376,13 @@ class AllTrained(TinyTransformer):
 
 
 @on_ranks(2)
-def test_state_dict_of_torch_distributed_checkpoint(rank: int, world_size: int) -> None:
-    tested, expected = (Run(DDP, state, make_model=AllTrained) for state in (CUT, RESIDENT))
+def test_state_dict_of_torch_distributed_checkpoint() -> None:
+    tested, expected = (Run(DDP, state, make=AllTrained) for state in (STREAM, RESIDENT))
     for run in (tested, expected):
         run.train(2)
     saved = get_optimizer_state_dict(tested.model, tested.optimizer)
     same_tree("saved", _local(saved), _local(get_optimizer_state_dict(expected.model, expected.optimizer)))
-    loaded = Run(DDP, CUT, make_model=AllTrained, seed=5)
+    loaded = Run(DDP, STREAM, make=AllTrained, seed=5)
     loaded.model.load_state_dict(tested.model.state_dict())
     set_optimizer_state_dict(loaded.model, loaded.optimizer, saved)
     same_runs("loaded", loaded, expected)
@@ -494,9 +408,9 @@ class Breaking(torch.optim.AdamW):
 
 
 @on_ranks(2)
-def test_an_update_that_fails_on_one_replica(rank: int, world_size: int) -> None:
+def test_an_update_that_fails_on_one_replica(rank: int) -> None:
     """An update that fails on one replica: the others finish the step; all load what was saved, and go on."""
-    tested, expected = Run(DDP, CUT, optimizer_class=Breaking), Run(DDP, RESIDENT)
+    tested, expected = Run(DDP, STREAM, optimizer_class=Breaking), Run(DDP, RESIDENT)
     for run in (tested, expected):
         run.train(2)
     weights = {name: value.clone() for name, value in tested.model.state_dict().items()}
@@ -508,7 +422,8 @@ def test_an_update_that_fails_on_one_replica(rank: int, world_size: int) -> None
         with pytest.raises(RuntimeError, match="Load a checkpoint before the next step"):
             tested.optimizer.step()
     else:
-        assert tested.step()
+        tested.step()
+        assert tested.result
     tested.model.load_state_dict(weights)
     tested.optimizer.load_state_dict(saved)
     tested.steps = 2
@@ -517,9 +432,9 @@ def test_an_update_that_fails_on_one_replica(rank: int, world_size: int) -> None
     same_runs("after a failure", tested, expected)
 
 
-def check_lost_replica(rank: int, world_size: int, folder: str) -> None:
+def check_lost_replica(rank: int, folder: str) -> None:
     """A replica that is gone before it has sent its weights: the others are told, and refuse to go on."""
-    run = Run(DDP, CUT, optimizer_class=Breaking)
+    run = Run(DDP, STREAM, optimizer_class=Breaking)
     run.train(2)
     if rank == 1:
         Breaking.error = KeyboardInterrupt()
@@ -549,12 +464,12 @@ class Uneven(nn.Module):
 
 
 @on_ranks(2)
-def test_a_share_that_does_not_fit(rank: int, world_size: int) -> None:
+def test_a_share_that_does_not_fit(rank: int) -> None:
     """The ring of one replica is too small for its share: all of them raise at the first step."""
     run = Run(
         {"kind": "ddp"},
         {"backend": "stream", "ring_mib": 0.1},
-        make_model=Uneven,
+        make=Uneven,
         groups=lambda model: [{"params": list(model.parameters())}],
         optimizer_class=WholeTensors,
     )
@@ -569,7 +484,7 @@ def test_who_shares(rank: int, world_size: int) -> None:
     assert Run({"kind": "fsdp2"}, STREAM).backend._share is None
     assert Run(DDP, RESIDENT).backend._share is None
     replicas = Run(HSDP, STREAM).backend._share.replicas
-    assert replicas.gather_objects(dist.get_rank()) == ([0, 2] if rank % 2 == 0 else [1, 3])
+    assert replicas.gather_objects(rank) == ([0, 2] if rank % 2 == 0 else [1, 3])
     plain = Run(DDP, STREAM)
     assert plain.backend._share.replicas.size == world_size
     assert Replicas.of_shards(plain.inner.parameters()) is None
@@ -589,7 +504,8 @@ def _other_rate(groups: list[dict[str, Any]], rank: int) -> None:
     groups[1]["lr"] = 1e-3 * (1 + rank)
 
 
-@pytest.mark.parametrize(
+@on_ranks(
+    2,
     ("change", "found"),
     [
         (_lacks_one, "{'parameter': 'blocks.0.norm.weight'}, and the other {'parameter': 'embed.weight'}"),
@@ -600,20 +516,16 @@ def _other_rate(groups: list[dict[str, Any]], rank: int) -> None:
         (_other_rate, "{'lr': 0.001}, and the other {'lr': 0.002}, for gain"),
     ],
 )
-def test_other_parameters_or_settings_on_other_replicas_are_refused(pool: Pool, change: Any, found: str) -> None:
-    pool.run(check_refused_difference, 2, change=change, found=found)
+def test_other_parameters_or_settings_on_other_replicas_are_refused(rank: int, change: Any, found: str) -> None:
+    def groups(model: Any) -> list[dict[str, Any]]:
+        listed: list[dict[str, Any]] = model.split()
+        change(listed, rank)
+        return listed
 
-
-def check_refused_difference(rank: int, world_size: int, change: Any, found: str) -> None:
-    strategy = lightstep.Strategy.load({"sharding": DDP, "optimizer_state": STREAM})
-    model: Any = strategy.prepare_model(TinyTransformer())
-    groups = strategy.unwrap_model(model).split()
-    change(groups, rank)
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, param_groups=groups)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    run = Run(DDP, WIDE_RING, make=TinyTransformer, groups=groups)
+    before = run.weights()
     for _ in range(2):
-        optimizer.backward(loss_of(model, 0, 0, rank, strategy.device))
         with pytest.raises(ValueError, match=f"the optimizers of replicas 0 and 1 differ: one has {found}"):
-            optimizer.step()
-        optimizer.zero_grad()
-    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+            run.step()
+        run.optimizer.zero_grad()
+    same_tensors(run.weights(), before)

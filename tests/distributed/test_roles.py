@@ -76,7 +76,7 @@ def copied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_weights(
-    rank: int, world_size: int, sharding: dict[str, Any], trained: str, sent: str, ranks: Any, state: dict[str, Any]
+    sharding: dict[str, Any], trained: str, sent: str, ranks: Any, state: dict[str, Any]
 ) -> tuple[str, list[Any]]:
     """Three versions, each with the weights it arrived with (trainers: with those that it was published from)."""
     rollout = {"ranks": ranks, "parameters": sent, "bucket_mib": SMALL}
@@ -153,7 +153,7 @@ class Deep(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
 
 
-def check_buffers(rank: int, world_size: int) -> tuple[str, int, int]:
+def check_buffers() -> tuple[str, int, int]:
     """The largest buffer of one publication, and the bytes of a layer in fp32."""
     strategy = load(FSDP2, FIRST, precision={"parameters": "float32"})
     with torch.device("meta"):
@@ -179,9 +179,7 @@ def _never(*args: Any, **kwargs: Any) -> Any:
 
 
 @on_ranks(2)
-def test_an_async_rollout_worker_holds_inference_weights_and_nothing_else(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_an_async_rollout_worker_holds_inference_weights_and_nothing_else(rank: int, tmp_path: Path) -> None:
     """Inference weights, once, and an answer to every question about what it has not."""
     strategy = load(FSDP2, FIRST, precision={"parameters": "float32"})
     assert (strategy.role, strategy.is_main) == [("rollout", False), ("trainer", True)][rank]
@@ -241,7 +239,7 @@ class Unfinished(TransformersEngine):
 
 
 @on_ranks(2)
-def test_sharded_trainers_fill_the_engines_beside_them(rank: int, world_size: int) -> None:
+def test_sharded_trainers_fill_the_engines_beside_them(rank: int) -> None:
     """Every trainer has an engine; what fails in one of them is told to all."""
     strategy = Strategy.load({"sharding": FSDP2, "roles": {"rollout": {"parameters": "float32", "bucket_mib": SMALL}}})
     torch.manual_seed(rank)
@@ -265,7 +263,7 @@ def test_sharded_trainers_fill_the_engines_beside_them(rank: int, world_size: in
 # -- the ranks that train, among themselves ---------------------------------------------------------------------------
 
 
-def check_training(rank: int, world_size: int, sharding: dict[str, Any], roles: bool, folder: str) -> Any:
+def check_training(sharding: dict[str, Any], roles: bool, folder: str) -> Any:
     """The weights of two trainers after three steps, a checkpoint and its loading."""
     strategy = load(sharding, FIRST) if roles else Strategy.load({"sharding": sharding})
     if strategy.role == "rollout":
@@ -313,7 +311,7 @@ class Wider(Model):
 
 
 @on_ranks(3)
-def test_failures_are_told_to_every_trainer_and_leave_complete_weights_or_none(rank: int, world_size: int) -> None:
+def test_failures_are_told_to_every_trainer_and_leave_complete_weights_or_none() -> None:
     """Every trainer is told, nothing changes, and the next publication arrives."""
     strategy = load(FSDP2, {**FIRST, "bucket_mib": SMALL})
     impatient = load(FSDP2, {**FIRST, "timeout_s": 1.0})
@@ -372,7 +370,7 @@ class Deadly(TransformersEngine):
         super().load_weights(weights)
 
 
-def check_death(rank: int, world_size: int, folder: str) -> None:
+def check_death(rank: int, folder: str) -> None:
     """The last rank is killed while it receives; the first two write down how it went on."""
     strategy = load(SINGLE, {"bucket_mib": SMALL, "ranks": 2, "timeout_s": TIMEOUT})
     if strategy.role == "rollout":
@@ -420,7 +418,7 @@ def test_a_worker_that_dies_costs_the_trainer_an_error_and_nothing_else(tmp_path
 
 
 @on_ranks(3)
-def test_a_closed_strategy_sends_and_receives_nothing(rank: int, world_size: int) -> None:
+def test_a_closed_strategy_sends_and_receives_nothing() -> None:
     strategy = load(FSDP2, FIRST)
     model = prepared(strategy)
     strategy.close()
@@ -433,7 +431,7 @@ def test_a_closed_strategy_sends_and_receives_nothing(rank: int, world_size: int
 
 
 @on_ranks(3)
-def test_ranks_that_cannot_have_these_roles(rank: int, world_size: int) -> None:
+def test_ranks_that_cannot_have_these_roles() -> None:
     for rollout, message in (
         ({"ranks": 3}, "at least one has to be left to train"),
         ({"ranks": [5]}, r"roles.rollout.ranks is \[5\] and 3 are running"),
@@ -459,7 +457,7 @@ def example(name: str) -> Any:
     return module
 
 
-def check_example(rank: int, world_size: int, folder: str) -> None:
+def check_example(folder: str) -> None:
     sys.argv = ["async_rollout.py", *SHORT.split(), folder]
     example("async_rollout").main()
 
@@ -475,7 +473,7 @@ def test_the_example_runs(pool: Pool, tmp_path: Path) -> None:
     )
 
 
-def check_measured_memory(rank: int, world_size: int) -> dict[str, int] | None:
+def check_measured_memory(world_size: int) -> dict[str, int] | None:
     """Only what is above the allocator's and the libraries' noise: a model of 80 MB."""
     measuring, device = example("rollout_memory"), "cuda" if torch.cuda.device_count() >= 2 else "cpu"
     sizes = {**measuring.SIZES["cpu"], "hidden_size": 720, "num_hidden_layers": 3, "vocab_size": 7040}

@@ -217,7 +217,7 @@ def test_the_bits_of_whole_matrices(
 
 
 @on_ranks(2)
-def test_layers_that_are_clipped_by_themselves(rank: int, world_size: int) -> None:
+def test_layers_that_are_clipped_by_themselves() -> None:
     """Each layer's momentum has its own factor; later units' communication starts with the factors of their layers."""
     runs = {"streamed": "stream, next forward", "resident": "resident", "whole": "resident"}
     first, last = {}, {}
@@ -368,7 +368,7 @@ def adafactors(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @on_ranks(4)
-def test_other_classes_with_copies_of_the_shards(rank: int, world_size: int) -> None:
+def test_other_classes_with_copies_of_the_shards(rank: int) -> None:
     """With copies of the shards, each of which has a share under stream."""
     found = []
     for state in ("resident", "stream, next forward"):
@@ -394,7 +394,7 @@ def test_the_benchs_loop_by_hand_does_the_same(rank: int, world_size: int) -> No
     ours.close()
 
 
-def check_checkpoints(rank: int, world_size: int, folder: str, saves: bool) -> None:
+def check_checkpoints(rank: int, folder: str, saves: bool) -> None:
     for groups in (groups_of, adafactors):
         check_checkpoint(rank, Path(folder, groups.__name__), saves, groups)
 
@@ -461,9 +461,7 @@ class DoubleLamb(Lamb):
         (DoubleLamb, "at_step", "keeps 'double' of 0.weight, which is sharded, in torch.float64"),
     ],
 )
-def test_what_does_not_go_on_shards(
-    rank: int, world_size: int, optimizer_class: Any, update: str, message: str
-) -> None:
+def test_what_does_not_go_on_shards(optimizer_class: Any, update: str, message: str) -> None:
     state = {"backend": "resident", "update": update}
     strategy = lightstep.Strategy.load(
         {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": None}, "optimizer_state": state}

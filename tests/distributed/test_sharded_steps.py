@@ -72,7 +72,7 @@ def test_gradients_are_never_rounded(rank: int, world_size: int, sharding: dict[
 
 
 @on_ranks(None, ("ranks", "sharding", "reductions", "norm"), [(2, FSDP2, 4, 2), (4, HSDP, 8, 2), (2, DDP, 1, 0)])
-def test_what_is_sent(rank: int, world_size: int, sharding: dict[str, Any], reductions: int, norm: int) -> None:
+def test_what_is_sent(rank: int, sharding: dict[str, Any], reductions: int, norm: int) -> None:
     """No reduction before the last micro-batch; in ``step`` one all-reduce on the one mesh and one for the flag."""
     strategy, model, optimizer = made(sharding, TinyTransformer())
     train(strategy, model, optimizer, steps=1)
@@ -110,7 +110,7 @@ def test_overflow_on_one_rank_skips_on_all(rank: int, world_size: int, sharding:
 
 
 @on_ranks(None, ("ranks", "sharding", "backend"), [(2, FSDP2, "bulk"), (4, HSDP, "stream")])
-def test_a_deep_copy_goes_on_by_itself(rank: int, world_size: int, sharding: dict[str, Any], backend: str) -> None:
+def test_a_deep_copy_goes_on_by_itself(sharding: dict[str, Any], backend: str) -> None:
     strategy, model, optimizer = made(sharding, TinyTransformer(), sections={"optimizer_state": {"backend": backend}})
     train(strategy, model, optimizer, steps=1)
     twin = copy.deepcopy(optimizer)
@@ -386,9 +386,7 @@ def test_a_penalty_on_the_shards(rank: int, world_size: int, sharding: dict[str,
         (2, {"kind": "ddp"}, "float32"),
     ],
 )
-def test_gradients_that_were_not_reduced_are_refused(
-    rank: int, world_size: int, sharding: dict[str, Any], parameters: str
-) -> None:
+def test_gradients_that_were_not_reduced_are_refused(sharding: dict[str, Any], parameters: str) -> None:
     """Only a backward through the model's forward reduces what ``accumulate(last=False)`` has left."""
     strategy, model, optimizer = made(
         sharding, Penalized(), SGD, 1.0, {**UNCLIPPED, "precision": {"parameters": parameters}}
@@ -424,9 +422,7 @@ def test_gradients_that_were_not_reduced_are_refused(
 
 
 @on_ranks(2, ("sharding", "dtype"), [(FSDP2, "bfloat16"), (DDP, "float32")])
-def test_a_last_micro_batch_that_was_not_reduced(
-    rank: int, world_size: int, sharding: dict[str, Any], dtype: str
-) -> None:
+def test_a_last_micro_batch_that_was_not_reduced(rank: int, sharding: dict[str, Any], dtype: str) -> None:
     """A step after micro-batches of which the last was not reduced would leave it out, or let ranks drift apart."""
     strategy, model, optimizer = made(sharding, TinyTransformer(), sections={"precision": {"parameters": dtype}})
     before = weights_of(strategy, model)
@@ -453,7 +449,7 @@ def test_a_last_micro_batch_that_was_not_reduced(
         (FSDP2, {"parameters": "bfloat16", "reduce": "parameters"}),
     ],
 )
-def test_an_accumulation_can_be_dropped(rank: int, world_size: int, sharding: dict[str, Any], precision: Any) -> None:
+def test_an_accumulation_can_be_dropped(rank: int, sharding: dict[str, Any], precision: Any) -> None:
     """``zero_grad`` forgets all micro-batches, whether the last of them was reduced or not."""
     strategy = load(sharding, precision=precision)
     norms = []
@@ -473,9 +469,7 @@ def test_an_accumulation_can_be_dropped(rank: int, world_size: int, sharding: di
 
 
 @on_ranks(2, ("sharding", "parameters"), [(FSDP2, "float32"), (FSDP2, "bfloat16"), (DDP, "bfloat16")])
-def test_parameters_swapped_after_building(
-    rank: int, world_size: int, sharding: dict[str, Any], parameters: str
-) -> None:
+def test_parameters_swapped_after_building(sharding: dict[str, Any], parameters: str) -> None:
     """As accelerate does. 16-bit gradients are not rounded when the optimizer was built first, or for another model."""
 
     def run(order: str) -> dict[str, Tensor]:
@@ -499,7 +493,7 @@ def test_parameters_swapped_after_building(
 
 
 @on_ranks(2)
-def test_the_replica_is_found(rank: int, world_size: int) -> None:
+def test_the_replica_is_found(rank: int) -> None:
     """The optimizer may be built from DDP's module, from the module in it, or before DDP was there."""
 
     def run(order: str, backend: str) -> dict[str, Tensor]:
@@ -604,7 +598,7 @@ def test_an_expert_beside_the_replica(rank: int, world_size: int, backend: str) 
 
 
 @on_ranks(2)
-def test_gradients_that_were_never_reduced(rank: int, world_size: int) -> None:
+def test_gradients_that_were_never_reduced(rank: int) -> None:
     """Steps whose gradients DDP never saw are refused; extra gradients after its reduction are added."""
     for micro_batches in (1, 2):
         strategy, model, optimizer = made(DDP, TinyTransformer())
@@ -621,7 +615,7 @@ def test_gradients_that_were_never_reduced(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, "sharding", [FSDP2, DDP])
-def test_a_backward_that_was_not_scaled_is_refused(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+def test_a_backward_that_was_not_scaled_is_refused(rank: int, sharding: dict[str, Any]) -> None:
     strategy = load(
         sharding, precision={"parameters": "float16", "loss_scale": {"kind": "dynamic", "init_scale": 256.0}}
     )

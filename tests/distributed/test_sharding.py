@@ -24,7 +24,7 @@ from tests.distributed.training import DDP, FSDP2, HSDP, load, same_tensors, tra
 
 
 @on_ranks(4)
-def test_weights_of_the_first_rank(rank: int, world_size: int) -> None:
+def test_weights_of_the_first_rank(rank: int) -> None:
     """Ranks that built different weights, or none, train rank 0's."""
     torch.manual_seed(0)
     expected = {name: p.detach().bfloat16() for name, p in TinyTransformer().named_parameters()}
@@ -75,7 +75,7 @@ def llama_step(strategy: lightstep.Strategy, model: nn.Module, optimizer: Any) -
 
 
 @on_ranks(2, ("sharding", "tied"), [(FSDP2, True), ({**FSDP2, "activation_checkpointing": True}, False)])
-def test_hugging_face_folder(rank: int, world_size: int, tmp_path: Path, sharding: dict[str, Any], tied: bool) -> None:
+def test_hugging_face_folder(rank: int, tmp_path: Path, sharding: dict[str, Any], tied: bool) -> None:
     """From the meta device and a folder: the same weights and the same training as from a loaded model."""
     torch.manual_seed(rank)
     path = tmp_path / str(tied)
@@ -106,7 +106,7 @@ def test_hugging_face_folder(rank: int, world_size: int, tmp_path: Path, shardin
 
 
 @on_ranks(2)
-def test_fp32_shards_that_compute_in_bf16(rank: int, world_size: int) -> None:
+def test_fp32_shards_that_compute_in_bf16(rank: int) -> None:
     """fp32 shards that compute in bf16: fp32 gradients, no masters, the weights of a plain FSDP2 run."""
     strategy = load({**FSDP2, "compute": "bfloat16"}, precision={"parameters": "float32"}, clipping={"max_norm": None})
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ class Named(TinyTransformer):
 
 
 @on_ranks(2)
-def test_units(rank: int, world_size: int) -> None:
+def test_units() -> None:
     blocks = [f"blocks.{i}" for i in range(3)]
     assert units_of(load(FSDP2).prepare_model(TinyTransformer())) == ["", *blocks]
     assert units_of(load(FSDP2).prepare_model(Named())) == ["", *(f"{block}.norm" for block in blocks)]
@@ -168,7 +168,7 @@ def test_units(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_meshes(rank: int, world_size: int) -> None:
+def test_meshes() -> None:
     sizes = {
         (1, "auto"): (4,),
         (2, "auto"): (2, 2),
@@ -198,7 +198,7 @@ def test_meshes(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, "sharding", [FSDP2, DDP])
-def test_compiled_before_and_after(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+def test_compiled_before_and_after(sharding: dict[str, Any]) -> None:
     """``model.compile()`` and ``torch.compile(model)``, before and after; the backend runs the graph as it is.
 
     FSDP2 and what is compiled after it as a whole: :func:`test_compiled_with_deferred_updates`.
@@ -230,9 +230,7 @@ def test_compiled_before_and_after(rank: int, world_size: int, sharding: dict[st
 
 
 @on_ranks(2, ("sharding", "update", "whole"), [(FSDP2, "in_backward", True), (DDP, "next_forward", False)])
-def test_compiled_with_deferred_updates(
-    rank: int, world_size: int, sharding: dict[str, Any], update: str, whole: bool
-) -> None:
+def test_compiled_with_deferred_updates(rank: int, sharding: dict[str, Any], update: str, whole: bool) -> None:
     """Forwards that were compiled before there was an optimizer wait for its updates too."""
 
     def run(compiled: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
@@ -314,7 +312,7 @@ def test_tensor_parallel(rank: int, world_size: int, dtype: str) -> None:
 
 
 @on_ranks(2)
-def test_evaluated_before_the_optimizer_is_built(rank: int, world_size: int) -> None:
+def test_evaluated_before_the_optimizer_is_built(rank: int) -> None:
     """An evaluation leaves the root gathered: what is built after it trains the shards all the same."""
 
     def run(precision: dict[str, Any], when: str) -> dict[str, Tensor]:

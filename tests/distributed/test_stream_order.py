@@ -23,7 +23,6 @@ COPIES = {**FSDP2, "mesh": {"replicate": 2, "shard": 1}}
 
 def check_order(
     rank: int,
-    world_size: int,
     sharding: dict[str, Any],
     update: str,
     backend: str = "stream",

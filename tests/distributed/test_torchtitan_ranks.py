@@ -32,7 +32,7 @@ def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @on_ranks(2)
-def test_parts_that_are_sharded_already(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_parts_that_are_sharded_already(tmp_path: Path) -> None:
     """Parts that something else sharded, clipped by torch's own function over all of them."""
 
     def build(create: Any) -> tuple[list[Stage], Any]:
@@ -98,14 +98,14 @@ def shard_like(parameter: Any, gradient: Tensor) -> Tensor:
 
 
 @on_ranks(3)
-def test_plain_copies_of_a_stage_are_refused(rank: int, world_size: int) -> None:
+def test_plain_copies_of_a_stage_are_refused(rank: int) -> None:
     parts = stages(PARTS[0] if rank < 2 else PARTS[1])
     with pytest.raises(ValueError, match=r"layers\.0\..* is on ranks \[0, 1\] and on no others"):
         OptimizersContainer(Strategy.load({"clipping": {"max_norm": 0.1}}), [parts[0].bfloat16()], lr=1e-2)
 
 
 @on_ranks(2)
-def test_parts_that_the_strategy_shards(rank: int, world_size: int) -> None:
+def test_parts_that_the_strategy_shards(rank: int) -> None:
     """Parts that the strategy shards: fp32 gradients of 16-bit shards reach the one optimizer."""
     values = {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": 0.1}}
     one = Strategy.load(values)
@@ -128,7 +128,7 @@ def test_parts_that_the_strategy_shards(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_rules_of_pipeline_stages(rank: int, world_size: int) -> None:
+def test_rules_of_pipeline_stages(rank: int) -> None:
     """Each rank may have nothing of a rule; one that nobody has anything of is refused by all."""
     (part,) = stages(PARTS[rank])
     strategy = Strategy.load({"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}})
@@ -250,7 +250,7 @@ def test_shards_of_others_that_rest_on_the_host(
 
 
 @on_ranks(2)
-def test_shardings_that_cannot_rest_on_the_host(rank: int, world_size: int) -> None:
+def test_shardings_that_cannot_rest_on_the_host() -> None:
     """Shardings that cannot go to the host. Nothing of them has been moved: they train on the device."""
     on_host = Strategy.load({"weights": {"placement": "host"}})
 
@@ -281,7 +281,7 @@ def test_shardings_that_cannot_rest_on_the_host(rank: int, world_size: int) -> N
 
 
 @on_ranks(2)
-def test_an_optimizer_that_was_made_before(rank: int, world_size: int) -> None:
+def test_an_optimizer_that_was_made_before(rank: int) -> None:
     """An optimizer that knows the model from before it was sharded, and before its shards went to the host."""
     found = []
     for early in (False, True):
@@ -341,7 +341,7 @@ class InChunks(Run):
 
 @pytest.mark.parametrize("time", ["next_forward", "overlap"])
 @on_ranks(2)
-def test_a_head_that_is_called_in_chunks(rank: int, world_size: int, time: str) -> None:
+def test_a_head_that_is_called_in_chunks(rank: int, time: str) -> None:
     expected, tested = (InChunks([WithHead()], placement, time) for placement in ("device", "host"))
     assert tested.train(range(3), rank) == expected.train(range(3), rank)
     same_tree("weights", tested.weights(), expected.weights())

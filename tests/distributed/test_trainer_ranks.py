@@ -57,7 +57,7 @@ def run(
     }
 
 
-def refused(rank: int, world_size: int, values: dict[str, Any], missing_on: int | None) -> str:
+def refused(rank: int, values: dict[str, Any], missing_on: int | None) -> str:
     """What the rank is told when the text is missing on one of them."""
     if rank == missing_on:
         values = {**values, "data": "nowhere"}
@@ -167,7 +167,7 @@ def test_what_one_rank_finds_wrong_ends_all(pool: Pool, values: dict[str, Any], 
     assert [path.name for path in (tmp_path / "runs/train").iterdir()] == ["thesis.txt"]
 
 
-def check_newest(rank: int, world_size: int, folder: str) -> list[str]:
+def check_newest(rank: int, folder: str) -> list[str]:
     """What is resumed from, where each rank has a disk of its own."""
     own, ranks = Path(folder) / f"disk{rank}", Ranks()
     strategy = lightstep.Strategy.load("fsdp2")

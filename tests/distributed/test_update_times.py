@@ -113,14 +113,7 @@ SCALED = {"parameters": "float16", "loss_scale": {"kind": "constant", "scale": 1
     ],
 )
 def test_the_same_bits(
-    rank: int,
-    world_size: int,
-    sharding: dict[str, Any],
-    time: str,
-    home: dict[str, Any],
-    precision: str,
-    limit: str,
-    make: type[TinyTransformer],
+    sharding: dict[str, Any], time: str, home: dict[str, Any], precision: str, limit: str, make: type[TinyTransformer]
 ) -> None:
     """The homes have met the times on one device. Shards in fp32 are cast when they are gathered."""
     in_backward = time == "in_backward"
@@ -134,14 +127,14 @@ def test_the_same_bits(
 
 
 @on_ranks(2, "previous_weights", ["device", "auto"])
-def test_what_comes_to_stay_on_the_device_is_not_tried(rank: int, world_size: int, previous_weights: str) -> None:
+def test_what_comes_to_stay_on_the_device_is_not_tried(previous_weights: str) -> None:
     """Replicas that share the state choose it when the step begins, and a state on the device has one version."""
     state = {**SOME_RESIDENT, "update": "overlap", "previous_weights": previous_weights}
     check_same_bits(state, sharding=COPIES, clipping={"max_norm": 0.3})
 
 
 @on_ranks(2)
-def test_gathering_ahead_waits_for_its_own_shards(rank: int, world_size: int) -> None:
+def test_gathering_ahead_waits_for_its_own_shards() -> None:
     check_same_bits(DEFERRED, change=prefetch_forward, sharding=FSDP2, clipping=CLIPPING)
 
 
@@ -162,12 +155,7 @@ OFTEN_OVERFLOWS = {"kind": "dynamic", "init_scale": 2.0**17, "growth_interval": 
     ],
 )
 def test_what_becomes_of_updates(
-    rank: int,
-    world_size: int,
-    sharding: dict[str, Any],
-    precision: dict[str, Any],
-    max_norm: float,
-    expected: list[str],
+    sharding: dict[str, Any], precision: dict[str, Any], max_norm: float, expected: list[str]
 ) -> None:
     """DDP reduces at the end of backward: nothing is tried, and on one rank neither."""
     found: Counter[str] = Counter()
@@ -195,9 +183,7 @@ def test_what_becomes_of_updates(
     ("layout", "update"),
     [("fsdp2", "next_forward"), ("fsdp2", "overlap"), ("hsdp", "overlap")],
 )
-def test_gathering_after_somebody_has_waited_for_everything(
-    rank: int, world_size: int, sharding: dict[str, Any], update: str
-) -> None:
+def test_gathering_after_somebody_has_waited_for_everything(rank: int, sharding: dict[str, Any], update: str) -> None:
     """In the middle of a forward somebody waits for all updates; nothing waits for the device between steps."""
     found = []
     for state in (RESIDENT, {**DEFERRED, "update": update}):
@@ -223,7 +209,7 @@ def test_gathering_after_somebody_has_waited_for_everything(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch shards a module over one mesh"
 )
 @on_ranks(4)
-def test_experts_on_a_mesh_of_their_own(rank: int, world_size: int) -> None:
+def test_experts_on_a_mesh_of_their_own(rank: int) -> None:
     """Blocks with experts on a mesh of their own inside the same ``fully_shard``: collectives for each mesh."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
@@ -259,7 +245,7 @@ def test_experts_on_a_mesh_of_their_own(rank: int, world_size: int) -> None:
 
 
 @on_ranks(LAYOUTS, "layout", ["fsdp2", "ddp"])
-def test_readers_between_steps(rank: int, world_size: int, sharding: dict[str, Any], tmp_path: Path) -> None:
+def test_readers_between_steps(rank: int, sharding: dict[str, Any], tmp_path: Path) -> None:
     """Whoever reads between or right after steps sees what an optimizer without deferred updates shows.
 
     Those who read weights alone: ``test_reads_while_updates_are_deferred``.
@@ -331,7 +317,7 @@ class Deep(TinyTransformer):
 
 @on_ranks(LAYOUTS, ("layout", "does"), [("ddp", "reads"), ("fsdp2", "reads"), ("copies", "collects")])
 @mock.patch.multiple(queue, SUBMIT_IN_STEP=2, SUBMIT_AHEAD=1)
-def test_one_rank_alone(rank: int, world_size: int, sharding: dict[str, Any], does: str) -> None:
+def test_one_rank_alone(rank: int, sharding: dict[str, Any], does: str) -> None:
     """What one rank does by itself waits for no work of others that nobody has begun."""
     runs = [Training({"sharding": sharding, "optimizer_state": state}, Deep) for state in ({}, DEFERRED)]
     for run in runs:
@@ -368,7 +354,7 @@ class Wide(TinyTransformer):
 
 
 @on_ranks(2)
-def test_parts_of_what_replicas_send(rank: int, world_size: int) -> None:
+def test_parts_of_what_replicas_send(rank: int) -> None:
     """Each replica has room for other units; of a tensor whose last part was tried, the first may be left."""
     values = {"sharding": COPIES, "clipping": {"max_norm": 1e6}}
     tested, expected = (Training({**values, "optimizer_state": state}, Wide) for state in (OVERLAP, RESIDENT))
@@ -461,7 +447,7 @@ def test_random_verdicts_and_a_resume(rank: int, world_size: int, tmp_path: Path
 
 
 @on_ranks(2, "home", [STREAM, RESIDENT])
-def test_gradients_of_two_blocks_at_a_time(rank: int, world_size: int, home: dict[str, Any]) -> None:
+def test_gradients_of_two_blocks_at_a_time(home: dict[str, Any]) -> None:
     """Whenever a unit's gradients arrive, those of the unit before the last one are gone."""
     alive: list[tuple[str, weakref.ref[Tensor]]] = []
     layers: list[int] = []
@@ -493,7 +479,7 @@ def test_gradients_of_two_blocks_at_a_time(rank: int, world_size: int, home: dic
     ],
 )
 def test_a_shard_that_is_not_finite_leaves_its_whole_layer_alone(
-    rank: int, world_size: int, sharding: dict[str, Any], clipping: dict[str, Any], value: str, home: dict[str, Any]
+    rank: int, sharding: dict[str, Any], clipping: dict[str, Any], value: str, home: dict[str, Any]
 ) -> None:
     """Of an embedding one row, on one rank, has a gradient that is not finite."""
 
@@ -530,7 +516,7 @@ class LargeHead(TinyTransformer):
 
 
 @on_ranks(2, ("update", "max_norm"), [("in_backward", None), ("overlap", 1e6)], cpu=True)
-def test_each_record_is_fetched_once_in_a_step(rank: int, world_size: int, update: str, max_norm: float | None) -> None:
+def test_each_record_is_fetched_once_in_a_step(update: str, max_norm: float | None) -> None:
     """In the order in which backward completes gradients, which with FSDP2 is not the model's reversed.
 
     Once that is known, each record is fetched once in a step, before somebody waits for it.
@@ -564,9 +550,7 @@ def test_each_record_is_fetched_once_in_a_step(rank: int, world_size: int, updat
 
 
 @on_ranks(LAYOUTS, ("layout", "time"), [("fsdp2", "overlap"), ("copies", "next_forward")])
-def test_the_same_bits_whatever_stays(
-    rank: int, world_size: int, sharding: dict[str, Any], time: str, tmp_path: Path
-) -> None:
+def test_the_same_bits_whatever_stays(rank: int, sharding: dict[str, Any], time: str, tmp_path: Path) -> None:
     """Ranks keep different sizes, change them, and lend their memory, each in a step of its own choice."""
     values = {"sharding": sharding, "clipping": CLIPPING}
     expected = Training({**values, "optimizer_state": RESIDENT})
@@ -603,7 +587,7 @@ def test_the_same_bits_whatever_stays(
     ],
 )
 def test_what_is_saved_is_the_moment_of_asking(
-    rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], tmp_path: Path
+    rank: int, sharding: dict[str, Any], state: dict[str, Any], tmp_path: Path
 ) -> None:
     """Saves that read the host's records while training goes on.
 
@@ -675,7 +659,7 @@ MOVED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @every_value(moves=["before the optimizer, before the first step", "after the step"], run=MOVED)
 @on_ranks(2)
-def test_same_bits_as_a_model_that_stays(rank: int, world_size: int, run: str, moves: str) -> None:
+def test_same_bits_as_a_model_that_stays(rank: int, run: str, moves: str) -> None:
     sharding, state, dtype = MOVED[run]
     scope = "unit" if state is IN_BACKWARD else "global"
     scale = {"loss_scale": {"kind": "constant", "scale": 256.0}} if dtype == "float16" else {}

@@ -48,7 +48,7 @@ def trained(backend: str, folder: Path, rank: int, steps: int = 4, **settings: A
     return results, weights, log_probs(engine, make_batch(7, LENGTHS))
 
 
-def check_equal(rank: int, world_size: int, folder: Path, lightstep: Any, **settings: Any) -> None:
+def check_equal(rank: int, folder: Path, lightstep: Any, **settings: Any) -> None:
     import_verl()
     own = {key: value for key, value in settings.items() if key != "overrides"}
     expected, expected_weights, expected_probs = trained("fsdp2", folder, rank, **own)
@@ -85,7 +85,7 @@ def test_the_same_losses_and_weights_as_with_verls_engine(
     pool.run(check_equal, ranks, cpu=True, folder=folder, lightstep=lightstep, **settings)
 
 
-def check_resumed(rank: int, world_size: int, folder: Path, target: Path) -> None:
+def check_resumed(rank: int, folder: Path, target: Path) -> None:
     """And the folder for rollout or evaluation has the trained weights."""
     from transformers import AutoModelForCausalLM
 
@@ -111,7 +111,7 @@ def test_checkpoints_go_on_where_they_were_saved(pool: Pool, folder: Path, tmp_p
 
 
 @on_ranks(2, cpu=True)
-def test_a_reference_has_no_optimizer(rank: int, world_size: int, folder: Path) -> None:
+def test_a_reference_has_no_optimizer(rank: int, folder: Path) -> None:
     import_verl()
     settings = {"forward_only": True}
     own, ours = make_engine("lightstep", folder, **settings), make_engine("lightstep", folder)
@@ -150,7 +150,7 @@ def test_the_engine_is_known_when_verls_worker_builds_a_reference(folder: Path) 
 
 
 @on_ranks(1, cpu=True)
-def test_adapters(rank: int, world_size: int, folder: Path) -> None:
+def test_adapters(rank: int, folder: Path) -> None:
     """Only the adapters are trained, and merged weights are sent."""
     import_verl()
     settings: dict[str, Any] = {"model": {"lora_rank": 4, "lora": {"merge": True}}}
@@ -163,7 +163,7 @@ def test_adapters(rank: int, world_size: int, folder: Path) -> None:
 
 
 @on_ranks(2, cpu=True)
-def test_a_loss_scale(rank: int, world_size: int, folder: Path) -> None:
+def test_a_loss_scale(rank: int, folder: Path) -> None:
     """Backward is the optimizer's. A step that is not finite changes nothing; others do."""
     import_verl()
     for scale, trains in (({"kind": "constant", "scale": 2.0**40}, False), ({"kind": "constant", "scale": 64.0}, True)):
@@ -178,7 +178,7 @@ def test_a_loss_scale(rank: int, world_size: int, folder: Path) -> None:
 
 
 @on_ranks(1, cpu=True)
-def test_refusals(rank: int, world_size: int, folder: Path) -> None:
+def test_refusals(folder: Path) -> None:
     import_verl()
     with pytest.raises(ConfigError, match=r"needs 'fsdp2'"):
         make_engine("lightstep", folder, lightstep="stream")

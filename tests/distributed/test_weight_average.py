@@ -58,7 +58,7 @@ def check_average(rank: int, world_size: int, folder: str, kind: str) -> None:
         torch.save(found, f"{folder}.pt")
 
 
-def check_loaded(rank: int, world_size: int, folder: str, values: dict[str, Any]) -> None:
+def check_loaded(folder: str, values: dict[str, Any]) -> None:
     strategy = Strategy.load(values)
     model = strategy.prepare_model(TinyTransformer())
     average = WeightAverage(model)

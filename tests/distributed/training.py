@@ -148,13 +148,16 @@ class Training:
 
     def snapshot(self) -> dict[str, Tensor]:
         """This rank's weights and state by name."""
-        found = {}
         self.optimizer.synchronize()
+        found = self.weights()
         for name, parameter in self.inner.named_parameters():
-            found[name] = local_tensor(parameter).detach().cpu().clone()
             for key, value in self.optimizer.state[parameter].items():
                 found[f"{name}/{key}"] = local_tensor(torch.as_tensor(value)).cpu().clone()
         return found
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's."""
+        return {name: local_tensor(p).detach().cpu().clone() for name, p in self.inner.named_parameters()}
 
     def delay(self, seed: int, longest: float = 2e-3) -> None:
         slow_lanes(self.optimizer, seed, longest)
