@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,8 +17,8 @@ from lightstep.optimizer import queue
 from lightstep.optimizer.overlap import SpeculativeUpdates
 from tests.distributed.failing_rank import train_as
 from tests.distributed.models import loss_of
-from tests.distributed.ranks import Pool
-from tests.distributed.test_sharded_muon import STATES, assert_same, beside_a_loop, round_moments, slow_lanes
+from tests.distributed.ranks import on_ranks
+from tests.distributed.test_sharded_muon import STATES, Run
 from tests.patience import PATIENCE
 
 Act = Callable[[int, SpeculativeUpdates], contextlib.AbstractContextManager[Any]]
@@ -107,10 +106,12 @@ STEPS: list[tuple[Act, Any, float, str]] = [
 ranks try together, on rank 0."""
 
 
-def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
-    state = {**STATES["stream, overlap"], "moments": moments}
+@on_ranks(None, ("ranks", "moments", "copies"), [(2, "bfloat16", 1), (4, "float32", 2)])
+def test_the_same_on_all_ranks(rank: int, world_size: int, moments: str, copies: int) -> None:
+    """With copies of the shards, what is said of rank 1 is so of one copy, or of one rank of it."""
     sharding = {"mesh": {"replicate": copies, "shard": world_size // copies}}
-    strategy, model, optimizer, loop = beside_a_loop(rank, world_size, sharding, state)
+    run = Run(sharding, {**STATES["stream, overlap"], "moments": moments}, beside=True)
+    optimizer, loop = run.optimizer, run.loop
     overlap: SpeculativeUpdates = optimizer.engine.queue.early
     became: list[str] = []
     apply_verdict, roll_back, skip = overlap._apply_verdict, overlap._roll_back, overlap.skip
@@ -142,32 +143,24 @@ def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
         for step, (in_backward, before_step, max_norm, expected) in enumerate(STEPS):
             overflow = max_norm != max_norm
             optimizer.max_norm = loop.max_norm = 1.0 if overflow else max_norm
-            loss = loss_of(model, step, 0, rank, strategy.device)
-            with in_backward(rank, overlap), strategy.accumulate(model, last=True):
+            loss = loss_of(run.model, step, 0, rank, run.device)
+            with in_backward(rank, overlap), run.accumulate(last=True):
                 optimizer.backward(loss * max_norm if overflow else loss)
             if before_step is not None:
                 before_step(rank, optimizer)
-            result = optimizer.step()
+            run.result = optimizer.step()
             if rank == 0:
                 optimizer.synchronize()  # alone: what it waits for does not wait for what the others do next
             dist.barrier()
             if not overflow:
-                loop.backward(loss_of(loop.model, step, 0, rank, strategy.device))
-                loop.step(result.grad_norm)
-                if moments == "bfloat16":
-                    round_moments(loop)
+                loop.backward(loss_of(loop.model, step, 0, rank, run.device))
+                run.step_loop()
             if step == 0:
-                slow_lanes(strategy, optimizer, rank)
+                run.delay(rank, 3e-4)
             assert rank > 0 or expected == "any" or became == [expected] * bool(expected), (step, became)
             became.clear()
-    assert_same(model, optimizer, loop)
+    run.check()
     optimizer.close()
-
-
-@pytest.mark.parametrize(("world_size", "moments", "copies"), [(2, "bfloat16", 1), (4, "float32", 2)])
-def test_the_same_on_all_ranks(pool: Pool, world_size: int, moments: str, copies: int) -> None:
-    """With copies of the shards, what is said of rank 1 is so of one copy, or of one rank of it."""
-    pool.run(check_tried, world_size, moments=moments, copies=copies)
 
 
 def test_a_rank_that_fails_ends(tmp_path: Path) -> None:

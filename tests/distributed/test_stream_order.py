@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import lightstep
 from tests.covering import every_value
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.ranks import Pool
-from tests.distributed.training import DDP, FSDP2, HSDP
+from tests.distributed.ranks import on_ranks
+from tests.distributed.training import LAYOUTS, UNITS
 from tests.stream_order import ordered_streams, wait_on_host
 
 HOST = {"placement": "host", "device_mib": 0.001}
 STAYING = {**HOST, "gradients_gib": 1}
 """Gradients do not leave the device, unless they must."""
-UNITS = {**FSDP2, "wrap": ["Block", "embed", "head"]}
-COPIES = {**FSDP2, "mesh": {"replicate": 2, "shard": 1}}
 
 
 def check_order(
     rank: int,
+    world_size: int,
     sharding: dict[str, Any],
     update: str,
     backend: str = "stream",
@@ -63,37 +61,36 @@ def check_order(
     assert not accesses.conflicts, "\n".join(accesses.conflicts)
 
 
-CASES = {"units": (2, UNITS), "ddp": (2, DDP), "copies": (2, COPIES), "hsdp": (4, HSDP)}
-TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
-
-
-@pytest.mark.parametrize(
-    ("layout", "update"),
+@on_ranks(
+    LAYOUTS,
+    ("layout", "update", "evaluates"),
     [
-        ("units", "next_forward"),
-        *(("ddp", update) for update in ("at_step", "next_forward", "in_backward")),
-        *(("copies", update) for update in ("next_forward", "in_backward")),
-        ("hsdp", "overlap"),
+        ("fsdp2-named-units", "next_forward", False),
+        ("fsdp2-named-units", "overlap", True),
+        *(("ddp", update, False) for update in ("at_step", "next_forward", "in_backward")),
+        *(("copies", update, False) for update in ("next_forward", "in_backward")),
+        ("copies", "overlap", True),
+        ("hsdp", "overlap", False),
     ],
+    cpu=True,
 )
-def test_everything_is_ordered(pool: Pool, layout: str, update: str) -> None:
-    """Other updates of units are below. DDP tries none."""
-    world_size, sharding = CASES[layout]
-    pool.run(check_order, world_size, cpu=True, sharding=sharding, update=update)
+def test_everything_is_ordered(
+    rank: int, world_size: int, sharding: dict[str, Any], update: str, evaluates: bool
+) -> None:
+    """Other updates of units are below. DDP tries none.
 
-
-@pytest.mark.parametrize("layout", ["units", "copies"])
-def test_an_evaluation_before_step_is_behind_what_it_rolls_back(pool: Pool, layout: str) -> None:
-    world_size, sharding = CASES[layout]
-    pool.run(check_order, world_size, cpu=True, sharding=sharding, update="overlap", evaluates=True)
+    An evaluation before the step is behind what it rolls back.
+    """
+    check_order(rank, world_size, sharding, update, evaluates=evaluates)
 
 
 @every_value(
-    update=TIMES,
+    update=["at_step", "next_forward", "overlap", "in_backward"],
     home=["resident", "bulk", "host", "staying", "evicted"],
 )
-def test_every_home_of_state_and_weights_is_ordered(pool: Pool, home: str, update: str) -> None:
+@on_ranks(2, cpu=True)
+def test_every_home_of_state_and_weights_is_ordered(rank: int, world_size: int, home: str, update: str) -> None:
     """All pairs are ordered on one device (``tests/unit/test_stream_order.py``)."""
     weights = HOST if home == "host" else STAYING
     places: dict[str, Any] = {"backend": home} if home in ("resident", "bulk") else {"weights": weights}
-    pool.run(check_order, 2, cpu=True, sharding=UNITS, update=update, **places, evicts=home == "evicted")
+    check_order(rank, world_size, UNITS, update, **places, evicts=home == "evicted")
