@@ -211,6 +211,15 @@ class Unloadable:
     """What a weights-only load refuses."""
 
 
+class Harmful:
+    """Writes a file when it is unpickled, into the folder that is the current one then."""
+
+    FILE = Path("harmed")
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.FILE}",)
+
+
 @contextmanager
 def at_read(call: int, fault: Callable[[], object]) -> Iterator[None]:
     """At the first read everything is only tried, at the second weights are loaded, at the third state."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import random
-import shutil
 import weakref
 from collections.abc import Callable
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +30,7 @@ from lightstep.checkpoint.formats.files import load_file
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState
 from lightstep.cli import app
 from lightstep.deepspeed.checkpoint import refuse_untrusted, trusted_loads
-from tests.checkpoint_runs import contents, dies_at, fails_at
+from tests.checkpoint_runs import Harmful, contents
 from tests.reference.converted_run import (
     ADAMW,
     AFTER,
@@ -455,31 +452,13 @@ def test_what_is_beside_the_model_is_kept_or_named(tmp_path: Path, monkeypatch: 
         assert torch.equal(back.weights[name].read(), weight.read())
 
 
-# -- fault × format: what was at the destination is still there --------------------------------------------------------
+# -- what was at the destination; test_checkpoint_faults.py has faults at each change of a file ------------------------
 
 
 @pytest.fixture(scope="module")
 def old_and_new(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("runs")
     return (Run("bfloat16").train(range(1)).save(folder / "old"), Run("bfloat16").train(BEFORE).save(folder / "new"))
-
-
-@pytest.mark.parametrize(("error", "to"), [(None, "torch"), (KeyboardInterrupt(), "lightstep")])
-def test_what_was_there_is_replaced_whole_or_not_at_all(
-    tmp_path: Path, old_and_new: tuple[Path, Path], error: BaseException | None, to: str
-) -> None:
-    """The process dies at a change of a file, or a flush, a rename or a new folder is interrupted: each once."""
-    (old, new), end = old_and_new, ""
-    steps: list[tuple[int | None, str]] = []
-    while end != "ended":
-        convert_checkpoint(old, tmp_path / "out", to)
-        assert contents(tmp_path) == ["out"], "what the fault left is gone after the next conversion"
-        number, work = len(steps) + 1, partial(convert_checkpoint, new, tmp_path / "out", to)
-        end = dies_at(number, tmp_path, work) if error is None else fails_at(number, error, work)
-        steps.append((read_checkpoint(tmp_path / "out").step, end))
-    assert steps[-1][0] == 3 and len(steps) > 3
-    broken = [step for step, end in steps if end in ("died", "raised")]
-    assert broken[0] == 1 and broken == sorted(broken), "the old one, and the new one after the last rename"
 
 
 @pytest.mark.parametrize(("to", "method"), [("lightstep", "read"), ("torch", "copy_to")])
@@ -492,21 +471,7 @@ def test_an_interrupt_amid_the_tensors_leaves_what_was_there(
     assert contents(tmp_path) == ["out"] and read_checkpoint(tmp_path / "out").step == 1
 
 
-@pytest.mark.parametrize("to", ["lightstep", "torch"])
-def test_a_strangers_folder_is_not_replaced(tmp_path: Path, old_and_new: tuple[Path, Path], to: str) -> None:
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="choose another path or remove it"):
-        convert_checkpoint(old_and_new[1], tmp_path / "foreign", to)
-    assert (tmp_path / "foreign" / "thesis.txt").read_text() == "years of work" and contents(tmp_path) == ["foreign"]
-
-
 # -- refusal × sentence ------------------------------------------------------------------------------------------------
-
-
-class Harmful:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch harmed",)
 
 
 def files(folder: Path, content: dict[str, bytes]) -> Path:
@@ -570,15 +535,27 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("scheme", ["", "file://"])
-def test_source_and_destination_do_not_lie_in_each_other(
-    tmp_path: Path, old_and_new: tuple[Path, Path], scheme: str
+@pytest.mark.parametrize(
+    ("source", "destination", "to", "sentence"),
+    [
+        ("a", "a/inside", "lightstep", "lie in each other"),
+        ("file://HERE/a", "file://HERE", "lightstep", "lie in each other"),
+        ("a", "thesis", "lightstep", "choose another path or remove it"),
+        ("a", "thesis", "torch", "choose another path or remove it"),
+    ],
+)
+def test_destinations_that_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, destination: str, to: str, sentence: str
 ) -> None:
-    for inside in ((tmp_path / "a", tmp_path / "a" / "inside"), (tmp_path / "a", tmp_path)):
-        shutil.rmtree(tmp_path / "a", ignore_errors=True)
-        shutil.copytree(old_and_new[0], tmp_path / "a")
-        with pytest.raises(CheckpointError, match="lie in each other"):
-            convert_checkpoint(*(f"{scheme}{path}" for path in inside), "lightstep")
+    """Source and destination in each other, and a stranger's folder, which stays."""
+    monkeypatch.chdir(tmp_path)
+    Run("bfloat16").save(Path("a"))
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match=sentence):
+        convert_checkpoint(source.replace("HERE", str(tmp_path)), destination.replace("HERE", str(tmp_path)), to)
+    assert contents(tmp_path) == ["a", "thesis"] and contents(tmp_path / "thesis") == ["thesis.txt"]
+    read_checkpoint(tmp_path / "a")
 
 
 def test_checkpoints_are_converted_from_and_to_urls(tmp_path: Path, old_and_new: tuple[Path, Path]) -> None:
