@@ -11,7 +11,6 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from lightstep.distributed import Ranks
 from lightstep.integrations.folders import PendingFolder
 from lightstep.integrations.trainer_checkpoints import CHECKPOINTS, is_read_on_save
 from lightstep.integrations.transformers import LightstepTrainer
-from tests.checkpoint_runs import DISK_IS_FULL, Run, full_disk
+from tests.checkpoint_runs import DISK_IS_FULL, full_disk
 from tests.patience import PATIENCE
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
 from tests.unit.test_accelerate import VALUES, Training, fresh_state
@@ -546,23 +545,6 @@ def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
     assert names(tmp_path) == ["a", "c"]
 
 
-@pytest.mark.parametrize("raised_by", ["save", "end"])
-def test_an_error_of_the_writer_reaches_accelerate_s_loop_once(tmp_path: Path, raised_by: str) -> None:
-    training = after_a_step()
-    with full_disk():
-        pending = training.accelerator.save_state(str(tmp_path / "a"), asynchronous=True)
-        assert isinstance(pending.exception(PATIENCE), CheckpointError)
-    raises = {
-        "save": lambda: training.accelerator.save_state(str(tmp_path / "b")),
-        "end": training.accelerator.end_training,
-    }
-    with pytest.raises(CheckpointError, match=r"a.* was not saved: No space left on device"):
-        raises[raised_by]()
-    training.accelerator.save_state(str(tmp_path / "b"), asynchronous=True)
-    training.accelerator.end_training()
-    assert names(tmp_path) == ["b"]
-
-
 def test_what_save_state_refuses(tmp_path: Path) -> None:
     training = after_a_step()
     (tmp_path / "notes.txt").write_text("mine")
@@ -574,38 +556,3 @@ def test_what_save_state_refuses(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="without a model and an optimizer"):
         training.accelerator.save_state(str(tmp_path / "a"), asynchronous=True)
     assert names(tmp_path) == ["notes.txt"]
-
-
-@pytest.mark.parametrize("by", ["strategy", "accelerate"])
-def test_an_error_after_a_wait_that_timed_out_is_still_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
-    """Even if the save fails right after the wait has ended."""
-    go, saver = threading.Event(), Run() if by == "strategy" else after_a_step()
-    save_to = saver.save if isinstance(saver, Run) else saver.accelerator.save_state
-
-    def fails(*_: Any) -> None:
-        assert go.wait(PATIENCE)
-        raise DISK_IS_FULL
-
-    def timing_out(method: Any) -> Any:
-        def times_out(one: Future[Path], timeout: float | None = None) -> Any:
-            if one is not pending or one.done():
-                return method(one, timeout)
-            go.set()
-            wait([one], PATIENCE)
-            raise TimeoutError
-
-        return times_out
-
-    with monkeypatch.context() as patch:
-        patch.setattr(save, "write_tensors", fails)
-        pending = save_to(str(tmp_path / "a"), asynchronous=True)
-        with pytest.raises(TimeoutError):
-            pending.result(0.01)
-        for method in ("exception", "result"):
-            patch.setattr(Future, method, timing_out(getattr(Future, method)))
-        with pytest.raises(TimeoutError):
-            pending.result(0.01)
-    with pytest.raises(CheckpointError, match=r"a.* was not saved: No space left on device"):
-        save_to(str(tmp_path / "b"))

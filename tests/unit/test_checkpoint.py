@@ -8,6 +8,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -151,46 +152,59 @@ def test_weights_change_their_dtype_through_masters(tmp_path: Path, saved: str, 
     assert torch.equal(torch.get_rng_state(), drawn), "weights alone leave the random states alone"
 
 
-def test_a_plain_torch_run_continues_in_lightstep_and_back(tmp_path: Path) -> None:
-    plain, ours, again = PlainRun(steps=3, **FP32), Run(steps=1, lr=0.5, **FP32), PlainRun(steps=0, lr=0.5, **FP32)
-    plain.save(tmp_path / "plain")
-    ours.load(tmp_path / "plain")
-    same(ours.content(), plain.content())
-    ours.save(tmp_path / "ours")
-    again.load(tmp_path / "ours")
-    assert again.optimizer.param_groups[0]["lr"] == ours.optimizer.param_groups[0]["lr"] == 1e-2
-    ours.steps = again.steps = plain.steps
-    expected = plain.train(2).content()
-    same(ours.train(2).content(), expected)
-    same(again.train(2).content(), expected)
-    run, plain = Run(steps=3), PlainRun(steps=0, **FP32)  # without a file; the weights are the masters
+def strided() -> nn.Module:
+    """Fused optimizers walk parameter and state side by side in memory."""
+    model = nn.Linear(6, 4, bias=False)
+    model.weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).t())
+    return model
+
+
+KINDS: dict[str, Callable[[int], Run]] = {
+    "torch": lambda steps: PlainRun(steps=steps, lr=0.5 / (1 + steps), **FP32),
+    "lightstep": lambda steps: Run(steps=steps, lr=0.5 / (1 + steps), **FP32),
+    "torch, strided": lambda steps: PlainRun(steps=steps, module=strided(), **FP32),
+    "float32, strided": lambda steps: Run(steps=steps, module=strided(), **FP32),
+    "bfloat16, strided": lambda steps: Run(steps=steps, module=strided()),
+    "frozen parameters in groups": lambda steps: PartlyFrozen("stream", steps, frozen_in_groups=True),
+    "frozen parameters in none": lambda steps: PartlyFrozen("resident", steps, frozen_in_groups=False),
+}
+"""A run after so many steps. Groups' settings differ by that number."""
+
+
+FROZEN = ("frozen parameters in groups", "frozen parameters in none")
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        *permutations(("torch", "lightstep")),
+        *permutations(FROZEN),
+        *((kind, kind) for kind in KINDS if "strided" in kind),
+    ],
+)
+def test_another_kind_of_run_goes_on_bit_for_bit(tmp_path: Path, saved: str, loaded: str) -> None:
+    run, other = KINDS[saved](3), KINDS[loaded](1)
+    run.save(tmp_path / "a")
+    other.load(tmp_path / "a")
+    same(other.content(), run.content())
+    assert other.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
+    frozen = [p for p in other.model.parameters() if not p.requires_grad]
+    assert len(frozen) == 2 * (loaded in FROZEN) and not any(p in other.optimizer.state for p in frozen)
+    other.steps = run.steps
+    same(other.train(2).content(), run.train(2).content())
+
+
+def test_the_state_of_torch_without_a_file(tmp_path: Path) -> None:
+    """The masters are its weights."""
+    run, plain, loaded = Run(steps=3), PlainRun(steps=0, **FP32), Run(steps=1, **FP32)
     packed = to_torch_state_dict(run.optimizer)
     assert packed.keys() == {"state", "param_groups"}
     assert all(set(entries) == {"step", "exp_avg", "exp_avg_sq"} for entries in packed["state"].values())
     plain.optimizer.load_state_dict(packed)
     plain.model.load_state_dict({n: run.optimizer.state[p]["master"] for n, p in run.model.named_parameters()})
-    run.save(tmp_path / "b")
-    ours.load(tmp_path / "b")
-    same(plain.content(), ours.content())
-
-
-@pytest.mark.parametrize("kind", ["plain torch", "float32", "bfloat16"])
-def test_strided_parameters_go_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
-    """Fused optimizers walk parameter and state side by side in memory."""
-
-    def made(steps: int) -> Run:
-        model = nn.Linear(6, 4, bias=False)
-        model.weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).t())
-        if kind == "plain torch":
-            return PlainRun(steps=steps, module=model, **FP32)
-        return Run(steps=steps, module=model, precision={"parameters": kind})
-
-    run, other = made(3), made(0)
-    assert not run.model.weight.is_contiguous() and not other.model.weight.is_contiguous()
     run.save(tmp_path / "a")
-    other.load(tmp_path / "a")
-    other.steps = run.steps
-    same(other.train(3).content(), run.train(3).content())
+    loaded.load(tmp_path / "a")
+    same(plain.content(), loaded.content())
 
 
 # -- what is in the groups and beside them -----------------------------------------------------------------------------
@@ -321,18 +335,6 @@ def test_groups_are_matched_by_name_and_told_when_they_were_one(
         load_checkpoint(tmp_path / "one", target, divided := optimizer(target, *rates))
         assert [group["lr"] for group in divided.param_groups] == [0.1, 0.1]
     assert "groups 0 and 1 of the optimizer were one group of the checkpoint, and get the same settings" in caplog.text
-
-
-@every_value(backend=BACKENDS, saved_with=[False, True])
-def test_groups_with_and_without_frozen_parameters_load_each_other(
-    tmp_path: Path, backend: str, saved_with: bool
-) -> None:
-    run, other = PartlyFrozen(backend, 3, saved_with), PartlyFrozen(backend, 1, not saved_with)
-    run.save(tmp_path / "a")
-    other.load(tmp_path / "a")
-    same(other.content(), run.content())
-    assert other.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
-    assert all(p not in other.optimizer.state for p in other.model[0].parameters())
 
 
 def test_a_frozen_base_that_was_saved_in_fp32_gets_no_masters(tmp_path: Path) -> None:
