@@ -326,20 +326,6 @@ def test_activation_checkpointing_is_the_strategys_unless_it_is_given() -> None:
     assert by_strategy == given < without
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("offload", 1), ("fsdp2-offload", 2)])
-def test_weights_on_the_host_travel_in_each_micro_batch(name: str, ranks: int) -> None:
-    """To its forward and its backward; and the fp32 sum of gradients is brought, added to, and taken back."""
-    profile, limits = PROFILES["H100"], {"ranks": ranks}
-    made = [planned(name, profile=profile, micro_batches=count, limits=limits) for count in (1, 2, 4, 8)]
-    own = made[0].parameters / ranks
-    once, twice, often, most = (plan.memory.link for plan in made)
-    assert twice - once == pytest.approx((2 + 2 + 4) * own) and often - once == pytest.approx(3 * (2 + 2 + 4) * own)
-    times = [plan.time.iteration for plan in made]
-    assert times[3] - times[2] == pytest.approx(2 * (times[2] - times[1]), rel=0.01)
-    rate = profile.link.each_way(ranks) * 1e6
-    assert times[3] - times[2] == pytest.approx((most - often) / rate, rel=0.01), "4096 tokens hide none of it"
-
-
 @pytest.mark.parametrize("reduce", ["float32", "parameters"])
 def test_sums_that_stay_on_the_device_take_memory_and_no_time(reduce: str) -> None:
     """And where the link limits a step, the plan says how many have room."""
@@ -461,42 +447,10 @@ def test_inputs_of_blocks_on_the_host_are_planned(name: str, micro_batches: int)
     assert after.time.link > before.time.link
 
 
-def test_a_link_that_is_slower_than_a_pass_makes_it_wait() -> None:
-    h100 = PROFILES["H100"]
-    slow = replace(h100, link=replace(h100.link, alone=0.1, both=0.1))
-    config = settings("resident", sharding__activation_checkpointing="host")
-    time = planned(config, profile=slow, micro_batches=2).time
-    assert time.iteration == pytest.approx(2 * time.link + time.update, rel=1e-6)
-
-
 def test_copies_of_a_model_divide_the_ranks() -> None:
     """8 ranks with 2 copies shard over 4, whichever of the two numbers the mesh names."""
     meshes = {"replicate": 2, "shard": "auto"}, {"replicate": "auto", "shard": 4}, {"replicate": 1, "shard": 8}
     assert [shard_count(settings("fsdp2", sharding__mesh=mesh), 8) for mesh in meshes] == [4, 4, 8]
-
-
-def test_the_parts_of_a_plan_are_in_its_json_and_its_tables() -> None:
-    """Also the time if all steps are clipped, which is longer only where updates would begin in backward."""
-    configs = {name: settings(name) for name in ("resident", "stream", "stream-overlap", "bulk")}
-    configs["unclipped"] = settings("stream-overlap", clipping__max_norm=None)
-    planner = planner_of("Llama-3.2-3B", checkpointed=True)
-    made = {plan.strategy: plan for plan in plans(planner, configs, both=True)}
-    values = {name: plan.values() for name, plan in made.items()}
-    assert values["stream"]["memory"]["ring"] == 512 * 2**20 and values["bulk"]["memory"]["other"] > 30e9
-    on_device = planner.plan("on device", settings("stream-overlap", optimizer_state__previous_weights="device"))
-    assert on_device.memory.previous_weights > 4e9 and on_device.memory.spare > 20e9
-    for plan in made.values():
-        memory = plan.values()["memory"]
-        assert memory["step"] == memory["ring"] + memory["previous_weights"] + memory["other"]
-        assert plan.other_activations is not None and plan.other_activations > 2 * plan.memory.activations
-        longer = plan.strategy == "stream-overlap"
-        assert (plan.values()["clipped_iteration_ms"] > plan.values()["iteration_ms"]) == longer
-        assert (" if all are clipped)" in str(plan)) == longer
-    lines = report("3 B", list(made.values()), on_device.workload, PROFILES["H200"]).splitlines()
-    assert max(map(len, lines)) <= 80
-    heads = [line.split() for line in lines if line.startswith(("GB per", "GB, buffers", "ms per"))]
-    assert heads[1][2:] == ["ring", "previous", "gathered", "other", "spare", "no", "ckpt."]
-    assert heads[2][3:] == ["step", "clipped", "compute", "link", "exposed", "link", "GB"]
 
 
 def test_where_the_link_limits_a_step_the_plan_says_what_helps() -> None:
@@ -519,9 +473,8 @@ def test_where_the_link_limits_a_step_the_plan_says_what_helps() -> None:
     assert not planner.plan("more", more).fits and found[3].plan.fits
     for _, made in found:
         assert made.time.iteration / made.workload.micro_batches < plan.time.iteration
-    lines = report("3 B", [plan], plan.workload, PROFILES["H100"], relief=found).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert [line.split("  ")[0] for line in lines[lines.index("") :] if line.startswith(tuple(changes))] == changes
+    said = report("3 B", [plan], plan.workload, PROFILES["H100"], relief=found)
+    assert all(f"\n{change}  " in said for change in changes) and max(map(len, said.splitlines())) <= 80
     assert all(change.startswith(("--micro", "resident")) for change, _ in helping(4096, room, moments="int8")[2])
     # With 100 ms of computation 15 ms beyond it are no limit if 10 of them are the update's arithmetic.
     assert [Time(100, 50, exposed, update=10).is_limited_by_link for exposed in (15, 25)] == [False, True]
