@@ -26,6 +26,7 @@ from lightstep.checkpoint import latest_checkpoint
 from lightstep.distributed import Ranks, is_sharded, local_tensor
 from lightstep.optimizer.state_edits import plain
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
+from tests.training_files import MODEL, training_values
 
 PHASES = ("forward", "backward", "step", "save")
 _ROWS = 8
@@ -34,20 +35,11 @@ _ROWS = 8
 
 def training_file(folder: Path, output: Path, steps: int, strategy: str = "fsdp2") -> Path:
     """A file for ``lightstep train``, which saves after every fourth step, in ``folder``."""
-    (folder / "text.txt").write_text("".join(f"line {n} of a text that says {n * n % 97}\n" for n in range(200)))
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    values: dict[str, Any] = {
-        "output": str(output),
-        "model": {"config": {"model_type": "llama", **sizes, "num_attention_heads": 2, "num_key_value_heads": 1}},
-        "data": str(folder / "text.txt"),
-        "strategy": strategy,
-        "steps": steps,
-        "batch": {"sequences": 4, "length": 32},
-        "validation": {"sequences": 4},
-        "checkpoint": {"every": 4, "keep": 100},
-        "sample": None,
-        "trackers": [],
-    }
+    model, batch = {"config": MODEL | {"attention_dropout": 0.0}}, {"sequences": 4, "length": 32}
+    often = {"checkpoint": {"every": 4, "keep": 100}, "log_every": 10}
+    values = training_values(
+        folder, output=str(output), model=model, strategy=strategy, steps=steps, batch=batch, **often
+    )
     (folder / "train.yaml").write_text(yaml.safe_dump(values))
     return folder / "train.yaml"
 
