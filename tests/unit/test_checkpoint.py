@@ -553,19 +553,6 @@ def test_tensors_are_written_and_loaded_a_few_at_a_time(tmp_path: Path, monkeypa
     assert len(counts) == 20 and max(counts) <= 2 * 4, "more alive than two parameters have"
 
 
-@pytest.mark.parametrize(("room", "times"), [(1 << 30, 1), (0, 2)])
-def test_a_load_reads_once_where_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, times: int
-) -> None:
-    run = Run()
-    run.save(tmp_path / "a")
-    read, places = tensors.read_chunk, []
-    monkeypatch.setattr(tensors, "read_chunk", lambda *where: places.append(where[1]) or read(*where))
-    monkeypatch.setattr("lightstep.checkpoint.load.available_bytes", lambda: 3 * room)
-    run.load(tmp_path / "a")
-    assert {places.count(key) for key in places} == {times}
-
-
 def test_a_folder_that_comes_and_goes_is_nothing(tmp_path: Path) -> None:
     """Another rank asks the server of a network disk by making one."""
     path, is_over = tmp_path / "step-1", threading.Event()
