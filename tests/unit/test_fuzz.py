@@ -15,6 +15,7 @@ import os
 import pickle
 import random
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -123,6 +124,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 HOOKED = ["embed.weight", "gain", "mix.weight", "blocks.1.down.weight"]
 AT_ANY_TIME = {"step", "fail_in_step"}  # also between a backward that has updated weights and its step
 
+GO = threading.Event()
+"""Whoever writes a checkpoint meanwhile waits for it."""
+GO.set()
+
 
 def delay_lanes(optimizer: Any, seed: int) -> None:
     """Random sleeps in the lanes of whatever has some by now."""
@@ -150,6 +155,7 @@ def _slowly(take: Any) -> Any:
     chance = random.Random(0)
 
     def slowly(snapshot: Any, parameter: Tensor, key: str) -> Tensor:
+        assert GO.wait(PATIENCE)
         time.sleep(chance.random() ** 4 * 2e-3)
         return take(snapshot, parameter, key)
 
@@ -335,6 +341,7 @@ class Programs:
             return
 
         def ours() -> Tensor:
+            assert torch.is_grad_enabled()
             loss = loss_of(self.model, self.number)
             loss.backward() if own else self.optimizer.backward(loss)
             return loss
@@ -344,7 +351,8 @@ class Programs:
                 master.data.copy_(self.master(twin))
             self.loop.skip = "step"
             self.loop.backward(loss_of(self.twin, self.number))
-            result = self.optimizer.step(ours)
+            with torch.no_grad():
+                result = self.optimizer.step(ours)
             assert bool(result) == self.loop.step(result.grad_norm)
             self.number, self.micro_batches = self.number + 1, 0
 
@@ -384,11 +392,39 @@ class Programs:
         self.named["mix.weight"].grad = gradient
         self.step(False)
 
+    def ask_for_the_norm(self) -> None:
+        """Some time before the step."""
+        if not self.in_backward:
+            self.optimizer.grad_norm()
+
+    def compute_gradients(self) -> None:
+        """``torch.autograd.grad`` beside what is added up."""
+        trained = [parameter for parameter in self.named.values() if parameter.requires_grad]
+        torch.autograd.grad(loss_of(self.model, 4), trained, allow_unused=True)
+
+    def edit_gradient(self, name: str, how: str) -> None:
+        """All that was added up."""
+        parameter, total = self.named[name], self.loop.sums.get(self.twins[name])
+        if parameter.grad is not None and total is not None:  # it is not on the host
+            parameter.grad = torch.zeros_like(parameter.grad) if how == "exchange" else parameter.grad.mul_(0.5)
+            total.mul_(0 if how == "exchange" else 0.5)
+
     # -- settings
 
     def lr(self, group: int, value: float) -> None:
         for optimizer in (self.optimizer, self.loop.optimizer):
             optimizer.param_groups[group % len(optimizer.param_groups)]["lr"] = value
+
+    def exchange_group(self, value: float) -> None:
+        self.optimizer.param_groups[0] = {**self.optimizer.param_groups[0], "lr": value}
+        self.loop.optimizer.param_groups[0]["lr"] = value
+
+    def move_to_the_next_group(self) -> None:
+        """A parameter, which has its settings from then on; the order of all parameters stays."""
+        if not self.one_group and "and" not in self.base:
+            for optimizer in (self.optimizer, self.loop.optimizer):
+                first, second = optimizer.param_groups[:2]
+                second["params"].insert(0, first["params"].pop())
 
     def schedule(self) -> None:
         self.scheduler.step()
@@ -403,6 +439,11 @@ class Programs:
             getattr(self.optimizer, what)()
         elif "stream" in self.kind:
             self.optimizer.set_residency(float(what))
+
+    def evaluating(self, name: str, *arguments: Any) -> None:
+        """What is made under ``torch.inference_mode()`` could not be written to by the next step."""
+        with torch.inference_mode():
+            getattr(self, name)(*arguments)
 
     # -- the model
 
@@ -432,6 +473,8 @@ class Programs:
                     parameter.data.mul_(0.5)
                 elif how == "exchange":
                     parameter.data = before * 0.5
+                elif how == "a row":
+                    parameter.view(-1)[:1] = 0.0
                 elif how != "load_state_dict":
                     parameter.copy_(before * 0.75)
                 if how == "there and back":
@@ -456,6 +499,9 @@ class Programs:
             assert "Assign instead" in str(refused)
             return
         self.loop.state(self.twins[name])[key].zero_()
+
+    def load_own_state(self) -> None:
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     # -- reads
 
@@ -528,6 +574,12 @@ class Programs:
         if waits:
             self.wait_for_publication()
 
+    def fail_to_publish(self) -> None:
+        self.wait_for_publication()
+        self.receiver.fails = True
+        with pytest.raises(lightstep.WeightTransferError):
+            self.strategy.publish_weights(self.model, to=self.receiver)
+
     def wait_for_publication(self) -> None:
         if self.published is not None:
             self.strategy.wait_for_publication()
@@ -538,10 +590,14 @@ class Programs:
     # -- optimizers that come and go
 
     def save(self, how: str) -> None:
-        """``state``, ``checkpoint``, or ``meanwhile``: written while the program goes on."""
+        """``state``, ``checkpoint``, ``meanwhile``: written while the program goes on, or ``late``: when it is over."""
         path = Path(self.folder.name) / str(time.monotonic_ns())
         if how != "state":
-            self.strategy.save_checkpoint(path, self.model, self.optimizer, asynchronous=how == "meanwhile")
+            if how == "late":
+                finish_pending()
+                GO.clear()
+            asynchronous = how in ("meanwhile", "late")
+            self.strategy.save_checkpoint(path, self.model, self.optimizer, asynchronous=asynchronous)
         states = through_bytes((self.model.state_dict(), self.optimizer.state_dict())) if how == "state" else None
         masters = {n: self.master(twin).clone() for n, twin in self.twins.items() if twin in self.loop.masters}
         state = {n: self.loop.state(twin) for n, twin in self.twins.items() if twin in self.loop.masters}
@@ -552,6 +608,7 @@ class Programs:
 
     def load(self, kind: str | None, new_model: bool, model_first: bool, moments: str) -> None:
         """What was saved last, into the optimizer (None) or a new one of some kind, of this model or a new one."""
+        GO.set()
         if self.saved is None:
             return
         path, states, late, masters, (weights, state, groups, scale, averages) = self.saved
@@ -576,6 +633,7 @@ class Programs:
             loads = [(self.model, states[0]), (self.optimizer, states[1])]
             for target, values in loads if model_first else reversed(loads):
                 target.load_state_dict(values)
+                self.optimizer.state_dict()  # reading does not take the old weights for an edit
         sums = {} if states is None else self.loop.sums  # load_checkpoint drops gradients
         self.twin.load_state_dict(weights)
         self.make_loop(masters)
@@ -680,7 +738,7 @@ OPERATIONS: dict[str, list[st.SearchStrategy[Any]]] = {
     "freeze": [st.sampled_from(LAYERS), flags],
     "add_group": [],
     "edit": [
-        st.sampled_from(["data", "copy_", "exchange", "load_state_dict", "there and back"]),
+        st.sampled_from(["data", "copy_", "exchange", "load_state_dict", "there and back", "a row"]),
         st.integers(-1, len(NAMES) - 1),
     ],
     "edit_state": [st.integers(0, len(NAMES) - 1), flags, st.integers(0, 1)],
@@ -731,9 +789,11 @@ def run(calls: list[tuple[Any, ...]], at_once: int, one_pass: bool, **settings: 
                 break
             except BaseException as error:
                 error.add_note(f"in call {number}: {name}{tuple(arguments)}")
+                GO.set()
                 with contextlib.suppress(Exception):
                     finish_pending()
                 raise
+        GO.set()
         finish_pending()
 
 

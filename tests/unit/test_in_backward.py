@@ -94,6 +94,11 @@ def test_hyperparameters_that_change_after_backward_are_refused() -> None:
         with pytest.raises(RuntimeError, match="lr of a parameter group changed"):
             tested.optimizer.step()
         group["lr"].mul_(2)
+        other = tested.optimizer.param_groups[1]["params"]
+        other.insert(0, group["params"].pop())
+        with pytest.raises(RuntimeError, match="params of a parameter group changed"):
+            tested.optimizer.step()
+        group["params"].append(other.pop(0))
 
     for training in (expected, tested):
         training.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)

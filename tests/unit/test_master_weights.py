@@ -14,58 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import lightstep
-from tests.covering import every_value
-from tests.reference.pair import BACKENDS, EVERY_TIME, TWO_GROUPS, Pair, same, scale_for
-
-LOW = ["bfloat16", "float16"]
-
-
-def build(parameters: str, backend: str, name: str = "AdamW") -> Pair:
-    return Pair(
-        *TWO_GROUPS[name],
-        parameters=parameters,
-        backend=backend,
-        micro_batches=2,
-        max_norm=0.35,
-        late_from=3,
-        **scale_for(parameters),
-    )
-
-
-@every_value(parameters=LOW, backend=BACKENDS)
-def test_one_edited_row_is_never_reverted(parameters: str, backend: str) -> None:
-    """A row is zeroed, as for a padding token; a step with zero gradient and no decay leaves it exactly there."""
-    pair = build(parameters, backend, "SGD-momentum")
-    for group in pair.optimizer.param_groups:
-        group.update(weight_decay=0.0, momentum=0.0, nesterov=False)
-    pair.optimizer.backward(pair.model.embed.weight.float().square().sum())
-    pair.optimizer.step()
-    with torch.no_grad():
-        pair.model.embed.weight[3] = 0.0
-    edited = pair.model.embed.weight.detach().clone()
-    for _ in range(3):
-        pair.model.embed.weight.grad = torch.zeros_like(pair.model.embed.weight)
-        pair.optimizer.step()
-    assert torch.equal(pair.model.embed.weight, edited)
-
-
-@every_value(parameters=LOW, backend=BACKENDS)
-def test_refresh_rebuilds_every_master_from_the_model(parameters: str, backend: str) -> None:
-    pair = build(parameters, backend)
-    pair.train(5)
-    rounded = 0
-    for _, tested, expected in pair.named():
-        if not tested.requires_grad or not pair.reference.state(expected):
-            continue
-        rounded += int(not torch.equal(pair.optimizer.state[tested]["master"].to(tested.device), tested.float()))
-        pair.reference.adopt(expected)
-    assert rounded >= 5, "the masters held digits that the weights do not"
-    pair.optimizer.refresh_master_weights()
-    for name, tested, expected in pair.named():
-        if pair.reference.state(expected):
-            same(name, pair.optimizer.state[tested]["master"], tested.detach().float())
-    pair.train(5)
-
+from tests.reference.pair import EVERY_TIME
 
 # -- before the first update a master is what the user gave
 

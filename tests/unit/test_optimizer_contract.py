@@ -311,28 +311,6 @@ def test_a_copy_goes_on_bitwise_and_alone(
         assert torch.equal(tested, expected)
 
 
-@every_value(parameters=["bfloat16", "float32"], backend=BACKENDS)
-def test_a_closure_is_called_once_with_gradients_on(parameters: str, backend: str) -> None:
-    pair = build(parameters, backend, micro_batches=1)
-    calls = []
-
-    def closure() -> torch.Tensor:
-        calls.append(torch.is_grad_enabled())
-        pair.optimizer.zero_grad()
-        loss = loss_of(pair.model, pair.steps)
-        pair.optimizer.backward(loss)
-        return loss
-
-    for pair.steps in range(3):
-        with torch.no_grad():
-            result = pair.optimizer.step(closure)
-        pair.reference.backward(loss_of(pair.reference_model, pair.steps))
-        assert bool(result) is pair.reference.step(result.grad_norm.cpu())
-        assert all(p.grad is None for p in pair.model.parameters())
-        pair.check()
-    assert calls == [True] * 3
-
-
 @backends
 def test_a_closure_with_fp16_scaling_is_refused_and_nothing_lost(backend: str) -> None:
     pair = build("float16", backend, micro_batches=1)

@@ -14,9 +14,30 @@ import torch
 from tests.covering import every_pair
 from tests.unit.test_fuzz import LOOPS, MOMENTS, run
 
-KINDS = ["stream, overlap", "on the host, next_forward", "stream, in_backward"]
+KINDS = ["stream, overlap", "stream, in_backward", "resident", "bulk"]
+ON_THE_HOST = ["on the host, next_forward", "on the host, overlap"]
 TRAIN, STEP = ("train", 1), ("step", False)
 BACKWARD = ("backward", 1, True, None)
+PUBLISH = ("publish", True)
+LATE = [TRAIN, TRAIN, ("save", "late")]
+"""The writer begins when the program is over; what it has written is loaded, and is of this moment."""
+
+WHILE_PUBLISHING: dict[str, list[tuple[Any, ...]]] = {
+    "edits": [("edit", "copy_", 3)],
+    "edits of a row": [("edit", "a row", 5)],
+    "edits of data": [("edit", "data", 2)],
+    "exchanged weights": [("edit", "exchange", 3)],
+    "loaded weights": [("edit", "load_state_dict", -1)],
+    "a loaded checkpoint": [("load", None, False, True, "float32")],
+    "a step that is skipped": [("backward", 1, True, "inf"), STEP],
+    "a step that is clipped": [("clip", 1e-4), TRAIN, ("clip", 0.05)],
+    "an evaluation before the step": [BACKWARD, ("read", "evaluate"), STEP],
+    "a set amid a step": [BACKWARD, PUBLISH, STEP],
+    "a receiver that fails": [TRAIN, ("fail_to_publish",)],
+    "a layer that is frozen": [("freeze", "mix", True)],
+    "released memory": [("memory", "release_device_memory")],
+}
+"""What may come between sets of weights, of which a receiver takes what has changed."""
 
 
 def move(kind: str, how: str, new_model: bool = True, moments: str = "float32") -> tuple[Any, ...]:
@@ -34,10 +55,26 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     "an error in backward": [TRAIN, ("fail", "mix.weight", True, True), TRAIN, ("fail", "gain", False, True), TRAIN],
     "a gradient that is refused in the step": [TRAIN, BACKWARD, ("fail_in_step",), TRAIN],
     "a closure": [TRAIN, ("closure", False), ("closure", True), TRAIN],
+    "gradients that are only computed": [
+        TRAIN, ("backward", 2, False, None), ("compute_gradients",), BACKWARD, STEP, ("compute_gradients",), TRAIN,
+    ],
+    "edits of what was added up": [
+        *(TRAIN, ("backward", 3, False, None), ("edit_gradient", "mix.weight", "scale")),
+        *(("backward", 1, False, None), ("edit_gradient", "embed.weight", "exchange"), BACKWARD, STEP, TRAIN),
+    ],
+    "the first steps have nothing to do": [
+        ("lr", 0, 0.0), ("lr", 1, 0.0), ("backward", 1, True, "zero"), STEP, TRAIN, ("lr", 0, 1e-3), ("train", 2),
+    ],
     # -- settings
-    "a schedule": [TRAIN, ("schedule",), TRAIN, ("schedule",), ("lr", 1, 3e-2), TRAIN],
+    "a schedule": [TRAIN, ("schedule",), TRAIN, ("schedule",), BACKWARD, ("lr", 1, 3e-2), ("step", True), TRAIN],
     "a group that is added": [TRAIN, ("edit", "exchange", 2), ("edit", "copy_", 5), ("add_group",), ("train", 2)],
     "a group that is added at first": [("add_group",), ("train", 2)],
+    "a group that is exchanged": [
+        TRAIN, ("exchange_group", 3e-2), ("train", 2), BACKWARD, ("exchange_group", 0.0), STEP,
+    ],
+    "a parameter that moves to the next group": [
+        ("train", 2), ("move_to_the_next_group",), TRAIN, BACKWARD, ("move_to_the_next_group",), STEP, TRAIN,
+    ],
     # -- layers that come and go
     "a layer that is thawed": [("freeze", "mix", True), TRAIN, TRAIN, ("freeze", "mix", False), ("train", 3), TRAIN],
     "thawed, by plain backwards": [
@@ -63,6 +100,14 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     "the weights that are there are loaded": [("train", 2), TRAIN, ("edit", "there and back", -1), ("train", 2), TRAIN],
     "an edit before a step that is skipped": [TRAIN, ("edit", "copy_", 2), ("backward", 1, True, "inf"), STEP, TRAIN],
     "edits before the first step": [("edit", "copy_", -1), TRAIN, ("edit", "there and back", 2), TRAIN, TRAIN],
+    **{
+        f"weights are edited after the norm was asked for, by {how}": [
+            ("train", 2), BACKWARD, ("ask_for_the_norm",), ("edit", how, -1), STEP, TRAIN,
+        ]
+        for how in ("copy_", "exchange")
+    },
+    "edits of a row": [("train", 2), ("edit", "a row", 2), TRAIN, ("edit", "a row", -1), ("train", 2)],
+    "masters begin again from the weights": [("train", 3), ("refresh",), ("train", 3)],
     # -- memory
     "released before the first step, between and twice": [
         ("memory", "release_device_memory"), TRAIN, ("memory", "release_device_memory"),
@@ -77,10 +122,42 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
         ("edit", "there and back", -1), ("edit_state", 5, True, 1), TRAIN,
         ("read", "optimizer.state_dict"), TRAIN, ("read", "evaluate"), TRAIN,
     ],
+    **{
+        f"while evaluating: {name}": [
+            ("train", 2), ("evaluating", name, *given), TRAIN, TRAIN, ("evaluating", name, *given), TRAIN,
+        ]
+        for name, *given in (
+            ("memory", "release_device_memory"), ("memory", "1"), ("read", "optimizer.state_dict"), ("load_own_state",),
+            ("refresh",),
+        )
+    },
+    # -- weights that are published, and checkpoints that are written meanwhile
+    **{
+        f"published around {name}": [
+            TRAIN, ("save", "checkpoint"), PUBLISH, TRAIN, PUBLISH, *calls, PUBLISH, TRAIN, PUBLISH, *calls, TRAIN,
+            PUBLISH,
+        ]
+        for name, calls in WHILE_PUBLISHING.items()
+    },
+    "edited and saved late": [TRAIN, TRAIN, ("edit", "exchange", -1), ("save", "late"), TRAIN],
+    "edited in part and saved late": [
+        TRAIN, TRAIN, ("edit", "copy_", 2), ("edit_state", 3, False, 0), ("save", "late"), TRAIN,
+    ],
+    "written late, beside edits": [*LATE, ("edit", "copy_", -1), ("refresh",), TRAIN, ("edit", "data", -1), TRAIN],
+    "written late, beside edits of state": [*LATE, ("edit_state", 3, False, 0), ("edit_state", 5, True, 1), TRAIN],
+    "written late, beside state that is loaded": [*LATE, ("load_own_state",), TRAIN],
+    "written late, beside a group that is added": [*LATE, ("add_group",), TRAIN],
+    "written late, beside memory that comes and goes": [
+        *LATE, ("memory", "1"), TRAIN, ("memory", "0"), TRAIN, ("memory", "release_device_memory"), TRAIN,
+    ],
+    "written late, beside a copy": [*LATE, ("become_a_copy",), TRAIN],
     # -- optimizers that come and go
     "into other places": [
         TRAIN, TRAIN, move("stream in part, next_forward", "meanwhile"), TRAIN,
         move("stream, overlap", "checkpoint", new_model=False), TRAIN, move("bulk", "state"), TRAIN,
+    ],
+    "state is loaded before weights": [
+        ("train", 2), ("save", "state"), TRAIN, ("load", "stream, overlap", True, False, "float32"), ("train", 2),
     ],
     **{f"saved before the first step, as {how}": [move("stream, overlap", how), TRAIN, TRAIN]
        for how in ("state", "checkpoint")},
@@ -104,7 +181,7 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
 
 
 AXES: dict[str, Any] = {
-    "kind": KINDS,
+    "kind": [*KINDS, *ON_THE_HOST],
     "base": MOMENTS,
     "dtype": ["bfloat16", "float16", "float32"],
     "one_pass": [False, True],
@@ -113,12 +190,10 @@ AXES: dict[str, Any] = {
     "rounded": [False, True],
 }
 SETTINGS = [dict(zip(AXES, case, strict=True)) for case in every_pair(**AXES).args[1]]
-"""Every two values of two axes meet in one of them. Each program has two, and each of them several programs."""
-CASES = [
-    (program, SETTINGS[(2 * number + turn) % len(SETTINGS)])
-    for number, program in enumerate(PROGRAMS)
-    for turn in (0, 1)
-]
+"""Every two values of two axes meet in one of them."""
+PLACES = [[own for own in SETTINGS if own["kind"] in kinds] for kinds in (KINDS, ON_THE_HOST)]
+CASES = [(program, own[7 * number % len(own)]) for number, program in enumerate(PROGRAMS) for own in PLACES]
+"""Each program runs once with weights on the device, and once with weights on the host."""
 
 
 @pytest.mark.parametrize(("program", "settings"), CASES, ids=[f"{name}-{own['kind']}" for name, own in CASES])

@@ -5,7 +5,6 @@ Each is held against a synchronous save of the same moment, and the run against 
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import threading
@@ -17,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.background import finish_pending
@@ -188,31 +187,6 @@ def test_state_on_the_device_and_in_bulk_is_that_of_the_moment_too(
     assert_same(tested.snapshot(), undisturbed(update == "in_backward", parameters))
 
 
-def load_own_state(training: Training) -> None:
-    training.optimizer.load_state_dict(training.optimizer.state_dict())
-    training.train(1)
-
-
-def edit_state(training: Training) -> None:
-    for parameter in training.model.parameters():
-        if parameter in training.optimizer.state:
-            training.optimizer.state[parameter]["exp_avg"] = torch.ones_like(parameter, dtype=torch.float32)
-
-
-def edit_weights(training: Training) -> None:
-    with torch.no_grad():
-        for parameter in training.model.parameters():
-            parameter.mul_(2)
-    training.optimizer.refresh_master_weights()
-
-
-def add_a_group(training: Training) -> None:
-    new = nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
-    training.optimizer.add_param_group({"params": [new]})
-    training.optimizer.backward(new.float().sum())
-    training.optimizer.step()
-
-
 def forget_some(training: Training) -> None:
     group = training.optimizer.param_groups[0]
     group["params"] = group["params"][:1]
@@ -220,30 +194,8 @@ def forget_some(training: Training) -> None:
     training.optimizer.step()
 
 
-def copy_it(training: Training) -> None:
-    copied = copy.deepcopy(training.optimizer)
-    for group in copied.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.ones_like(parameter)
-    copied.step()
-    training.train(1)
-
-
 def to_float(training: Training) -> None:
     training.model.float()
-    training.train(1)
-
-
-def all_resident(training: Training) -> None:
-    training.optimizer.set_residency(1.0)
-    training.train(1)
-    training.optimizer.set_residency(0.0)
-    training.train(1)
-
-
-def write_into_state(training: Training) -> None:
-    for entries in training.optimizer.state.values():
-        entries["exp_avg"].view(-1).add_(1)
     training.train(1)
 
 
@@ -251,83 +203,43 @@ def drop(training: Training) -> None:
     training.optimizer = training.model = None  # type: ignore[assignment]
 
 
+def write_into_what_was_read(training: Training) -> None:
+    for view in training.held:  # type: ignore[attr-defined]
+        view.zero_()
+    training.train(1)
+
+
 EVENTS: list[Callable[[Training], Any]] = [
-    load_own_state,
-    edit_state,
-    edit_weights,
-    add_a_group,
     forget_some,
-    copy_it,
     to_float,
-    all_resident,
-    write_into_state,
     drop,
+    write_into_what_was_read,
     lambda training: (training.train(1), training.optimizer.close()),
-    lambda training: (training.train(1), training.optimizer.release_device_memory(), training.train(1)),
     lambda training: [p.data.zero_() for p in training.model.parameters()],
 ]
+"""What else may be done is a program of ``test_programs.py``."""
 
 
 @pytest.mark.parametrize(
     ("event", "backend"),
-    [
-        (number, "stream" if event is all_resident else ["stream", *OTHERS][number % 3])
-        for number, event in enumerate(EVENTS)
-    ],
+    [(event, ["resident", "bulk", "stream"][number % 3]) for number, event in enumerate([*EVENTS, *EVENTS[:3]], 1)],
 )
-def test_whatever_is_done_to_the_run_meanwhile(tmp_path: Path, reader: Reader, backend: str, event: int) -> None:
+def test_whatever_is_done_to_the_run_meanwhile(
+    tmp_path: Path, reader: Reader, backend: str, event: Callable[[Training], Any]
+) -> None:
     state = OTHERS.get(backend, {**STREAM, "update": "next_forward", "resident_gib": 3000 / GIB})
     training = Training(state)
     training.train(2)
     if backend == "resident":
         hold_copies(training)
+    if event is write_into_what_was_read:
+        entries = (training.optimizer.state[parameter] for parameter in training.optimizer.state)
+        training.held = [one["exp_avg_sq"].view(-1) for one in entries]  # type: ignore[attr-defined]
     pending = ask_twice(training, tmp_path)
-    EVENTS[event](training)
+    event(training)
     reader.go.set()
     pending.result(PATIENCE)
     assert reader.taken
-    check_saved(tmp_path)
-
-
-def exchange_storage(training: Training) -> None:
-    for parameter in training.model.parameters():
-        parameter.data = parameter.data * 2
-
-
-def load_other_state(training: Training) -> None:
-    state = training.optimizer.state_dict()
-    for entries in state["state"].values():
-        entries["master"] += 1
-    training.optimizer.load_state_dict(state)
-
-
-def edit_one_weight(training: Training) -> None:
-    """Its master follows."""
-    with torch.no_grad():
-        next(training.model.parameters()).mul_(3)
-
-
-def hand_state_out(training: Training) -> None:
-    """Somebody holds views of it, and writes to them in :func:`test_what_was_edited_before_is_saved_as_ever`."""
-    entries = (training.optimizer.state[parameter] for parameter in training.optimizer.state)
-    training.held = [one["exp_avg_sq"].view(-1) for one in entries]  # type: ignore[attr-defined]
-
-
-@every_value(
-    edit=[edit_state, exchange_storage, load_other_state, edit_one_weight, hand_state_out], backend=["stream", *OTHERS]
-)
-def test_what_was_edited_before_is_saved_as_ever(
-    tmp_path: Path, reader: Reader, backend: str, edit: Callable[[Training], Any]
-) -> None:
-    training = Training(OTHERS.get(backend, {**STREAM, "update": "next_forward"}))
-    training.train(2)
-    edit(training)
-    pending = ask_twice(training, tmp_path)
-    for view in getattr(training, "held", ()) if backend != "stream" else ():
-        view.zero_()
-    training.train(2)
-    reader.go.set()
-    pending.result(PATIENCE)
     check_saved(tmp_path)
 
 
