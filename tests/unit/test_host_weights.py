@@ -26,7 +26,6 @@ from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.overlap import SpeculativeUpdates
 from lightstep.precision.split import Splitter
 from lightstep.sharding.prepared_model import PreparedModel
-from lightstep.sharding.weight_average import WeightAverage
 from lightstep.state.host_fields import KeptWeights
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.host_weights import HostWeights, WeightGroup
@@ -35,12 +34,12 @@ from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.patience import PATIENCE
 from tests.reference.pair import TWO_GROUPS, Pair
 from tests.reference.tiny_model import TinyModel
+from tests.unit import test_homes_and_times as homes_and_times
 from tests.unit.test_exactness import ChannelsLast, Transposed
-from tests.unit.test_homes_and_times import HOMES, LIMITS
+from tests.unit.test_homes_and_times import LIMITS, TIMES
 from tests.unit.test_next_forward import Training, assert_same
 
-TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
-
+__all__ = ["TIMES"]
 
 pytestmark = pytest.mark.usefixtures("small_units")
 
@@ -54,10 +53,7 @@ def make(
     kind: type[Training] = Training,
     **more: Any,
 ) -> Training:
-    clipping = {"max_norm": LIMITS[limit], "scope": "unit"} if time == "in_backward" else {"max_norm": LIMITS[limit]}
-    scale = {"kind": "constant", "scale": 64.0} if time == "in_backward" and parameters == "float16" else None
-    state = {**HOMES[home], "update": time}
-    return kind(state, parameters, clipping=clipping, loss_scale=scale, weights=weights, **more)
+    return homes_and_times.make(home, time, limit, parameters, kind, weights=weights, **more)
 
 
 def clean(snapshot: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -157,13 +153,18 @@ def test_an_update_does_not_make_the_copy_on_the_device_out_of_date() -> None:
     assert on_device() == [2.0] * 4
 
 
-def test_a_copy_that_begins_while_another_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = HostWeights(torch.device("cpu"), 1 << 20)
-    group = WeightGroup(weights, [nn.Parameter(torch.zeros(4))], "a layer")
-    field = group.weights
+def slow_copy() -> tuple[HostWeights, Any]:
+    """A field of weights on its way to the host, and what owns it."""
+    weights = HostWeights(torch.device("cpu"), 2**20)
+    group = WeightGroup(weights, [nn.Parameter(torch.zeros(4))], "weights")
     weights.lanes.delay = lambda lane: sleep(0.05)
-    weights.hold(field, group)
-    field.take_back()
+    weights.hold(group.weights, group)
+    group.weights.take_back()
+    return weights, group.weights
+
+
+def test_a_copy_that_begins_while_another_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    _weights, field = slow_copy()
     wait = type(field.returned).synchronize
 
     def wait_and_begin_another(event: Any) -> None:
@@ -175,16 +176,6 @@ def test_a_copy_that_begins_while_another_one_is_waited_for(monkeypatch: pytest.
         field.settle()
     field.settle()
     assert field.returned.completed == field.returned.recorded
-
-
-def slow_copy() -> tuple[HostWeights, Any]:
-    """A field of weights on its way to the host, and what owns it."""
-    weights = HostWeights(torch.device("cpu"), 2**20)
-    group = WeightGroup(weights, [nn.Parameter(torch.zeros(4))], "weights")
-    weights.lanes.delay = lambda lane: sleep(0.1)
-    weights.hold(group.weights, group)
-    group.weights.take_back()
-    return weights, group.weights
 
 
 def test_a_second_reader_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,22 +286,6 @@ def test_two_optimizers_keep_weights_of_one_block(monkeypatch: pytest.MonkeyPatc
     assert_same(finals[1], finals[0])
 
 
-def test_what_stayed_for_the_step_is_added_to_the_next_micro_batch() -> None:
-    """Nobody has said that another one follows. Its forward takes the first gradient to the host."""
-    expected = make("resident", "at_step", "not clipped", "bfloat16")
-    tested = make("stream", "overlap", "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0})
-    expected.train(3), tested.train(3)
-    tested.delays(3)
-    for count in (1, 2, 1, 1, 1, 3):
-        for run in (expected, tested):
-            for _ in range(count):
-                run.optimizer.backward(run.loss())
-            run.optimizer.step()
-            run.steps += 1
-    assert_same(tested.snapshot(), expected.snapshot())
-    tested.optimizer.close()
-
-
 def test_what_the_model_waits_is_measured_in_each_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device alone: on the CPU time says nothing about a link."""
     run = make("stream", "overlap", "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0})
@@ -342,29 +317,143 @@ def test_a_write_between_backward_and_step_that_nobody_counts() -> None:
     run.optimizer.close()
 
 
-@pytest.mark.parametrize("time", ["overlap", "in_backward"])
-def test_parameters_that_change_their_memory_while_they_are_updated(time: str, monkeypatch: pytest.MonkeyPatch) -> None:
+# ---- one thing at a time, beside a run with weights on the device
+
+
+def what_stayed_for_the_step_is_added_to_the_next_micro_batch(run: Training) -> Any:
+    """Nobody has said that another one follows. Its forward takes the first gradient to the host."""
+    run.train(3)
+    run.delays(3)
+    for count in (1, 2, 1, 1, 1, 3):
+        for _ in range(count):
+            run.optimizer.backward(run.loss())
+        run.optimizer.step()
+        run.steps += 1
+
+
+def what_is_written_to_data_between_two_evaluations_counts(run: Training) -> Any:
+    """By somebody who holds the parameter: no read through the model says that it may be written to."""
+    head = run.model.head.weight
+    run.train(2)
+    with torch.no_grad():
+        before = run.loss(5).item()
+        head.data.mul_(0.5)
+        after = run.loss(5).item()
+    run.optimizer.refresh_master_weights()
+    assert before != after
+    return before, after
+
+
+def a_refresh_brings_what_was_written_to_data(run: Training) -> Any:
+    """Weights that have just been updated are on the device already, and are out of date there. Others are still on
+    their way to the host, where masters are made of them."""
+    run.train(1)
+    run.delays(7, 0.02 if run.optimizer._backend.name == "resident" else 1e-3)
+    run.train(1)
+    for block in run.model.blocks:
+        block.up.weight.data.mul_(0.5)
+    run.optimizer.refresh_master_weights()
+    run.delays(0, 0.0)
+    return run.train(2)
+
+
+def masters_that_are_loaded_into_fp32_weights_stay(run: Training) -> Any:
+    """The weights of the last step are still on their way to where the masters are written."""
+    source = make("resident", "at_step", "clipped", "bfloat16", make=WIDE)
+    source.train(2)
+    run.train(1)
+    run.delays(3, 0.02)
+    run.train(1)
+    run.optimizer.load_state_dict(source.optimizer.state_dict())
+    run.delays(0, 0.0)
+    return run.train(2)
+
+
+def a_write_while_other_weights_of_the_block_are_updated(run: Training) -> Any:
+    losses = run.train(1)
+    run.delays(0)
+    for step in range(3):
+        with torch.no_grad():
+            run.model.blocks[step].up.weight.mul_(0.5)
+        losses += run.train(1)
+    return losses
+
+
+def what_is_assigned_to_data_between_forward_and_backward_counts(run: Training) -> Any:
+    head = run.model.head.weight
+    run.train(1)
+    run.loss()
+    head.data = torch.full_like(head, 0.5)
+    return run.train(2)
+
+
+def a_held_parameter_is_written_to_after_the_step(run: Training) -> Any:
+    """Its update would otherwise be on its way to it still."""
+    held, losses = list(run.model.parameters()), run.train(1)
+    run.delays(3, 2e-2)
+    for _ in range(3):
+        losses += run.train(1)
+        losses.append([parameter.detach().float().sum().item() for parameter in held])
+        with torch.no_grad():
+            for parameter in held:
+                parameter.mul_(0.5)
+    return losses
+
+
+def parameters_that_change_their_memory_while_they_are_updated(run: Training) -> Any:
     """Blocks have several units: some are updated before the block has left backward."""
-    wide = partial(TinyTransformer, width=16)
-    expected = make("resident", time if time == "in_backward" else "at_step", "not clipped", "bfloat16", make=wide)
-    losses, chance, put = expected.train(3), random.Random(0), WeightGroup._put
+    chance, put = random.Random(0), WeightGroup._put
 
     def put_slowly(group: WeightGroup, number: int, tensor: Tensor) -> None:
         sleep(chance.random() * 1e-3)
         put(group, number, tensor)
 
-    monkeypatch.setattr(WeightGroup, "_put", put_slowly)
-    tested = make("stream", time, "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0}, make=wide)
-    assert tested.train(3) == losses
-    assert_same(tested.snapshot(), expected.snapshot())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightGroup, "_put", put_slowly)
+        return run.train(3)
+
+
+WIDE = partial(TinyTransformer, width=16)
+STORIES: list[tuple[Callable[[Training], Any], str, str, str, str]] = [
+    (what_stayed_for_the_step_is_added_to_the_next_micro_batch, "stream", "overlap", "not clipped", "bfloat16"),
+    (what_is_written_to_data_between_two_evaluations_counts, "resident", "at_step", "clipped", "bfloat16"),
+    (a_refresh_brings_what_was_written_to_data, "resident", "next_forward", "clipped", "bfloat16"),
+    (a_refresh_brings_what_was_written_to_data, "stream", "overlap", "clipped", "float32"),
+    (masters_that_are_loaded_into_fp32_weights_stay, "resident", "at_step", "clipped", "float32"),
+    (a_write_while_other_weights_of_the_block_are_updated, "stream", "overlap", "clipped", "bfloat16"),
+    (what_is_assigned_to_data_between_forward_and_backward_counts, "resident", "at_step", "clipped", "bfloat16"),
+    (a_held_parameter_is_written_to_after_the_step, "resident", "at_step", "not clipped", "bfloat16"),
+    (
+        a_held_parameter_is_written_to_after_the_step,
+        "resident",
+        "in_backward",
+        "not clipped",
+        "bfloat16",
+    ),
+    (parameters_that_change_their_memory_while_they_are_updated, "stream", "overlap", "not clipped", "bfloat16"),
+    (parameters_that_change_their_memory_while_they_are_updated, "stream", "in_backward", "not clipped", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("story", "home", "time", "limit", "parameters"),
+    STORIES,
+    ids=[f"{story[0].__name__}-{story[2]}" for story in STORIES],
+)
+def test_beside_weights_on_the_device(
+    story: Callable[[Training], Any], home: str, time: str, limit: str, parameters: str
+) -> None:
+    found = []
+    for weights in (None, {"placement": "host", "device_mib": 64.0}):
+        own = (home, time) if weights else ("resident", time if time == "in_backward" else "at_step")
+        run = make(*own, limit, parameters, weights, make=WIDE)
+        found.append((story(run), clean(run.snapshot())))
+        run.optimizer.close()
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
 
 
 # ---- what users do between the lines of a training loop
-
-
-def read_weights(run: Training, folder: Path) -> None:
-    weights = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
-    assert all(torch.equal(weights[name], value) for name, value in run.model.state_dict().items() if name in weights)
 
 
 def evaluate(run: Training, folder: Path) -> None:
@@ -384,37 +473,9 @@ def write_in_place(run: Training, folder: Path) -> None:
             parameter.mul_(0.5)
 
 
-def replace_data(run: Training, folder: Path) -> None:
-    weight = run.model.blocks[0].up.weight
-    weight.data = weight.data * 0.5
-
-
-def write_data_and_say_so(run: Training, folder: Path) -> None:
-    run.optimizer.synchronize()
-    run.model.head.weight.data.mul_(0.5)
-    run.optimizer.refresh_master_weights()
-
-
-def write_data_that_the_model_shows(run: Training, folder: Path) -> None:
-    for block in run.model.blocks:
-        block.up.weight.data.mul_(0.5)
-    run.optimizer.refresh_master_weights()
-
-
 def load_own_weights(run: Training, folder: Path) -> None:
     state = {name: value.clone() * 0.5 for name, value in run.model.state_dict().items()}
     run.model.load_state_dict(state)
-
-
-def read_state(run: Training, folder: Path) -> None:
-    assert run.optimizer.state_dict()["state"]
-
-
-def save_and_load(run: Training, folder: Path) -> None:
-    run.strategy.save_checkpoint(folder / "a", run.model, run.optimizer)
-    run.train(1)
-    run.steps -= 1
-    run.strategy.load_checkpoint(folder / "a", run.model, run.optimizer)
 
 
 def change_gradients(run: Training, folder: Path) -> None:
@@ -426,27 +487,9 @@ def change_gradients(run: Training, folder: Path) -> None:
     run.optimizer.step()
 
 
-def save_meanwhile(run: Training, folder: Path) -> None:
-    saved = run.strategy.save_checkpoint(folder / "b", run.model, run.optimizer, asynchronous=True)
-    run.train(1)
-    run.steps -= 1
-    saved.result(PATIENCE)
-    run.strategy.load_checkpoint(folder / "b", run.model, run.optimizer)
-
-
-def release_memory(run: Training, folder: Path) -> None:
-    run.optimizer.release_device_memory()
-
-
 def drop_gradients(run: Training, folder: Path) -> None:
     run.optimizer.backward(run.loss(5))
     run.optimizer.zero_grad()
-
-
-def plain_backwards(run: Training, folder: Path) -> None:
-    for micro in range(3):
-        run.loss(micro).backward()
-    run.optimizer.step()
 
 
 def zero_gradients(run: Training, folder: Path) -> None:
@@ -483,12 +526,6 @@ def zero_gradients_of_modules(run: Training, folder: Path) -> None:
     run.optimizer.step()
 
 
-def measure_the_norm(run: Training, folder: Path) -> None:
-    run.optimizer.backward(run.loss(4))
-    norm = run.optimizer.grad_norm()
-    assert torch.equal(norm, run.optimizer.step().grad_norm)
-
-
 def two_forwards(run: Training, folder: Path) -> None:
     run.optimizer.backward(run.loss(4) + run.loss(5))
     run.optimizer.step()
@@ -516,17 +553,6 @@ def fail(run: Training, folder: Path, errors: Sequence[type[BaseException]] = (V
             run.model.zero_grad()
 
 
-def average_weights(run: Training, folder: Path) -> None:
-    average = WeightAverage(run.model, 0.5)
-    run.train(1)
-    average.update()
-    with average.applied():
-        evaluate(run, folder)
-        averaged = {name: value.clone() for name, value in run.model.state_dict().items()}
-    evaluate(run, folder)
-    run.model.load_state_dict(averaged)
-
-
 def interrupt_and_save(run: Training, folder: Path) -> None:
     def raising(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -550,13 +576,6 @@ def freeze(run: Training, folder: Path) -> None:
     run.model.blocks[1].requires_grad_(True)
 
 
-def change_the_rate(run: Training, folder: Path) -> None:
-    run.optimizer.backward(run.loss(4))
-    for group in run.optimizer.param_groups:
-        group["lr"] *= 0.5
-    run.optimizer.step()
-
-
 class OwnHead(TinyTransformer):
     """It takes the weights of two modules, and does not call these."""
 
@@ -567,6 +586,27 @@ class OwnHead(TinyTransformer):
         return nn.functional.linear(hidden, self.head.weight)
 
 
+class LikeLigers(torch.autograd.Function):
+    """Liger's fused loss, without its kernels: both gradients are computed in forward, and scaled in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        loss, by_states, by_weight = states.new_zeros((), dtype=torch.float32), [], torch.zeros_like(weight)
+        for part, own in zip(states.split(5), targets.split(5), strict=True):
+            logits = (part @ weight.t()).float()
+            loss += nn.functional.cross_entropy(logits, own, reduction="sum")
+            change = (logits.softmax(-1) - nn.functional.one_hot(own, logits.shape[1])).to(weight.dtype)
+            by_states.append(change @ weight)
+            by_weight += change.t() @ part
+        ctx.save_for_backward(torch.cat(by_states), by_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        by_states, by_weight = ctx.saved_tensors
+        return (by_states * given[0]).to(by_states.dtype), (by_weight * given[0]).to(by_weight.dtype), None
+
+
 class FusedLoss(TinyTransformer):
     """The loss takes the head's weight and computes its gradient in forward; nobody calls the head."""
 
@@ -574,9 +614,7 @@ class FusedLoss(TinyTransformer):
         hidden = self.frozen(self.embed(tokens)) * self.gain
         for block in self.blocks:
             hidden = block(hidden)
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=5)
-        rows = hidden.flatten(0, 1)
-        return nn.functional.linear_cross_entropy(rows, self.head.weight, targets, options=options).float()
+        return LikeLigers.apply(hidden.flatten(0, 1), self.head.weight, targets) / len(targets)
 
 
 class FusedTraining(Training):
@@ -600,9 +638,9 @@ class WrittenInForward(TinyTransformer):
 FORWARDS: dict[str, tuple[type[TinyTransformer], type[Training]]] = {
     "reads": (OwnHead, Training),
     "writes": (WrittenInForward, Training),
-    **({"fuses": (FusedLoss, FusedTraining)} if hasattr(nn, "LinearCrossEntropyOptions") else {}),
+    "fuses": (FusedLoss, FusedTraining),
 }
-"""What a forward does with weights by itself; torch has the fused loss from 2.13 on."""
+"""What a forward does with weights by itself."""
 
 
 def around_two_forwards(run: Training, slows: bool = False) -> tuple[list[list[float]], dict[str, Tensor]]:
@@ -640,11 +678,11 @@ def test_a_forward_that_uses_weights_by_itself(
 
 
 ACTIONS: list[Callable[[Training, Path], None]] = [
-    *(read_weights, evaluate, forward_without_backward, write_in_place, replace_data, write_data_and_say_so),
-    *(load_own_weights, read_state, save_and_load, save_meanwhile, release_memory, drop_gradients, plain_backwards),
-    *(zero_gradients, set_gradients_before, measure_the_norm, two_forwards, regularise, fail, freeze),
-    *(change_the_rate, average_weights, interrupt_and_save, change_gradients, zero_gradients_of_modules),
+    *(evaluate, forward_without_backward, write_in_place, load_own_weights, drop_gradients, zero_gradients),
+    *(set_gradients_before, two_forwards, regularise, fail, freeze, interrupt_and_save, change_gradients),
+    zero_gradients_of_modules,
 ]
+"""More of what users do are programs of ``test_programs.py``."""
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -687,80 +725,6 @@ def test_weights_are_read_on_the_host_between_forward_and_backward() -> None:
         assert item is None or parameter.data_ptr() == item.home.on_host.data_ptr()
     run.optimizer.backward(loss)
     run.optimizer.step()
-
-
-def test_what_is_written_to_data_between_two_evaluations_counts() -> None:
-    """By somebody who holds the parameter: no read through the model says that it may be written to."""
-    losses = []
-    for weights in (None, {"placement": "host", "device_mib": 64.0}):
-        run = make("resident", "at_step", "clipped", "bfloat16", weights)
-        head = run.model.head.weight
-        run.train(2)
-        with torch.no_grad():
-            losses.append([run.loss(5).item()])
-            head.data.mul_(0.5)
-            losses[-1].append(run.loss(5).item())
-    assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
-
-
-@pytest.mark.parametrize(
-    ("home", "time", "parameters"),
-    [
-        ("resident", "next_forward", "bfloat16"),
-        ("stream", "overlap", "float32"),
-    ],
-)
-def test_a_refresh_brings_what_was_written_to_data(home: str, time: str, parameters: str, tmp_path: Path) -> None:
-    """Weights that have just been updated are on the device already, and are out of date there. Others are still on
-    their way to the host, where masters are made of them."""
-    found = []
-    for own in (("resident", "at_step", None), (home, time, {"placement": "host", "device_mib": 64.0})):
-        run = make(own[0], own[1], "clipped", parameters, own[2])
-        run.train(1)
-        slowest = 0.02 if home == "resident" else 1e-3
-        run.delays(zlib.crc32(f"{home} {time} {parameters}".encode()), slowest)
-        run.train(1)
-        write_data_that_the_model_shows(run, tmp_path)
-        run.delays(0, 0.0)
-        found.append((run.train(2), clean(run.snapshot())))
-        run.optimizer.close()
-    assert found[0][0] == found[1][0]
-    assert_same(found[1][1], found[0][1])
-
-
-def test_masters_that_are_loaded_into_fp32_weights_stay() -> None:
-    """The weights of the last step are still on their way to where the masters are written."""
-    source = make("resident", "at_step", "clipped", "bfloat16")
-    source.train(2)
-    found = []
-    for weights in (None, {"placement": "host", "device_mib": 64.0}):
-        run = make("resident", "at_step", "clipped", "float32", weights)
-        run.train(1)
-        run.delays(3, 0.02)
-        run.train(1)
-        run.optimizer.load_state_dict(source.optimizer.state_dict())
-        run.delays(0, 0.0)
-        found.append((run.train(2), clean(run.snapshot())))
-        run.optimizer.close()
-    assert found[0][0] == found[1][0]
-    assert_same(found[1][1], found[0][1])
-
-
-def test_a_write_while_other_weights_of_the_block_are_updated() -> None:
-    losses, snapshots = [], []
-    for weights in (None, {"placement": "host", "device_mib": 64.0}):
-        home, when = ("stream", "overlap") if weights else ("resident", "at_step")
-        run = make(home, when, "clipped", "bfloat16", weights, make=partial(TinyTransformer, width=16))
-        run.train(1)
-        if weights:
-            run.delays(0)
-        for step in range(3):
-            with torch.no_grad():
-                run.model.blocks[step].up.weight.mul_(0.5)
-            losses.append(run.train(1))
-        snapshots.append(run.snapshot())
-    assert losses[:3] == losses[3:]
-    assert_same(*snapshots)
 
 
 class Doubled(nn.Module):
@@ -978,41 +942,6 @@ def test_weights_that_are_swapped_out_are_not_overwritten(holds: str) -> None:
     weight.data = torch.zeros_like(weight)
     run.loss()
     assert not run.model.head.weight.any()
-
-
-def test_what_is_assigned_to_data_between_forward_and_backward_counts() -> None:
-    losses = []
-    for weights in (None, {"placement": "host", "device_mib": 64.0}):
-        run = make("resident", "at_step", "clipped", "bfloat16", weights)
-        head = run.model.head.weight
-        run.train(1)
-        run.loss()
-        head.data = torch.full_like(head, 0.5)
-        losses.append(run.train(2))
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("time", ["at_step", "in_backward"])
-def test_a_held_parameter_is_read_and_written_to_right_after_the_step(time: str) -> None:
-    """Its update would otherwise be on its way to it still."""
-    found = []
-    for weights in (None, {"placement": "host", "device_mib": 64.0}):
-        run = make("resident", time, "not clipped", "bfloat16", weights)
-        held = list(run.model.parameters())
-        run.train(1)
-        if weights:
-            run.delays(3, 2e-2)
-        losses = []
-        for _ in range(3):
-            losses += run.train(1)
-            losses.append([parameter.detach().float().sum().item() for parameter in held])
-            with torch.no_grad():
-                for parameter in held:
-                    parameter.mul_(0.5)
-        found.append((losses, clean(run.snapshot())))
-        run.optimizer.close()
-    assert found[0][0] == found[1][0]
-    assert_same(found[1][1], found[0][1])
 
 
 def test_an_empty_weight_is_replaced() -> None:

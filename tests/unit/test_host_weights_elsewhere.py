@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from accelerate.state import AcceleratorState, GradientState
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lightstep import ConfigError, Strategy
 from lightstep.integrations.transformers import LightstepTrainer
@@ -198,70 +196,6 @@ def test_fabric() -> None:
         optimizer.synchronize()
         found.append(weights_of(model.module))
     same(found[1], found[0])
-
-
-# ---- Liger's loss
-
-
-class LikeLigers(torch.autograd.Function):
-    """Liger's fused loss, without its kernels: both gradients are computed in forward, and scaled in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, count: Tensor) -> Tensor:
-        loss, by_states, by_weight = states.new_zeros((), dtype=torch.float32), [], torch.zeros_like(weight)
-        for part, own in zip(states.split(5), targets.split(5), strict=True):
-            logits = (part @ weight.t()).float()
-            loss += nn.functional.cross_entropy(logits, own, reduction="sum")
-            chosen = nn.functional.one_hot(own.clamp_min(0), logits.shape[1])
-            change = ((logits.softmax(-1) - chosen) * (own >= 0)[:, None]).to(weight.dtype)
-            by_states.append(change @ weight)
-            by_weight += change.t() @ part
-        ctx.save_for_backward(torch.cat(by_states), by_weight, count)
-        return loss / count
-
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        by_states, by_weight, count = ctx.saved_tensors
-        factor = given[0] / count
-        return (by_states * factor).to(by_states.dtype), (by_weight * factor).to(by_weight.dtype), None, None
-
-
-def apply_like_ligers(model: Any, _: Any) -> None:
-    """As ``apply_liger_kernel``: the instance gets another forward, which does not call the head in training."""
-    whole = model.forward
-
-    def forward(self: Any, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **more: Any) -> Any:
-        if not more.pop("skip_logits", self.training):
-            return whole(input_ids=input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **more)
-        states = self.model(input_ids=input_ids, **more).last_hidden_state.flatten(0, 1)
-        targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten().to(states.device)
-        given = (targets >= 0).sum() if num_items_in_batch is None else num_items_in_batch
-        return CausalLMOutputWithPast(
-            loss=LikeLigers.apply(states, self.lm_head.weight, targets, torch.as_tensor(given))
-        )
-
-    model.forward = MethodType(forward, model)
-
-
-@pytest.mark.parametrize(("tied", "time", "recompute"), [(True, "overlap", True)])
-def test_a_loss_like_ligers(
-    time: str, tied: bool, recompute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It reads the head's weight in the model's forward, and computes its gradient there.
-
-    ``test_host_weights.py`` has such a loss at every update time.
-    """
-    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", apply_like_ligers)
-    arguments = {"use_liger_kernel": True, "gradient_checkpointing": recompute}
-    runs = []
-    for placement in ("device", "host"):
-        given = values(placement, time)
-        if time == "in_backward":
-            given["clipping"] = {"max_norm": 0.5, "scope": "unit"}
-        model = make_llama(tie_word_embeddings=tied)
-        runs.append(Run(tmp_path / placement, given, model=model, arguments=arguments, evaluates_first=True))
-    same(runs[1].weights, runs[0].weights)
-    assert (runs[1].logs, runs[1].first, runs[1].last) == (runs[0].logs, runs[0].first, runs[0].last)
 
 
 # ---- what creates the optimizer first
