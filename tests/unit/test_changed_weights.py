@@ -19,9 +19,9 @@ from lightstep.sharding.model_names import unwrap_model
 from lightstep.state.schema import Managed, Unit
 from tests.covering import every_value
 from tests.patience import PATIENCE
+from tests.training import random_delays
 from tests.unit import test_publishing as publishing
 from tests.unit.test_publishing import ON_HOST, STATES
-from tests.unit.test_stream import random_delays
 
 
 class Receiver(WeightTransport):

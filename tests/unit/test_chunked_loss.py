@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightstep import ConfigError, Strategy, chunked_loss
+from lightstep import ConfigError, chunked_loss
 from lightstep.chunked_loss import ChunkedLoss, whole_loss
 from lightstep.plan.model import LOSS_CHUNK, _Tracker, _with_blocks, load_shape
 from lightstep.sharding.preparation import checkpoint_activations
 from lightstep.trainer.config import TrainConfig
 from tests.distributed.models import tiny_llama
-from tests.unit.test_next_forward import assert_same
+from tests.training import assert_same, made
 from tests.unit.test_trainer import _train, configured, loops, text
 
 __all__ = ["configured", "loops", "text"]
@@ -84,9 +84,7 @@ def test_with_weights_on_the_host(time: str) -> None:
         }
         if placement == "host":
             values["weights"] = {"placement": "host", "device_mib": 0.001}
-        strategy = Strategy.load({"sharding": {"kind": "single"}, **values})
-        model = strategy.prepare_model(tiny_llama())
-        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        _, model, optimizer = made({"sharding": {"kind": "single"}, **values}, tiny_llama(), lr=1e-2)
         loss_of = ChunkedLoss(model, 5)
         for step in range(4):
             loss = loss_of(model, words(step)) + loss_of(model, words(10 + step))

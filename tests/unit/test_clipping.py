@@ -15,6 +15,7 @@ import lightstep
 from lightstep import Strategy, clip_grad_norm_, global_grad_norm
 from tests.reference.pair import strategy_values
 from tests.reference.plain_loop import check_norm
+from tests.training import made
 
 NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
 
@@ -147,9 +148,8 @@ def test_clip_returns_the_norm_before_and_scales_once(norm_type: float, max_norm
 @pytest.mark.parametrize("backend", ["resident", "bulk"])
 def test_one_tensor_may_be_the_gradient_of_two_parameters(backend: str) -> None:
     """Each has memory of its own here, where gradients are scaled in place."""
-    strategy = Strategy.load(strategy_values("float32", backend, max_norm=1.0))
-    model = strategy.prepare_model(nn.ParameterList(nn.Parameter(torch.zeros(600, 600)) for _ in range(2)))
-    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
+    model = nn.ParameterList(nn.Parameter(torch.zeros(600, 600)) for _ in range(2))
+    _, model, optimizer = made(strategy_values("float32", backend, max_norm=1.0), model, torch.optim.SGD, lr=1.0)
     shared = torch.full((600, 600), 0.5)
     for parameter in model.parameters():
         parameter.grad = shared

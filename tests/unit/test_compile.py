@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from lightstep import Strategy
 from lightstep.optimizer.base import BaseOptimizer
 from tests.distributed.models import Block, TinyTransformer, loss_of
+from tests.training import made
 
 CLIPPED: dict[str, Any] = {"clipping": {"max_norm": 0.5, "scope": "unit"}}
 UPDATES: dict[str, dict[str, Any]] = {
@@ -177,9 +178,8 @@ def test_compiled_autograd_with_accumulation_gives_the_same_weights(update: str)
     def trained(around: Callable[[], Any]) -> list[Tensor]:
         torch.manual_seed(0)
         state = {"backend": "stream", "update": update}
-        strategy = Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
-        model = strategy.prepare_model(torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Linear(16, 3)))
-        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Linear(16, 3))
+        strategy, model, optimizer = made({"clipping": {"max_norm": None}, "optimizer_state": state}, model, lr=1e-2)
         for micro in range(6):
             inputs = torch.randn(2, 6, generator=torch.Generator().manual_seed(micro)).bfloat16()
             with strategy.accumulate(model, last=micro % 3 == 2), around():

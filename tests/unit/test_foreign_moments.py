@@ -13,6 +13,7 @@ from torch import nn
 import lightstep
 from lightstep.checkpoint.formats.convert import convert_checkpoint
 from lightstep.optimizer.moments import Moments
+from tests.training import made
 
 
 def model() -> list[nn.Parameter]:
@@ -116,9 +117,7 @@ def test_a_file_converts(tmp_path: Path) -> None:
     names = tmp_path / "names.json"
     names.write_text('["weight"]')
     convert_checkpoint(tmp_path / "run.pt", tmp_path / "run", "lightstep", names=names)
-    strategy = lightstep.Strategy.load("fp32")
-    model = strategy.prepare_model(nn.Linear(100, 66, bias=False))
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1.0)
+    strategy, model, optimizer = made("fp32", nn.Linear(100, 66, bias=False), torch.optim.AdamW, lr=1.0)
     strategy.load_checkpoint(tmp_path / "run", model, optimizer)
     assert torch.equal(model.weight, weights.weight)
     for key, value in expected.items():

@@ -18,8 +18,7 @@ from lightstep.state import host_activations
 from lightstep.state.host_activations import HostActivations
 from lightstep.state.host_memory import HostMemoryError
 from tests.distributed.models import TinyTransformer, tiny_llama
-from tests.unit.test_next_forward import Training, assert_same, host_activations_of
-from tests.unit.test_stream import random_delays
+from tests.training import Training, assert_same, host_activations_of, random_delays
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,7 @@ from lightstep.state.host_weights import HostWeights
 from lightstep.state.spare_memory import GIB
 from tests.covering import every_pair, every_value
 from tests.distributed.models import Block, TinyTransformer, loss_of
-from tests.unit.test_next_forward import assert_same
-from tests.unit.test_stream import random_delays
+from tests.training import Training, assert_same, made, random_delays
 
 CPU = torch.device("cpu")
 COUNTS = [1, 3, 1, 2, 4]
@@ -60,16 +59,17 @@ class Skipping(TinyTransformer):
         return self.head(hidden)
 
 
-class Run:
-    def __init__(self, weights: dict[str, Any], time: str, precision: dict[str, Any], told: bool = True) -> None:
-        torch.manual_seed(0)
-        state = {"backend": "stream", "update": time, "ring_mib": 0.02}
-        precision = {**precision, "loss_scale": {"kind": "constant", "scale": 64.0}}
-        config = {"precision": precision, "optimizer_state": state, "weights": weights, "clipping": {"max_norm": 0.5}}
-        self.at_once = not told and time != "overlap"  # all forwards before the first backward
-        self.strategy, self.told = Strategy.load({**config, "sharding": {"kind": "single"}}), told
-        self.model: Any = self.strategy.prepare_model(Skipping())
-        self.optimizer: Any = self.strategy.create_optimizer(self.model, lr=1e-2)
+class Run(Training):
+    """Some are not told which micro-batch is the last, and some of those compute all losses before the first backward.
+
+    Args:
+        kept: the strategy's ``weights``.
+    """
+
+    def __init__(self, kept: dict[str, Any], time: str, parameters: str, reduce: str, told: bool = True) -> None:
+        state, scale = {"backend": "stream", "update": time, "ring_mib": 0.02}, {"kind": "constant", "scale": 64.0}
+        super().__init__(state, parameters, Skipping, loss_scale=scale, weights=kept, reduce=reduce)
+        self.told, self.at_once = told, not told and time != "overlap"
 
     @property
     def weights(self) -> HostWeights:
@@ -77,27 +77,26 @@ class Run:
         assert visits is not None
         return visits.weights
 
-    def loss(self, step: int, micro: int) -> Tensor:
+    def loss_of(self, step: int, micro: int) -> Tensor:
         self.model.number = step + micro
         return loss_of(self.model, step, micro, 0, CPU)
 
-    def train(self, counts: list[int]) -> dict[str, Tensor]:
+    def last(self, is_last: bool) -> Any:
+        return self.strategy.accumulate(self.model, last=is_last) if self.told else nullcontext()
+
+    def run(self, counts: list[int]) -> dict[str, Tensor]:
         for step, count in enumerate(counts):
-            losses = (self.loss(step, micro) / count for micro in range(count))
+            losses = (self.loss_of(step, micro) / count for micro in range(count))
             for micro, loss in enumerate(list(losses) if self.at_once else losses):
-                with self.strategy.accumulate(self.model, last=micro == count - 1) if self.told else nullcontext():
+                with self.last(micro == count - 1):
                     self.optimizer.backward(loss)
             self.optimizer.step()
-        self.optimizer.synchronize()
-        found = dict(self.model.state_dict())
-        for name, parameter in self.model.named_parameters():
-            found.update({f"{name}/{key}": torch.as_tensor(v) for key, v in self.optimizer.state[parameter].items()})
-        return {name: value.clone() for name, value in found.items()}
+        return self.snapshot()
 
 
 @functools.cache
 def expected(parameters: str, reduce: str) -> dict[str, Tensor]:
-    return Run({}, "at_step", {"parameters": parameters, "reduce": reduce}).train(COUNTS)
+    return Run({}, "at_step", parameters, reduce).run(COUNTS)
 
 
 @every_pair(
@@ -113,10 +112,10 @@ def test_sums_have_the_bits_of_a_device(
 ) -> None:
     """Where all are on the host, some are, and none is."""
     monkeypatch.setattr(host_fields, "_LARGE", 3)
-    precision = {"parameters": parameters, "reduce": reduce}
-    tested = Run({"placement": "host", "device_mib": mib, "gradients_gib": gib}, time, precision, told)
+    kept = {"placement": "host", "device_mib": mib, "gradients_gib": gib}
+    tested = Run(kept, time, parameters, reduce, told)
     random_delays(tested.weights.lanes, 7, 1e-3)
-    assert_same(tested.train(COUNTS), expected(parameters, reduce))
+    assert_same(tested.run(COUNTS), expected(parameters, reduce))
     staying = list(tested.weights.staying)
     assert all(field.is_present and not field.holds for field in staying)
     made = [field for group in tested.weights.groups for field in group.fields[1:]]
@@ -127,29 +126,30 @@ def test_sums_have_the_bits_of_a_device(
 
 
 TIMES = ["at_step", "next_forward", "overlap"]
-PRECISION = {"parameters": "bfloat16", "reduce": "float32"}
+BF16 = "bfloat16", "float32"
+"""Of the parameters, and of sums."""
 
 
 def staying_run(time: str, gib: float | str = 1.0, told: bool = True) -> Run:
-    return Run({"placement": "host", "device_mib": 0.001, "gradients_gib": gib}, time, PRECISION, told)
+    return Run({"placement": "host", "device_mib": 0.001, "gradients_gib": gib}, time, *BF16, told)
 
 
 @every_value(time=TIMES[1:], told=[True, False])
 def test_what_stays_leaves_when_its_memory_is_lent(time: str, told: bool) -> None:
     """Also between two micro-batches, and before a sum in fp32 takes over."""
-    tested, plain = staying_run(time, told=told), Run({}, time, PRECISION, told)
+    tested, plain = staying_run(time, told=told), Run({}, time, *BF16, told)
     random_delays(tested.weights.lanes, 3, 1e-3)
     found = []
     for run in (tested, plain):
         for step, count in enumerate(COUNTS):
             for micro in range(count):
-                with run.strategy.accumulate(run.model, last=micro == count - 1) if told else nullcontext():
-                    run.optimizer.backward(run.loss(step, micro) / count)
+                with run.last(micro == count - 1):
+                    run.optimizer.backward(run.loss_of(step, micro) / count)
                 if (step + micro) % 3 == 2 or (step, micro) == (1, 0):
                     run.optimizer.release_device_memory()
                     assert run is plain or not list(run.weights.staying)
             run.optimizer.step()
-        found.append(run.train([]))
+        found.append(run.run([]))
     assert_same(*found)
 
 
@@ -186,10 +186,10 @@ def test_a_device_without_room_keeps_fewer(monkeypatch: pytest.MonkeyPatch, capl
 
     raised = list[tuple[str, int]]()
     monkeypatch.setattr(host_fields.Field, "bring", checked)
-    wanted = Run({}, "at_step", PRECISION)
+    wanted = Run({}, "at_step", *BF16)
     for is_over in (False, True):
-        expected = wanted.train(COUNTS)
-        assert_same(tested.train(COUNTS), expected)
+        expected = wanted.run(COUNTS)
+        assert_same(tested.run(COUNTS), expected)
         assert staying.nbytes == 0 if is_over else 0 < staying.nbytes <= raised[0][1]
         phases.pop(0)
     assert [phase for phase, _ in raised] == ["gradients", "weights", "weights"]
@@ -214,14 +214,14 @@ class Memory:
 def test_auto_keeps_what_the_first_steps_leave_free(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory()
     monkeypatch.setattr(host_fields, "device_memory", lambda device: memory)
-    tested, wanted = staying_run("next_forward", "auto"), Run({}, "at_step", PRECISION)
+    tested, wanted = staying_run("next_forward", "auto"), Run({}, "at_step", *BF16)
     staying = tested.weights.staying
     memory.held = lambda: staying.nbytes
     sizes, oldest = [], list[host_fields.Field]()
     for other in (20_000, 20_000, 20_000, 20_000, 80_000, 86_000, 86_000):
         memory.other = other
-        expected = wanted.train([2])
-        assert_same(tested.train([2]), expected)
+        expected = wanted.run([2])
+        assert_same(tested.run([2]), expected)
         sizes.append(staying.nbytes)
         oldest += list(staying)[:1]
     everything = sum(field.nbytes for group in tested.weights.groups for field in group.fields[1:])
@@ -247,9 +247,8 @@ def test_what_has_no_effect_is_refused(weights: dict[str, Any], state: dict[str,
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_sum_has_the_memory_of_its_first_gradient(told: bool) -> None:
-    strategy = Strategy.load("offload")
-    model = strategy.prepare_model(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))))
-    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    strategy, model, optimizer = made("offload", model, lr=1e-2)
 
     def bytes_after(count: int) -> float:
         for micro in range(count):

@@ -18,8 +18,8 @@ from lightstep.integrations.transformers import LightstepTrainer
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.covering import every_value
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
+from tests.training import made, random_delays
 from tests.unit import test_accelerate as in_accelerate
-from tests.unit.test_stream import random_delays
 
 BASE: dict[str, Any] = {"sharding": {"kind": "single"}, "clipping": {"max_norm": 0.5}}
 TIMES = ["at_step", "next_forward", "overlap"]
@@ -178,9 +178,7 @@ def test_fabric() -> None:
     found = []
     for placement in ("device", "host"):
         fabric = Fabric(devices=1, accelerator="cpu")
-        strategy = Strategy.load(values(placement))
-        model = strategy.prepare_model(make_llama())
-        optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+        strategy, model, optimizer = made(values(placement), make_llama(), torch.optim.AdamW, lr=1e-2)
         model, optimizer = fabric.setup(model, optimizer, move_to_device=False)
         rows = Rows()
         for number in range(8):

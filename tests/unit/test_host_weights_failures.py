@@ -19,8 +19,8 @@ from lightstep.state.lanes import LaneError, _Status
 from lightstep.state.store import Store
 from tests.covering import every_value
 from tests.patience import PATIENCE
+from tests.training import Training
 from tests.unit.test_host_weights import TIMES, make
-from tests.unit.test_next_forward import Training
 
 FAILURES = ["no room", "a copy", "interrupt"]
 

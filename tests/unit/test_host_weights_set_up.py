@@ -17,7 +17,7 @@ from lightstep.trainer.config import TrainConfig
 from tests.covering import every_value
 from tests.python import python
 from tests.reference.tiny_llama import VOCABULARY, make_llama
-from tests.unit.test_next_forward import assert_same
+from tests.training import assert_same, made
 from tests.unit.test_trainer import MODEL, _train, configured, text
 from tests.unit.test_trainer_data import word_tokenizer
 
@@ -124,9 +124,7 @@ def test_too_little_memory_for_state_and_gradients_is_refused_before_backward(
     accumulates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each would have room, and the host has none for both. A sum in fp32 needs twice as much as a gradient."""
-    strategy = Strategy.load(HOST)
-    model = strategy.prepare_model(make_llama())
-    optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+    strategy, model, optimizer = made(HOST, make_llama(), lr=1e-2)
     words = torch.arange(8)[None]
     loss = model(input_ids=words, labels=words).loss
     weights = sum(parameter.nbytes for parameter in model.parameters())  # in bf16: state has five times as much

@@ -23,8 +23,9 @@ from lightstep.strategy.base import Strategy
 from tests.covering import every_value
 from tests.distributed.models import TinyTransformer
 from tests.patience import PATIENCE
+from tests.training import assert_same, made, random_delays
 from tests.unit import test_next_forward as others
-from tests.unit.test_next_forward import Skipping, assert_same, small_cuts
+from tests.unit.test_next_forward import Skipping, small_cuts
 
 __all__ = ["small_cuts"]
 
@@ -271,7 +272,7 @@ class CutTraining:
                 self.model.get_parameter(self.before_step)
             self.optimizer.step()
             if seed is not None:
-                others.random_delays(self.optimizer.engine.backend.lanes, seed + step, 2e-3)
+                random_delays(self.optimizer.engine.backend.lanes, seed + step, 2e-3)
         return {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
 
     def units_of(self, name: str) -> int:
@@ -337,9 +338,10 @@ class Reentrant(nn.Module):
 
 
 def test_two_gradients_of_one_parameter_in_a_backward_are_refused() -> None:
-    strategy = Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": in_backward("resident")})
-    model = strategy.prepare_model(Reentrant())
-    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    model = Reentrant()
+    _, model, optimizer = made(
+        {"clipping": {"max_norm": None}, "optimizer_state": in_backward("resident")}, model, lr=1e-2
+    )
     loss = model(torch.randn(2, 6, dtype=torch.bfloat16, requires_grad=True)).float().sum()
     with pytest.raises(RuntimeError, match="reentrant activation checkpointing"):
         optimizer.backward(loss)

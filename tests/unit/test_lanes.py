@@ -48,35 +48,6 @@ def test_lanes_run_beside_each_other_and_beside_the_caller(lanes: Lanes) -> None
     lanes.synchronize()
 
 
-def test_an_event_that_was_never_recorded_holds_nothing_back(lanes: Lanes) -> None:
-    done = []
-    lanes.compute.wait(lanes.event())
-    lanes.caller().wait(lanes.event())
-    lanes.compute.run(lambda: done.append(1))
-    lanes.synchronize()
-    assert done == [1]
-
-
-def test_a_wait_is_for_the_latest_record_before_it_and_not_longer(lanes: Lanes) -> None:
-    """As on a stream: recording the event again later does not make an earlier wait wait for it."""
-    gate, log = threading.Event(), []
-    event = lanes.event()
-    lanes.host_to_device.record(event)
-    lanes.compute.wait(event)
-    lanes.compute.run(lambda: log.append("first"))
-    lanes.compute.synchronize()
-    lanes.host_to_device.run(gate.wait)
-    lanes.host_to_device.run(lambda: log.append("copied"))
-    lanes.host_to_device.record(event)
-    lanes.device_to_host.wait(event)
-    lanes.device_to_host.run(lambda: log.append("second"))
-    time.sleep(0.02)
-    assert log == ["first"]
-    gate.set()
-    lanes.synchronize()
-    assert log == ["first", "copied", "second"]
-
-
 def test_a_wait_is_not_for_records_after_it(lanes: Lanes) -> None:
     event, late, gate, done = lanes.event(), threading.Event(), threading.Event(), threading.Event()
     lanes.compute.run(late.wait)  # comes to its wait when the event has been recorded again
@@ -91,20 +62,6 @@ def test_a_wait_is_not_for_records_after_it(lanes: Lanes) -> None:
     finally:
         gate.set()
     lanes.synchronize()
-
-
-def test_the_caller_is_a_lane_too(lanes: Lanes) -> None:
-    log, event, back = [], lanes.event(), lanes.event()
-    lanes.host_to_device.run(lambda: (time.sleep(0.02), log.append("copied")))
-    lanes.host_to_device.record(event)
-    caller = lanes.caller()
-    caller.wait(event)
-    caller.run(lambda: log.append("computed"))
-    caller.record(back)
-    lanes.device_to_host.wait(back)
-    lanes.device_to_host.run(lambda: log.append("written"))
-    lanes.synchronize()
-    assert log == ["copied", "computed", "written"]
 
 
 def fail() -> None:

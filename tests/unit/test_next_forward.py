@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import lightstep
 from lightstep.optimizer import queue
-from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state import units as units_module
-from lightstep.state.host_activations import HostActivations
 from lightstep.state.lanes import CallerLane, Lanes
-from tests.distributed.models import CLASSES, VOCABULARY, Block, TinyTransformer
+from tests.distributed.models import Block, TinyTransformer
 from tests.patience import PATIENCE
-from tests.unit.test_stream import random_delays
+from tests.reference.own_classes import FailingOnce
+from tests.training import Training, assert_same, host_activations_of
+
+__all__ = ["assert_same", "host_activations_of"]
 
 OVERLAP = {"backend": "stream", "update": "next_forward", "ring_mib": 0.02}
 
@@ -32,99 +32,6 @@ OVERLAP = {"backend": "stream", "update": "next_forward", "ring_mib": 0.02}
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut tiny tensors as large ones are cut."""
     monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
-
-
-class Training:
-    """A tiny transformer under one strategy; batches depend on the step alone."""
-
-    def __init__(
-        self,
-        state: dict[str, Any],
-        parameters: str = "bfloat16",
-        make: Callable[[], nn.Module] = TinyTransformer,
-        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
-        clipping: dict[str, Any] | None = None,
-        loss_scale: Any = None,
-        weights: dict[str, Any] | None = None,
-        recompute: bool | str = False,
-        master_weights: bool | str = True,
-    ) -> None:
-        torch.manual_seed(0)
-        scale = {"kind": "dynamic", "init_scale": 2.0**10, "growth_interval": 3} if parameters == "float16" else "none"
-        self.strategy = lightstep.Strategy.load(
-            {
-                "precision": {
-                    "parameters": parameters,
-                    "loss_scale": loss_scale or scale,
-                    "master_weights": master_weights,
-                },
-                "clipping": clipping or {"max_norm": 0.5},
-                "optimizer_state": state,
-                "weights": weights or {},
-                "sharding": {"kind": "single", "activation_checkpointing": recompute},
-            }
-        )
-        self.model = self.strategy.prepare_model(make())
-        groups = self.model.split()
-        self.optimizer: Any = self.strategy.create_optimizer(self.model, optimizer_class, param_groups=groups, lr=1e-2)
-        self.steps = 0
-
-    def loss(self, micro: int = 0) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * self.steps + micro)
-        tokens = torch.randint(VOCABULARY, (4, 6), generator=generator)
-        targets = torch.randint(CLASSES, (24,), generator=generator)
-        return nn.functional.cross_entropy(self.model(tokens).float().flatten(0, 1), targets)
-
-    def step(self) -> list[float]:
-        losses = []
-        for micro in range(2):
-            loss = self.loss(micro)
-            losses.append(loss.item())
-            with self.strategy.accumulate(self.model, last=micro == 1):
-                self.optimizer.backward(loss / 2)
-        self.before_step()
-        self.optimizer.step()
-        self.steps += 1
-        return losses
-
-    def before_step(self) -> None:
-        """Nothing."""
-
-    def train(self, steps: int) -> list[list[float]]:
-        return [self.step() for _ in range(steps)]
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """Weights and all state by name."""
-        found = dict(self.model.state_dict())
-        for name, parameter in self.model.named_parameters():
-            found.update({f"{name}/{key}": torch.as_tensor(v) for key, v in self.optimizer.state[parameter].items()})
-        return {key: value.cpu().clone() for key, value in found.items()}
-
-    def delays(self, seed: int, longest: float = 1e-3) -> None:
-        for number, lanes in enumerate(self.lanes()):
-            random_delays(lanes, seed + number, longest)
-
-    def lanes(self) -> list[Lanes]:
-        """Those of the state, and of weights and activations on the host."""
-        visits = PreparedModel.of(self.model).weight_visits
-        kept = [found.lanes for found in host_activations_of(self.model)]
-        return [self.optimizer._backend.lanes, *([] if visits is None else [visits.weights.lanes]), *kept]
-
-
-def host_activations_of(model: nn.Module) -> list[HostActivations]:
-    """What keeps the inputs of its blocks on the host: at most one."""
-    own = ("checkpoint_fn", "_gradient_checkpointing_func")
-    calls = [vars(module)[name] for module in model.modules() for name in own if name in vars(module)]
-    while any(isinstance(call, functools.partial) for call in calls):
-        calls = [call.func if isinstance(call, functools.partial) else call for call in calls]
-    return list(
-        {owner: None for call in calls if isinstance(owner := getattr(call, "__self__", None), HostActivations)}
-    )
-
-
-def assert_same(tested: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert tested.keys() == expected.keys()
-    assert [key for key in expected if not torch.equal(tested[key], expected[key])] == []
 
 
 class Held:
@@ -398,17 +305,6 @@ def test_whatever_happens_between_steps(between: Callable[[Training], Any], para
     assert run(tested, BETWEEN.index(between), 5, between) == wanted
     assert_same(tested.snapshot(), snapshot)
     tested.optimizer.close()
-
-
-class FailingOnce(torch.optim.AdamW):
-    left = -1
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        FailingOnce.left -= 1
-        super().step()
-        if FailingOnce.left == -1:
-            raise ValueError("the base optimizer fails")
 
 
 def test_weights_that_were_moved_while_they_were_updated_are_trained_on() -> None:

@@ -27,7 +27,8 @@ from lightstep.optimizer import queue
 from lightstep.sharding.parameter_reads import AwaitedParameters, DeferredUpdates, await_reads
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import TinyTransformer
-from tests.unit.test_next_forward import OVERLAP, Training
+from tests.training import Training, made
+from tests.unit.test_next_forward import OVERLAP
 
 RESIDENT = {"backend": "resident"}
 
@@ -330,9 +331,8 @@ class HeadLoss(nn.Module):
 def trained() -> tuple[nn.Module, Any]:
     """After a first step, which makes state; lanes are slow from here on."""
     torch.manual_seed(0)
-    strategy = lightstep.Strategy.load({"optimizer_state": OVERLAP})
-    model = strategy.prepare_model(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]))
-    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    _, model, optimizer = made({"optimizer_state": OVERLAP}, model, lr=1e-2)
     step(model, optimizer)
     optimizer._backend.lanes.delay = lambda lane: time.sleep(0.01)
     return model, optimizer

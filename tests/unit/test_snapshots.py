@@ -27,7 +27,7 @@ from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
 from tests.covering import every_value
 from tests.patience import PATIENCE
-from tests.unit.test_next_forward import Training, assert_same
+from tests.training import Training, assert_same
 
 STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.02}
 OTHERS: dict[str, dict[str, Any]] = {"resident": {"backend": "resident"}, "bulk": {"backend": "bulk"}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,12 +20,16 @@ from lightstep.state import lanes as lanes_module
 from lightstep.state import record as record_module
 from lightstep.state import units as units_module
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError
-from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, CallerLane, LaneError, Lanes
+from lightstep.state.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, CallerLane, LaneError
 from lightstep.state.schema import Managed, Unit
 from lightstep.state.store import Store
 from lightstep.state.units import RingError
 from tests import stores
 from tests.covering import every_value
+from tests.reference.own_classes import EachParameter
+from tests.training import random_delays, random_sleeps
+
+__all__ = ["random_delays", "random_sleeps"]
 
 CPU = torch.device("cpu")
 SHAPES: list[tuple[int, ...]] = [(9, 30), (30,), (513,), (17, 33), (), (0, 4), (260,), (5, 5)]
@@ -166,30 +169,6 @@ def assert_same(tested: Run, expected: Run, where: str = "") -> None:
             assert same, f"{where} {item.name}: {key}"
 
 
-def random_delays(lanes: Lanes, seed: int, longest: float = 3e-4) -> None:
-    """Sleep before half of the jobs of each lane, the caller's work included; some lanes are slower than others."""
-    generator = random.Random(seed)
-    slowness = {name: generator.choice([0.1, 0.3, 1.0]) for name in (HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST)}
-
-    def delay(lane: str) -> None:
-        if generator.random() < 0.5:
-            time.sleep(generator.random() * longest * slowness[lane])
-
-    lanes.delay = delay
-
-
-def random_sleeps(lanes: Lanes, seed: int, longest: int = 300_000) -> None:
-    """The same with sleep kernels on a GPU; ``longest`` in clock cycles."""
-    generator = random.Random(seed)
-    slowness = {name: generator.choice([0.1, 0.5, 1.0]) for name in (HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST)}
-
-    def sleep(lane: str) -> None:
-        if generator.random() < 0.5:
-            torch.cuda._sleep(int(generator.random() * longest * slowness[lane]))
-
-    lanes.delay = sleep
-
-
 # ---- the same bits as the resident backend
 # ------------------------------------------------------------------------------------
 
@@ -230,32 +209,21 @@ def test_masters_of_every_kind_survive_a_trip() -> None:
     assert same_bits(run.entries()[0]["exp_avg_sq"], state["exp_avg_sq"])
 
 
-class RowScaled(torch.optim.Optimizer):
+class RowScaled(EachParameter):
     """Not element-wise: each row has one accumulator."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                    state["rows"] = torch.zeros(p.shape[0] if p.dim() else 1)
-                state["rows"] += p.grad.square().reshape(state["rows"].numel(), -1).sum(1)
-                state["momentum"] = state["momentum"] * 0.9 + p.grad  # a new tensor each time: as user code does
-                p.sub_(state["momentum"], alpha=group["lr"])
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        rows = state.setdefault("rows", torch.zeros(p.shape[0] if p.dim() else 1))
+        rows += grad.square().reshape(rows.numel(), -1).sum(1)
+        state["momentum"] = state.get("momentum", torch.zeros_like(p)) * 0.9 + grad  # a new tensor, as user code does
+        p.sub_(state["momentum"], alpha=group["lr"])
 
 
-class Summed(RowScaled):
+class Summed(EachParameter):
     """Keeps three numbers for each tensor."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["three"] = torch.ones(3)
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state["three"] = torch.ones(3)
 
 
 def test_an_optimizer_that_does_not_say_so_is_told() -> None:
@@ -275,26 +243,6 @@ def test_rows_with_gaps(dtype: torch.dtype) -> None:
         item.param = item.local = item.local[:, ::2]
         run.register([Managed(item.local, item.local, item.group, item.name, item.layer, item.own_master)])
         run.steps(0, 4)
-    assert_same(*runs)
-
-
-# ---- state seen and edited from outside
-# ---------------------------------------------------------------------------------------
-
-
-def test_parameters_join_and_leave() -> None:
-    runs = [Run(streamed(3)), Run(stores.resident())]
-    for run in runs:
-        everything = run.items
-        run.register(everything[:5])
-        run.step(0)
-        run.register(everything)
-        run.step(1)
-        run.register([*everything[:3], *everything[5:]])  # a layer loses one, with its state
-        everything[3].updated = everything[4].updated = False
-        run.step(2)
-        run.register(everything)
-        run.step(3)
     assert_same(*runs)
 
 

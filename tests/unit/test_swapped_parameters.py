@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep.precision.loss_scale import ConstantLossScale
-from tests.unit.test_stream import random_delays
+from tests.training import made, random_delays
 
 Move = Callable[[nn.Module], object]
 
@@ -121,9 +121,7 @@ def test_a_backward_by_hand_that_nobody_has_watched_is_said(changed: Move) -> No
 
 def test_a_loss_by_hand_is_seen_not_to_be_scaled() -> None:
     """After a loss scale has been set, and after a swap in the second step at the latest."""
-    strategy = lightstep.Strategy.load("resident")
-    model = strategy.prepare_model(network())
-    optimizer: Any = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    _, model, optimizer = made("resident", network(), torch.optim.AdamW, lr=1e-2)
     optimizer.loss_scale = ConstantLossScale(1024.0)
     inputs = torch.ones(2, 6, dtype=torch.bfloat16)
     for swapped in (False, True):
@@ -146,9 +144,7 @@ def test_parameters_have_no_weak_references(name: str) -> None:
 
 
 def test_a_hook_of_the_users_survives_with_ours() -> None:
-    strategy = lightstep.Strategy.load("resident")
-    model = strategy.prepare_model(network())
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW)
+    _, model, optimizer = made("resident", network(), torch.optim.AdamW)
     called: list[Tensor] = []
     first = next(model.parameters())
     for _ in range(2):
