@@ -18,6 +18,7 @@ from lightstep.optimizer.arithmetic import BaseArithmetic
 from tests import optimizer_classes
 from tests.covering import every_value
 from tests.optimizer_classes import BEGIN, END, Finding, examine, table, write
+from tests.reference.own_classes import EachParameter
 
 _STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.3}
 PLACES: dict[str, dict[str, Any]] = {
@@ -29,23 +30,6 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 STEPS = 9
-
-
-class EachParameter(torch.optim.Optimizer):
-    """Calls :meth:`update` for each parameter with a gradient."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad, group, self.state[p])
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        raise NotImplementedError
 
 
 class CountsInState(EachParameter):
@@ -100,7 +84,7 @@ class ForLoopByDefault(EachParameter):
     """``foreach=False`` is a choice of the class, with other roundings than its ``None``."""
 
     def __init__(self, params: Any, lr: float = 1e-2, foreach: bool | None = False) -> None:
-        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "foreach": foreach})
+        super().__init__(params, lr, foreach=foreach)
 
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         p.sub_(grad / 3 * group["lr"] if group["foreach"] is False else grad * (group["lr"] / 3))
@@ -320,7 +304,10 @@ def test_a_group_without_gradients_counts_the_step(optimizer_class: Any, place: 
 @every_value(
     place=["resident", "stream", "overlap"],
     way=["state_dict", "checkpoint", "copy"],
-    optimizer_class=[CountsInStateFromTheStart, CountsInAttributes, CountsInItsGroup, SmallStates, LooksAhead],
+    optimizer_class=[
+        *(CountsInStateFromTheStart, CountsInAttributes, CountsInItsGroup, SmallStates, LooksAhead),
+        torch.optim.Adafactor,
+    ],
 )
 def test_same_bits_after_a_resume(optimizer_class: Any, way: str, place: str, tmp_path: Path) -> None:
     expected, _ = plain_run(optimizer_class)
@@ -400,7 +387,7 @@ def test_the_trial_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_whose_settings_change_the_verdict() -> None:
     class Adapts(EachParameter):
         def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0, adapt: bool = False) -> None:
-            torch.optim.Optimizer.__init__(self, params, {"lr": lr, "weight_decay": weight_decay, "adapt": adapt})
+            super().__init__(params, lr, weight_decay, adapt=adapt)
 
         def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
             p.add_(grad, alpha=-group["lr"] * (float(p.norm()) if group["adapt"] else 1.0))

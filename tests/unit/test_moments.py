@@ -27,6 +27,7 @@ from lightstep.precision.moments_int8 import Int8
 from lightstep.precision.noise import Noise, numbered
 from lightstep.precision.split import probe_masters
 from tests.covering import every_pair, every_value
+from tests.reference.own_classes import EachParameter
 from tests.reference.pair import (
     DTYPES,
     TWO_GROUPS,
@@ -462,19 +463,15 @@ def test_after_resuming_the_seed_is_that_of_the_strategy() -> None:
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
-class OwnNames(torch.optim.SGD):
+class OwnNames(EachParameter):
     """It says which of its entries are moments."""
 
     moments = ("velocity",)
 
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state.setdefault("velocity", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
-                    state.setdefault("anchor", p.clone())
-                    p.add_(state["velocity"], alpha=-group["lr"])
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state.setdefault("velocity", torch.zeros_like(p)).mul_(0.9).add_(grad)
+        state.setdefault("anchor", p.clone())
+        p.add_(state["velocity"], alpha=-group["lr"])
 
 
 @pytest.mark.parametrize(

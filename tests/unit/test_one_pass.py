@@ -25,9 +25,11 @@ from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair, every_value
 from tests.distributed.models import TinyTransformer
 from tests.one_pass_on_cpu import few_probes, one_pass_fixture
+from tests.reference.own_classes import EachParameter
 from tests.reference.pair import TWO_GROUPS, Pair, scale_for
+from tests.training import Training, assert_same
 from tests.unit.test_moments import PLACES, ShortPair
-from tests.unit.test_next_forward import Training, assert_same, small_cuts
+from tests.unit.test_next_forward import small_cuts
 
 __all__ = ["few_probes", "one_pass_fixture", "small_cuts"]
 
@@ -326,18 +328,14 @@ def test_a_running_maximum_that_the_group_does_not_ask_for_has_no_say(
     pair.check()
 
 
-class LateEntry(torch.optim.SGD):
+class LateEntry(EachParameter):
     """Has state that its first update does not make."""
 
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    if state.get("count", 0) == 1:
-                        state["late"] = torch.ones_like(parameter)
-                    parameter.sub_(parameter.grad, alpha=group["lr"])
-                    state["count"] = state.get("count", 0) + 1
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if state.get("count", 0) == 1:
+            state["late"] = torch.ones_like(p)
+        p.sub_(grad, alpha=group["lr"])
+        state["count"] = state.get("count", 0) + 1
 
 
 @every_value(

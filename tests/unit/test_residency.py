@@ -20,9 +20,11 @@ from lightstep.state.store import Store
 from lightstep.strategy.base import Strategy
 from tests import stores
 from tests.covering import every_value
+from tests.reference.own_classes import Growing
 from tests.reference.pair import same_tree
+from tests.training import Training, assert_same
 from tests.unit import test_in_backward as in_backward
-from tests.unit.test_next_forward import Skipping, Training, assert_same, save_and_load, small_cuts
+from tests.unit.test_next_forward import Skipping, save_and_load, small_cuts
 from tests.unit.test_stream import Run, failing, labels_of
 from tests.unit.test_stream import assert_same as assert_same_run
 
@@ -356,27 +358,6 @@ def test_a_failure_while_records_come_up_leaves_the_others_whole() -> None:
     for run in (tested, expected):
         run.steps(3, 6)
     assert_same_run(tested, expected)
-
-
-class Growing(torch.optim.SGD):
-    """Counts steps in an attribute of its own, and starts to keep a second entry in a parameter's fourth update."""
-
-    whole_tensors = False
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, lr=lr)
-        self.count = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.count += 1
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            state = self.state[p]
-            state["n"] = state.get("n", 0) + 1
-            state["first"] = state.get("first", torch.zeros_like(p)).add(p.grad)
-            if state["n"] > 3:
-                state["second"] = state.get("second", torch.zeros_like(p)).add(state["first"], alpha=0.1)
-            p.add_(state["first"], alpha=-1e-3 / self.count).sub_(state.get("second", torch.zeros_like(p)), alpha=1e-3)
 
 
 @pytest.mark.parametrize("gib", SIZES[1:])

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import lightstep
 from tests.covering import every_value
+from tests.reference.own_classes import EachParameter
 from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD
-from tests.unit.test_stream import random_delays
+from tests.training import random_delays
 
 STATES = {**EVERY_TIME, **IN_BACKWARD}
 every_time = pytest.mark.parametrize("state", ["resident", "stream-in-backward-and-forward", "stream-in-backward"])
@@ -428,24 +429,15 @@ def test_state_without_an_entry_is_refused_before_the_step_changes_anything(stat
     assert float(first(optimizer, model)["step"]) == 1
 
 
-class Lazy(torch.optim.Optimizer):
+class Lazy(EachParameter):
     """Makes each entry when it is missing."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                for key in ("one", "two"):
-                    if key not in state:
-                        state[key] = torch.zeros_like(p)
-                    state[key].mul_(0.9).add_(p.grad)
-                p.add_(state["one"] + state["two"], alpha=-group["lr"])
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        for key in ("one", "two"):
+            if key not in state:
+                state[key] = torch.zeros_like(p)
+            state[key].mul_(0.9).add_(grad)
+        p.add_(state["one"] + state["two"], alpha=-group["lr"])
 
 
 @backends

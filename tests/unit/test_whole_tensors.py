@@ -5,71 +5,46 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import lightstep
 from lightstep.optimizer import muon
 from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.muon import Graph, Orthogonalizer, orthogonalize
 from lightstep.state import units
-from tests.covering import every_value
+from tests.reference.own_classes import EachParameter
 from tests.reference.pair import BACKENDS
+from tests.training import OnVectors, assert_same
 
-backends = pytest.mark.parametrize("backend", ["stream"])
 
-
-class Lamb(torch.optim.Optimizer):
+class Lamb(EachParameter):
     """Scales the update of each tensor by its norm, and says nothing about it."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
-                moment.mul_(0.9).add_(parameter.grad, alpha=0.1)
-                ratio = parameter.norm() / (moment.norm() + 1e-6)
-                parameter.sub_(moment * (group["lr"] * ratio))
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        moment = state.setdefault("exp_avg", torch.zeros_like(p))
+        moment.mul_(0.9).add_(grad, alpha=0.1)
+        p.sub_(moment * (group["lr"] * (p.norm() / (moment.norm() + 1e-6))))
 
 
-class SignedSum(torch.optim.Optimizer):
-    """Keeps signed numbers under names that torch's classes use for squares."""
+class SignedSum(EachParameter):
+    """Keeps signed numbers under a name that torch's classes use for squares."""
 
-    def __init__(self, params: Any, lr: float = 1e-2, name: str = "sum") -> None:
-        super().__init__(params, {"lr": lr, "name": name})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    total = self.state[parameter].setdefault(group["name"], torch.zeros_like(parameter))
-                    total.add_(parameter.grad)
-                    parameter.add_(total, alpha=-group["lr"])
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        total = state.setdefault("sum", torch.zeros_like(p)).add_(grad)
+        p.add_(total, alpha=-group["lr"])
 
 
-class Declared(SignedSum):
+class Declared(EachParameter):
     """Squares, and it says so: their signs are free."""
 
     never_negative = ("sum",)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    total = self.state[parameter].setdefault("sum", torch.zeros_like(parameter))
-                    total.addcmul_(parameter.grad, parameter.grad)
-                    parameter.addcdiv_(parameter.grad, total.sqrt() + 1e-3, value=-group["lr"])
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        total = state.setdefault("sum", torch.zeros_like(p)).addcmul_(grad, grad)
+        p.addcdiv_(grad, total.sqrt() + 1e-3, value=-group["lr"])
 
 
 @pytest.fixture(autouse=True)
@@ -77,41 +52,20 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "CUT_ELEMENTS", 64)
 
 
-def build(
-    backend: str,
-    optimizer_class: type[torch.optim.Optimizer],
-    *,
-    bias: bool = True,
-    ring_mib: float = 0.02,
-    update: str = "at_step",
-    weights: dict[str, Any] | None = None,
-) -> tuple[Any, nn.Module, Any]:
-    torch.manual_seed(0)
-    state = {**BACKENDS[backend], "update": update, **({"ring_mib": ring_mib} if backend == "stream" else {})}
-    values = {"clipping": {"max_norm": None}, "optimizer_state": state, "weights": weights or {}}
-    strategy = lightstep.Strategy.load(values)
-    model = strategy.prepare_model(nn.Sequential(nn.Linear(12, 40, bias=bias), nn.Tanh(), nn.Linear(40, 3, bias=bias)))
-    return strategy, model, strategy.create_optimizer(model, optimizer_class, lr=1e-2)
-
-
-def train(model: nn.Module, optimizer: Any, *numbers: int) -> None:
-    for number in numbers:
-        inputs = torch.randn(5, 12, generator=torch.Generator().manual_seed(number)).bfloat16()
-        optimizer.backward(model(inputs).float().square().mean())
-        assert optimizer.step()
-    optimizer.synchronize()
-
-
-def snapshot(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    found = dict(model.state_dict())
-    for name, parameter in model.named_parameters():
-        found.update({f"{name}.{key}": torch.as_tensor(v) for key, v in optimizer.state[parameter].items()})
-    return {key: value.clone() for key, value in found.items()}
-
-
-def assert_same(tested: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert tested.keys() == expected.keys()
-    assert [key for key in expected if not torch.equal(tested[key], expected[key])] == []
+def trained(
+    backend: str, optimizer_class: type[torch.optim.Optimizer], update: str = "at_step", weights: Any = None
+) -> OnVectors:
+    """After four steps."""
+    bias = optimizer_class is not torch.optim.Muon
+    run = OnVectors(
+        {**BACKENDS[backend], "update": update},
+        make=lambda: nn.Sequential(nn.Linear(6, 40, bias=bias), nn.Tanh(), nn.Linear(40, 3, bias=bias)),
+        optimizer_class=optimizer_class,
+        clipping={"max_norm": None},
+        weights=weights,
+    )
+    run.train(4)
+    return run
 
 
 @pytest.mark.parametrize(
@@ -138,45 +92,17 @@ def test_who_needs_whole_tensors_is_found_out(optimizer_class: type[torch.optim.
 @pytest.mark.parametrize("optimizer_class", [Lamb, SignedSum, Declared, torch.optim.Adafactor, torch.optim.Muon])
 def test_streamed_equals_resident(optimizer_class: type[torch.optim.Optimizer]) -> None:
     """With the weights on the host, too."""
-    host = {"placement": "host", "device_mib": 0.001}
-    streamed = [{}, {"update": "overlap", "weights": host}]
-    found = []
-    for backend, more in [("resident", {}), *(("stream", more) for more in streamed)]:
-        _, model, optimizer = build(backend, optimizer_class, bias=optimizer_class is not torch.optim.Muon, **more)
-        train(model, optimizer, *range(8))
-        found.append(snapshot(model, optimizer))
-    for other in found[1:]:
-        assert_same(other, found[0])
+    expected = trained("resident", optimizer_class).snapshot()
+    for more in ({}, {"update": "overlap", "weights": {"placement": "host", "device_mib": 0.001}}):
+        assert_same(trained("stream", optimizer_class, **more).snapshot(), expected)
 
 
 def test_squares_that_are_declared_take_no_bitmap() -> None:
-    used = {}
-    for optimizer_class in (SignedSum, Declared):
-        _, model, optimizer = build("stream", optimizer_class)
-        train(model, optimizer, 0)
-        backend = optimizer._backend
-        used[optimizer_class] = sum(record.nbytes for record in backend._records)
-    assert used[SignedSum] > used[Declared]
-
-
-@backends
-@every_value(way=["state_dict", "checkpoint"], optimizer_class=[torch.optim.Adafactor, torch.optim.Muon])
-def test_state_of_other_shapes_is_loaded(
-    optimizer_class: type[torch.optim.Optimizer], way: str, backend: str, tmp_path: Path
-) -> None:
-    bias = optimizer_class is torch.optim.Adafactor
-    strategy, model, optimizer = build(backend, optimizer_class, bias=bias)
-    train(model, optimizer, 0, 1)
-    _, other, resumed = build(backend, optimizer_class, bias=bias)
-    if way == "checkpoint":
-        strategy.save_checkpoint(tmp_path / "saved", model, optimizer)
-        strategy.load_checkpoint(tmp_path / "saved", other, resumed)
-    else:
-        other.load_state_dict(model.state_dict())
-        resumed.load_state_dict(optimizer.state_dict())
-    train(model, optimizer, 2)
-    train(other, resumed, 2)
-    assert_same(snapshot(other, resumed), snapshot(model, optimizer))
+    used = [
+        sum(record.nbytes for record in trained("stream", optimizer_class).optimizer._backend._records)
+        for optimizer_class in (SignedSum, Declared)
+    ]
+    assert used[0] > used[1]
 
 
 # -- graphs of Newton-Schulz, by a recorder for the CPU; tests/gpu/test_muon_gpu.py has real ones
