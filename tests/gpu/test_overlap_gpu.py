@@ -17,7 +17,6 @@ from tests.gpu.test_next_forward_gpu import Training
 from tests.unit.test_next_forward import assert_same
 from tests.unit.test_overlap import (
     BETWEEN,
-    CLASSES,
     DEFERRED,
     LOOSE,
     NEVER,
@@ -25,7 +24,6 @@ from tests.unit.test_overlap import (
     RESIDENT,
     TIGHT,
     counted_verdicts,
-    train_with_random_verdicts,
     write_after_the_step,
 )
 
@@ -37,15 +35,6 @@ verdicts = pytest.fixture(name="verdicts")(counted_verdicts.__wrapped__)  # type
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "_LONGEST_PAUSE", 0)
     monkeypatch.setattr(SpeculativeUpdates, "_update_pause", lambda self: setattr(self, "_pause", 0))
-
-
-@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", list(CLASSES))
-@pytest.mark.usefixtures("no_pause")
-def test_every_class_with_random_verdicts(name: str, parameters: str, tmp_path: Path, verdicts: Counter[str]) -> None:
-    train_with_random_verdicts(Training, name, parameters, tmp_path)
-    assert verdicts["commit"] and verdicts["redo"]
-    assert verdicts["drop"] or verdicts["rolled back"]
 
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])

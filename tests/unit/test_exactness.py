@@ -13,19 +13,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lightstep
+from lightstep.optimizer import queue
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale
+from lightstep.state import segment
 from lightstep.state.lanes import Lanes
 from tests.covering import every_pair, every_value
 from tests.reference.lion import Lion
+from tests.reference.own_classes import Adding
 from tests.reference.pair import DTYPES, FP16_SCALE, IN_BACKWARD, TWO_GROUPS, Pair, same, scale_for, strategy_values
 from tests.reference.plain_loop import ReferenceScale
 from tests.reference.tiny_model import TinyModel, loss_of
-from tests.unit.test_stream import random_delays, random_sleeps
+from tests.training import random_delays, random_sleeps
 
 MAX_NORM = 0.35
 SOME_BACKENDS = ["resident", "stream", "stream-overlap"]
 AT_SOME_TIME = ["resident", "stream-overlap", "stream-in-backward"]
 REDUCE = ["float32", "parameters"]
+SUBMITTED = [(queue.SUBMIT_IN_STEP, queue.SUBMIT_AHEAD), (0, 0), (1, 1), (3, 2)]
+"""Units in a deferred ``step()``, and ahead of what is waited for."""
 
 OTHERS: dict[str, tuple[type[Optimizer], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "AdamW-for-loop": (torch.optim.AdamW, {"lr": 3e-3}, {"lr": 1e-3}, {"fused": False}),
@@ -42,6 +47,13 @@ OTHERS: dict[str, tuple[type[Optimizer], dict[str, Any], dict[str, Any], dict[st
     "ASGD": (torch.optim.ASGD, {"lr": 0.05}, {"lr": 0.02}, {}),
     "Rprop": (torch.optim.Rprop, {"lr": 0.01}, {"lr": 0.02}, {}),
     "Lion": (Lion, {"lr": 1e-3, "weight_decay": 0.1}, {"lr": 3e-4}, {}),
+    "equal groups": (
+        torch.optim.Adam,
+        {"lr": 1e-2, "amsgrad": True},
+        {"lr": 1e-2, "amsgrad": True},
+        {"maximize": True},
+    ),
+    "padding is written to": (Adding, {}, {}, {}),
 }
 CLASSES = {**{name: (*own, {}) for name, own in TWO_GROUPS.items()}, **OTHERS}
 
@@ -141,7 +153,7 @@ def train(pair: Slow, seed: int, place: str = "device") -> None:
             for model in (pair.model, pair.reference_model):
                 model.frozen.requires_grad_(True)
                 model.head.requires_grad_(False)
-        forced = {2: 1e6, 3: 0.01}
+        forced = {2: 1e6, 3: 0.01, 9: 1e6, 10: 0.01}
         pair.optimizer.max_norm = pair.reference.max_norm = forced.get(step, choose.choice([1e6, 1e6, 0.05]))
         pair.step()
         if step % 4 == 3:
@@ -153,14 +165,33 @@ def train(pair: Slow, seed: int, place: str = "device") -> None:
 
 
 @every_pair(
-    name=TWO_GROUPS, home=HOMES, time=TIMES, parameters=DTYPES, micro_batches=[1, 2], reduce=REDUCE, place=PLACES
+    name=TWO_GROUPS,
+    home=HOMES,
+    time=TIMES,
+    parameters=DTYPES,
+    micro_batches=[1, 2],
+    reduce=REDUCE,
+    place=PLACES,
+    submitted=SUBMITTED,
 )
 @pytest.mark.usefixtures("small_units", "never_pauses")
 def test_equal_to_the_textbook_loop(
-    name: str, home: str, time: str, parameters: str, micro_batches: int, reduce: str, place: str
+    name: str,
+    home: str,
+    time: str,
+    parameters: str,
+    micro_batches: int,
+    reduce: str,
+    place: str,
+    submitted: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(queue, "SUBMIT_IN_STEP", submitted[0])
+    monkeypatch.setattr(queue, "SUBMIT_AHEAD", submitted[1])
     pair = pair_for(name, home, time, parameters, micro_batches, reduce=reduce, weights=PLACES[place][0])
     train(pair, zlib.crc32(f"{name} {home} {time}".encode()), place)
+    if time == "overlap" and home != "resident" and micro_batches == 1:  # otherwise layers are clipped by themselves
+        assert pair.optimizer.engine.queue.redone > 0
 
 
 @every_value(
@@ -169,8 +200,13 @@ def test_equal_to_the_textbook_loop(
     time=TIMES,
     parameters=["bfloat16", "float32"],
     place=["device, then host", "host", "host, then device"],
+    vector=[1, segment.CPU_VECTOR],
 )
-def test_any_element_wise_optimizer(name: str, home: str, time: str, parameters: str, place: str) -> None:
+def test_any_element_wise_optimizer(
+    name: str, home: str, time: str, parameters: str, place: str, vector: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with gaps between parameters where no kernel is fused."""
+    monkeypatch.setattr(segment, "CPU_VECTOR", vector)
     train(pair_for(name, home, time, parameters, 1, weights=PLACES[place][0]), seed=1, place=place)
 
 

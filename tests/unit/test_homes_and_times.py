@@ -9,7 +9,7 @@ import torch
 
 from lightstep.state.schema import Managed
 from tests import stores
-from tests.unit.test_next_forward import Training
+from tests.training import Training
 
 KIB = 1 / 2**20
 HOMES: dict[str, dict[str, Any]] = {

@@ -18,10 +18,9 @@ from lightstep.state.host_fields import Field
 from lightstep.state.host_weights import HostWeights, WeightGroup
 from tests.covering import every_value
 from tests.distributed.models import CLASSES, VOCABULARY
-from tests.reference.tiny_models import CONVERTED
+from tests.training import Training, assert_same
 from tests.unit.test_homes_and_times import LIMITS
 from tests.unit.test_host_weights import TIMES, clean, make
-from tests.unit.test_next_forward import Training, assert_same
 
 EXPERTS, BLOCKS = 4, 3
 
@@ -260,34 +259,3 @@ def test_a_block_that_computes_with_the_weights_of_its_experts_has_them_no_longe
     run.train(2)
     assert held and all(len(blocks) <= 1 for blocks in held)
     assert not any(group.is_entered for group in weights.groups)
-
-
-# -- stacked experts, as transformers has them
-
-
-class Qwen3MoE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = CONVERTED["qwen3_moe"]()
-        self._no_split_modules = self.model._no_split_modules
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens, use_cache=False).logits[..., :CLASSES]
-
-    def split(self) -> list[dict[str, Any]]:
-        return [{"params": list(self.parameters()), "weight_decay": 0.1}]
-
-
-@every_value(
-    home=["stream"], time=["next_forward", "in_backward"], limit=LIMITS, mib=[0.001, 64.0], recompute=[False, True]
-)
-def test_stacked_experts(home: str, time: str, limit: str, mib: float, recompute: bool) -> None:
-    """Experts without tokens have gradients of zero, with which the class updates them: they are moved like others."""
-    losses, wanted = expected_of(time == "in_backward", limit, Qwen3MoE)
-    weights = {"placement": "host", "device_mib": mib}
-    tested = make(home, time, limit, "bfloat16", weights, recompute=recompute, make=Qwen3MoE)
-    found = tested.train(1)
-    tested.delays(1)
-    assert found + tested.train(2) == losses
-    assert_same(clean(tested.snapshot()), wanted)
-    tested.optimizer.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import threading
 import time
 import weakref
@@ -29,10 +28,10 @@ from lightstep.state.schema import aligned
 from tests.covering import every_value
 from tests.distributed.models import TinyTransformer
 from tests.patience import PATIENCE
+from tests.reference.own_classes import Growing
+from tests.training import assert_same, random_delays
 from tests.unit import test_next_forward as others
-from tests.unit.test_next_forward import assert_same, small_cuts
-from tests.unit.test_residency import Growing
-from tests.unit.test_stream import random_delays
+from tests.unit.test_next_forward import small_cuts
 
 __all__ = ["small_cuts"]
 
@@ -95,75 +94,6 @@ def backward(training: Training) -> None:
 def weights(training: Training) -> dict[str, Tensor]:
     """As they stand in memory, without waiting for anything."""
     return {name: own.detach().clone() for name, own in training.named.items()}
-
-
-CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "AdamW": (torch.optim.AdamW, {}),
-    "Adam-amsgrad": (torch.optim.Adam, {"amsgrad": True}),
-    "SGD-nesterov-foreach": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
-    "NAdam": (torch.optim.NAdam, {}),
-    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
-    "Rprop": (torch.optim.Rprop, {}),
-    "ASGD": (torch.optim.ASGD, {}),
-    "Adadelta": (torch.optim.Adadelta, {}),
-    "Muon": (torch.optim.Muon, {}),
-}
-
-
-def train_with_random_verdicts(make: type[Training], name: str, parameters: str, folder: Path) -> None:
-    """Steps that are clipped, overflow or do neither, at random, and a resume in the middle: the bits of resident."""
-    base, settings = CLASSES[name]
-
-    class Chosen(base):  # type: ignore[misc, valid-type]
-        def __init__(self, params: Any, lr: float = 1e-2) -> None:
-            super().__init__(params, lr=lr, **settings)
-
-    Chosen.whole_tensors = name == "Muon"
-    choose = random.Random(f"{name} {parameters}")
-    streamed = {**OVERLAP, "previous_weights": choose.choice(["device", "host"])}
-    scale = {"kind": "dynamic", "init_scale": 2.0**8, "growth_interval": 3}
-
-    def new(state: dict[str, Any]) -> Training:
-        if name == "Muon":  # for matrices only
-            return make(state, parameters, WithMuon, clipping=NEVER, loss_scale=scale)
-        return make(state, parameters, clipping=NEVER, loss_scale=scale, optimizer_class=Chosen)
-
-    tested, expected = new(streamed), new(RESIDENT)
-    resumes_at = choose.randrange(5, 8)
-    forced = {1: (1e6, 1.0), 2: (1e6, 1.0), 3: (0.05, 1.0), 4: (1e6, torch.inf), 8: (0.05, 1.0), 9: (1e6, torch.inf)}
-    for step in range(11):
-        if step == resumes_at:
-            tested.strategy.save_checkpoint(folder / "half", tested.model, tested.optimizer)
-            tested.optimizer.close()
-            tested = new(streamed)
-            tested.strategy.load_checkpoint(folder / "half", tested.model, tested.optimizer)
-            tested.steps = step
-        if step in (1, resumes_at):
-            tested.delays(step)
-        chosen = choose.choice([1e6, 1e6, 0.05]), choose.choice([1.0, 1.0, 1.0, torch.inf])
-        max_norm, factor = forced.get(step, chosen)  # every verdict at least once
-        for training in (tested, expected):
-            training.optimizer.max_norm = max_norm
-            with training.strategy.accumulate(training.model, last=False):
-                training.optimizer.backward(training.loss(0) / 2)
-            with training.strategy.accumulate(training.model, last=True):
-                training.optimizer.backward(training.loss(1) / 2 * factor)
-            training.optimizer.step()
-            training.steps += 1
-    assert_same(tested.snapshot(), expected.snapshot())
-    tested.optimizer.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("AdamW", "float16"), ("SGD-nesterov-foreach", "bfloat16"), ("Muon", "float16")],
-)
-@pytest.mark.usefixtures("never_pauses")
-def test_random_verdicts_and_delays(name: str, parameters: str, tmp_path: Path, verdicts: Counter[str]) -> None:
-    """The table of ``test_exactness.py`` has all classes and dtypes, beside a plain loop."""
-    train_with_random_verdicts(Training, name, parameters, tmp_path)
-    assert verdicts["commit"] and verdicts["redo"]
-    assert verdicts["drop"]
 
 
 class WithMuon(TinyTransformer):

@@ -3,74 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightstep.state import segment as segment_module
 from lightstep.state.store import Store
 from tests import stores
-from tests.covering import every_value
-from tests.reference.lion import Lion
-from tests.reference.pair import BACKENDS, DTYPES, Pair
 from tests.unit.test_stream import Run
-
-
-class Adding(torch.optim.Optimizer):
-    """Every element gets a number, also those between the parameters."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            total: Tensor = self.state[p].setdefault("total", torch.zeros_like(p))
-            total.add_(p.grad).add_(1)
-            p.add_(total, alpha=0.01)
-
 
 MAKERS: dict[str, Callable[[], Store]] = {"resident": stores.resident, "stream": lambda: stores.stream(ring_mib=1)}
 every_home = pytest.mark.parametrize("backend", list(MAKERS))
-CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
-    "AdamW-tensor-lr": (torch.optim.AdamW, {"lr": torch.tensor(1e-2)}),
-    "Adam-amsgrad-maximize": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "maximize": True}),
-    "SGD-momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}),
-    "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
-    "RAdam": (torch.optim.RAdam, {"lr": 1e-2}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.5, "centered": True}),
-    "Adadelta": (torch.optim.Adadelta, {"lr": 1e-2}),
-    "Adamax": (torch.optim.Adamax, {"lr": 1e-2}),
-    "Lion": (Lion, {"lr": 1e-3}),
-    "padding is written to": (Adding, {}),
-}
-WAYS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
-
-
-@every_value(name=CLASSES, way=WAYS, backend=BACKENDS, parameters=DTYPES)
-def test_every_class_gives_torchs_bits(
-    name: str, way: str, backend: str, parameters: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With parameters that have no gradient in some steps; gaps between parameters where no kernel is fused."""
-    optimizer_class, hyperparameters = CLASSES[name]
-    common = {"AdamW-tensor-lr": {"foreach": False}, "Lion": {}, "padding is written to": {}}.get(name, WAYS[way])
-    if way != "default":
-        monkeypatch.setattr(segment_module, "CPU_VECTOR", 1)
-    pair = Pair(
-        optimizer_class,
-        hyperparameters,
-        hyperparameters,  # equal groups are updated together
-        common=common,
-        parameters=parameters,
-        backend=backend,
-        late_from=0 if optimizer_class is torch.optim.SGD else 3,  # torch's fails
-        intermittent=optimizer_class is not torch.optim.SGD,
-    )
-    pair.train(8)
 
 
 def acquired(run: Run, without: Collection[int] = ()) -> list[int]:
