@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightstep.clipping import add_keeper
 from lightstep.distributed import differs_across_ranks, like, local_tensor
-from lightstep.optimizer.eager import no_grad_no_inference
+from lightstep.optimizer.step_guard import no_grad_no_inference
 from lightstep.precision.gradient_sums import set_grad
 from lightstep.precision.gradients import refuse_sparse
 from lightstep.state.host_fields import Field

@@ -23,6 +23,7 @@ from tests.covering import every_value
 from tests.reference.own_classes import FailingOnce
 from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD, TWO_GROUPS, Pair
 from tests.reference.tiny_model import representable
+from tests.training import made
 
 backends = pytest.mark.parametrize("backend", ["resident", "stream"])
 
@@ -518,17 +519,11 @@ def test_a_step_that_fails_before_the_update_may_be_repeated(
     setup, expected = (Setup(state=EVERY_TIME[kind], clipping={"max_norm": 0.1}).train(0) for _ in range(2))
     setup.backward(1, parts)
     with monkeypatch.context() as patch:
-        if where == "sparse":
-            whole = setup.model[2].weight.grad
-            setup.model[2].weight.grad = whole.to_sparse()
-        else:
-            patch.setattr(f"lightstep.optimizer.{where}", lambda *_: 1 / 0)
-            setup.optimizer.synchronize()
-            setup.optimizer.engine.updater.stage.free()  # else there is nothing to reserve
-        with pytest.raises((TypeError, ZeroDivisionError), match=r"\(3, 40\) has a sparse gradient|division"):
+        patch.setattr(f"lightstep.optimizer.{where}", lambda *_: 1 / 0)
+        setup.optimizer.synchronize()
+        setup.optimizer.engine.updater.stage.free()  # else there is nothing to reserve
+        with pytest.raises(ZeroDivisionError):
             setup.optimizer.step()
-    if where == "sparse":
-        setup.model[2].weight.grad = whole
     result = setup.optimizer.step()
     expected.backward(1, parts)
     assert torch.equal(result.grad_norm, expected.optimizer.step().grad_norm)
@@ -595,9 +590,10 @@ def test_a_parameter_that_was_never_updated_is_not_in_the_state(backend: str) ->
 def test_sharded_state_may_be_written_to(backend: str) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        strategy = lightstep.Strategy.load({"sharding": {"kind": "fsdp2"}, "optimizer_state": {"backend": backend}})
-        model = strategy.prepare_model(nn.Linear(6, 3))
-        optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+        model = nn.Linear(6, 3)
+        _, model, optimizer = made(
+            {"sharding": {"kind": "fsdp2"}, "optimizer_state": {"backend": backend}}, model, lr=1e-2
+        )
 
         def step() -> None:
             optimizer.backward(model(torch.ones(2, 6, dtype=torch.bfloat16)).float().sum())

@@ -57,8 +57,8 @@ from tests.reference.short_moments import (
     in_eight_bits,
 )
 from tests.reference.tiny_model import representable
+from tests.training import random_delays
 from tests.unit.test_changed_weights import Receiver
-from tests.unit.test_stream import random_delays
 
 _STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.0014}  # cuts every matrix
 GLOBAL: dict[str, dict[str, Any]] = {
@@ -198,6 +198,8 @@ class Programs:
         self.seed, self.receiver, self.published = seed, Receiver(), None
         one_group = one_group and "and" not in base
         self.average: lightstep.WeightAverage | None = None
+        self.original: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+        self.last_sums: dict[Tensor, Tensor] = {}
         self.by_unit, self.dtype, self.base, self.max_norm = by_unit, dtype, base, max_norm
         self.one_group, self.late, self.rounded = one_group, one_group, rounded
         self.number, self.saved, self.folder = 0, None, tempfile.TemporaryDirectory()
@@ -330,6 +332,7 @@ class Programs:
         assert norm is None or norm.isnan() or torch.equal(norm, result.grad_norm)
         for twin, master in self.loop.masters.items():
             master.data.copy_(self.master(twin))
+        self.last_sums = self.loop.sums
         applied = self.loop.step(result.grad_norm)
         assert (bool(result), float(result.loss_scale)) == (applied, scale)
         assert [name for name, parameter in self.named.items() if parameter.grad is not None] == []
@@ -360,6 +363,12 @@ class Programs:
         if of_model:
             self.model.zero_grad()
         self.drop_gradients()
+
+    def set_gradients_to_zero(self) -> None:
+        """Those that are there, or those of the last step: zeros count as gradients."""
+        given = self.loop.sums or self.last_sums
+        self.optimizer.zero_grad(set_to_none=False)
+        self.loop.sums = {twin: torch.zeros_like(total) for twin, total in given.items()}
 
     def fail(self, name: str, last: bool, drops: bool) -> None:
         """A hook raises in backward. Then all gradients are given up, or those that have arrived count."""
@@ -537,6 +546,8 @@ class Programs:
         self.check_state(self.optimizer.state)
         self.check_averages()
         assert [g["lr"] for g in self.optimizer.param_groups] == [g["lr"] for g in self.loop.optimizer.param_groups]
+        for name, parameter in self.original[0].items():
+            same(f"{name} of the original", parameter, self.original[1][name])
         if self.saved is not None and self.saved[1] is None:
             self.load(self.kind, True, True, "float32")
             self.check_weights("what was saved", self.named)
@@ -683,11 +694,13 @@ class Programs:
             self.make(self.kind, self.model, self.moments)
             self.make_loop()
 
-    def become_a_copy(self) -> None:
-        """Go on with a copy of model and optimizer, which updates in ``step()``."""
+    def become_a_copy(self, pickled: bool) -> None:
+        """Go on with a copy of model and optimizer, which updates in ``step()``; the original stays as it is."""
         self.drop_gradients()
         self.forget_averages()
-        self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
+        self.original = dict(self.model.named_parameters()), copy.deepcopy(self.twin.state_dict())
+        both = self.model, self.optimizer
+        self.model, self.optimizer = pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
         self.in_backward = False
         self.named = dict(self.model.named_parameters())
         self.scheduler = ExponentialLR(self.optimizer, 0.9)
@@ -749,7 +762,7 @@ OPERATIONS: dict[str, list[st.SearchStrategy[Any]]] = {
     "load": [st.none() | one_of_kinds, flags, flags, ways_to_keep],
     "move": [one_of_kinds, ways_to_save, flags, ways_to_keep],
     "delete": [],
-    "become_a_copy": [],
+    "become_a_copy": [flags],
 }
 OFTEN = ["train"] * 5 + ["backward", "step", "read", "publish"] * 3
 

@@ -157,15 +157,15 @@ def test_a_model_is_evaluated_before_its_last_gradients_have_left_the_device() -
     """The evaluation lets those go that ``step()`` would have used first: copies that it begins run outside of it."""
     found = []
     for weights, time in (({"placement": "host", "device_mib": 0.001}, "overlap"), ({}, "at_step")):
-        run = Run(weights, time, PRECISION)
+        run = Run(weights, time, *BF16)
         run.optimizer.max_norm = None
-        run.train([1, 1])
+        run.run([1, 1])
         with run.strategy.accumulate(run.model, last=True):
-            run.optimizer.backward(run.loss(2, 0))
+            run.optimizer.backward(run.loss_of(2, 0))
         with torch.inference_mode():
-            run.loss(0, 0)
+            run.loss_of(0, 0)
         run.optimizer.step()
-        found.append(run.train([1]))
+        found.append(run.run([1]))
     assert_same(*found)
 
 

@@ -34,10 +34,10 @@ from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.patience import PATIENCE
 from tests.reference.pair import TWO_GROUPS, Pair
 from tests.reference.tiny_model import TinyModel
+from tests.training import Training, assert_same, made
 from tests.unit import test_homes_and_times as homes_and_times
 from tests.unit.test_exactness import ChannelsLast, Transposed
 from tests.unit.test_homes_and_times import LIMITS, TIMES
-from tests.unit.test_next_forward import Training, assert_same
 
 __all__ = ["TIMES"]
 
@@ -103,9 +103,13 @@ def test_memory_of_gradients_is_kept_until_their_update_is_submitted(monkeypatch
     """Five layers share a unit: its update reads gradients that have left long before the last of them arrives."""
     monkeypatch.setattr("lightstep.state.units.SMALL_UNIT", 1 << 12)
     weights = {"placement": "host", "device_mib": 64}
-    strategy = Strategy.load({"optimizer_state": {"backend": "stream", "update": "overlap"}, "weights": weights})
-    model = strategy.prepare_model(nn.Sequential(*[nn.Linear(8, 8) for _ in range(16)]))
-    optimizer: Any = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(16)])
+    _, model, optimizer = made(
+        {"optimizer_state": {"backend": "stream", "update": "overlap"}, "weights": weights},
+        model,
+        torch.optim.AdamW,
+        lr=1e-3,
+    )
     release, submit = HostGradients._release_oldest, SpeculativeUpdates._submit_speculative
     events: list[str] = []
 
@@ -952,29 +956,3 @@ def test_an_empty_weight_is_replaced() -> None:
     model.blocks[0].none.data = torch.zeros(0, 4)
     model(torch.zeros(1, 2, dtype=torch.long))
     assert kept.shape == (0, 4)
-
-
-def test_another_thread_that_reads_weights_changes_nothing() -> None:
-    """As a save in the background does, whose `save_pretrained` asks for the model's dtype."""
-    expected = make("resident", "at_step", "clipped", "bfloat16")
-    losses = expected.train(6)
-    tested = make("stream", "overlap", "clipped", "bfloat16", {"placement": "host", "device_mib": 0.001})
-    assert tested.train(2) == losses[:2]
-    tested.delays(0)
-    done, reads, names = threading.Event(), [0], [name for name, _ in expected.model.named_parameters()]
-
-    def read() -> None:
-        while not done.is_set():
-            assert [name for name, p in tested.model.named_parameters() if p.dtype == torch.bfloat16] == names
-            reads[0] += 1
-            sleep(0)  # lets the other thread go on, which otherwise waits 5 ms each time
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        found = tested.train(4)
-    finally:
-        done.set()
-        reader.join()
-    assert found == losses[2:] and reads[0] > 0
-    assert_same(tested.snapshot(), expected.snapshot())

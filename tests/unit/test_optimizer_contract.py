@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +34,7 @@ from tests.reference.pair import (
     through_bytes,
 )
 from tests.reference.tiny_model import TinyModel, loss_of
+from tests.training import made
 from tests.unit.test_classes_of_others import CountsInItsGroup
 
 backends = pytest.mark.parametrize("backend", ["stream"])
@@ -277,40 +277,6 @@ def test_state_dict_hooks(backend: str) -> None:
 # -- groups, copies, closures, rates ----------------------------------------------------------------------------------
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
-}
-
-
-@every_value(
-    before=[0, 5],
-    make=COPIES,
-    scheduled=[False, True],
-    name=["AdamW", "SGD-momentum", "Adagrad"],
-    parameters=DTYPES,
-    backend=BACKENDS,
-)
-def test_a_copy_goes_on_bitwise_and_alone(
-    before: int, make: str, scheduled: bool, name: str, parameters: str, backend: str
-) -> None:
-    pair = build(parameters, backend, name, micro_batches=3)
-    if scheduled:
-        lr_scheduler.StepLR(pair.optimizer, 3)  # which rebinds step()
-    pair.train(before)
-    twin = Pair.__new__(Pair)
-    twin.__dict__.update(pair.__dict__)
-    twin.model, twin.optimizer = COPIES[make]((pair.model, pair.optimizer))
-    twin.reference_model, twin.reference = copy.deepcopy((pair.reference_model, pair.reference))
-    assert twin.optimizer.param_groups[0]["params"][0] is twin.model.embed.weight
-    assert twin.optimizer.loss_scale is not pair.optimizer.loss_scale
-    twin.train(4)
-    pair.check()
-    pair.train(4)
-    for tested, expected in zip(twin.model.parameters(), pair.model.parameters(), strict=True):
-        assert torch.equal(tested, expected)
-
-
 @backends
 def test_a_closure_with_fp16_scaling_is_refused_and_nothing_lost(backend: str) -> None:
     pair = build("float16", backend, micro_batches=1)
@@ -489,9 +455,7 @@ def test_state_with_nan_is_refused_in_every_dtype(dtype: torch.dtype) -> None:
 def test_loaded_groups_are_not_overwritten_by_the_update_under_way() -> None:
     values = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
     state = {"backend": "stream", "ring_mib": 0.01, "update": "next_forward"}
-    strategy = lightstep.Strategy.load({**values, "optimizer_state": state})
-    model = strategy.prepare_model(nn.Linear(20, 30))
-    optimizer = strategy.create_optimizer(model, CountsInItsGroup)
+    _, model, optimizer = made({**values, "optimizer_state": state}, nn.Linear(20, 30), CountsInItsGroup)
     saved = None
     for step in range(4):
         optimizer.backward(model(torch.ones(3, 20)).mean())

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 from lightstep import Strategy
 from lightstep.optimizer.base import BaseOptimizer
-from tests.covering import every_value
-from tests.reference.pair import EVERY_TIME, IN_BACKWARD
-from tests.reference.plain_loop import ReferenceLoop
-from tests.reference.tiny_model import TinyModel, loss_of, representable
+from tests.reference.tiny_model import TinyModel, loss_of
 
 SCALE = {"kind": "dynamic", "init_scale": 2.0**8, "growth_interval": 2}
 FP16 = {"precision": {"parameters": "float16", "loss_scale": SCALE}}
@@ -137,47 +134,6 @@ def test_two_optimizers_share_a_backward_if_their_scales_never_part() -> None:
     assert first.step()
     with pytest.raises(RuntimeError, match="DynamicLossScale"):
         second.step()
-
-
-ZEROED = {**EVERY_TIME, **IN_BACKWARD}
-
-
-@every_value(parameters=["float32", "bfloat16"], raw=[False, True], state=ZEROED)
-def test_gradients_that_are_set_to_zero_are_gradients(state: str, raw: bool, parameters: str) -> None:
-    """After its first use a layer that a step leaves out is decayed, and moved by its momentum."""
-    torch.manual_seed(0)
-    expected, model = representable(TinyModel()), TinyModel()
-    model.load_state_dict(expected.state_dict())
-    values = {"precision": {"parameters": parameters}, "optimizer_state": ZEROED[state], "clipping": {"max_norm": None}}
-    strategy = Strategy.load(values)
-    model = strategy.prepare_model(model)
-    expected = expected.to(strategy.parameter_dtype)
-    optimizer = strategy.create_optimizer(model, lr=1e-2, weight_decay=0.1)
-    used = [p for p in expected.parameters() if p.requires_grad]
-    reference = ReferenceLoop([{"params": used}], torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-    seen: set[Tensor] = set()
-    for step in range(7):
-        optimizer.zero_grad(set_to_none=False)
-        reference.sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in seen}
-        for micro in range(2 if step % 3 else 1):
-            arguments = {"late_from": 2, "intermittent": True}
-            with strategy.accumulate(model, last=micro == (1 if step % 3 else 0)):
-                loss = loss_of(model, step, 2 * micro, **arguments)
-                loss.backward() if raw else optimizer.backward(loss)
-            reference.backward(loss_of(expected, step, 2 * micro, **arguments))
-        seen = {*reference.sums}
-        optimizer.step()
-        reference.step()
-    optimizer.synchronize()
-    differing = [n for (n, p), q in zip(model.named_parameters(), expected.parameters(), strict=True) if not p.equal(q)]
-    assert differing == []
-    optimizer.zero_grad(set_to_none=False)
-    zeroed = {name for name, p in model.named_parameters() if p.grad is not None and not p.grad.any()}
-    assert zeroed == {name for name, p in expected.named_parameters() if p in seen}
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-    optimizer.zero_grad(set_to_none=False)
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_gradients_of_a_step_that_is_given_up_are_set_to_zero() -> None:

@@ -65,6 +65,10 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     "the first steps have nothing to do": [
         ("lr", 0, 0.0), ("lr", 1, 0.0), ("backward", 1, True, "zero"), STEP, TRAIN, ("lr", 0, 1e-3), ("train", 2),
     ],
+    "gradients that are set to zero": [
+        TRAIN, *(("set_gradients_to_zero",), BACKWARD, STEP) * 4, ("set_gradients_to_zero",),
+        ("backward", 2, True, "own"), STEP, ("backward", 1, False, None), ("set_gradients_to_zero",), BACKWARD, STEP,
+    ],
     # -- settings
     "a schedule": [TRAIN, ("schedule",), TRAIN, ("schedule",), BACKWARD, ("lr", 1, 3e-2), ("step", True), TRAIN],
     "a group that is added": [TRAIN, ("edit", "exchange", 2), ("edit", "copy_", 5), ("add_group",), ("train", 2)],
@@ -150,7 +154,7 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     "written late, beside memory that comes and goes": [
         *LATE, ("memory", "1"), TRAIN, ("memory", "0"), TRAIN, ("memory", "release_device_memory"), TRAIN,
     ],
-    "written late, beside a copy": [*LATE, ("become_a_copy",), TRAIN],
+    "written late, beside a copy": [*LATE, ("become_a_copy", False), TRAIN],
     # -- optimizers that come and go
     "into other places": [
         TRAIN, TRAIN, move("stream in part, next_forward", "meanwhile"), TRAIN,
@@ -174,8 +178,11 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
         ("train", 2), ("memory", "release_device_memory"), ("save", "meanwhile"), TRAIN,
         ("load", None, False, True, "float32"), ("train", 2),
     ],
-    "a copy of what was not used yet": [("become_a_copy",), ("train", 2), TRAIN],
-    "a copy": [("train", 2), TRAIN, ("become_a_copy",), TRAIN, ("train", 2)],
+    **{
+        f"a {kind} of {what}": [*before, ("become_a_copy", kind == "pickle"), TRAIN, ("train", 2)]
+        for kind in ("copy", "pickle")
+        for what, before in {"what was not used yet": [], "a run": [("train", 2), ("schedule",), TRAIN]}.items()
+    },
     "a new optimizer for weights under way": [("train", 2), TRAIN, ("delete",), TRAIN, TRAIN],
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ from lightstep.sharding.parameter_reads import DeferredUpdates
 from lightstep.state import host_fields, host_weights, versions
 from tests.covering import every_value
 from tests.patience import PATIENCE
-from tests.unit.test_stream import random_delays, random_sleeps
+from tests.training import random_delays, random_sleeps
 
 _STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.02}
 DEFERRED = ["next_forward", "overlap", "in_backward"]
@@ -36,6 +36,7 @@ STATES: dict[str, dict[str, Any]] = {
     "bulk": {"backend": "bulk"},
     "stream": _STREAM,
     **{update: {**_STREAM, "update": update} for update in DEFERRED},
+    "on the host": {**_STREAM, "update": "overlap"},
 }
 
 
@@ -60,6 +61,7 @@ class Run:
         layers: int = 5,
         weights: str = "device",
     ) -> None:
+        weights = "host" if name == "on the host" else weights
         torch.manual_seed(0)
         values = {"clipping": {"max_norm": max_norm}, "optimizer_state": STATES[name]}
         self.strategy = Strategy.load({**values, "weights": {"placement": weights}})
@@ -172,6 +174,7 @@ def reload(run: Run) -> None:
 OTHERS: dict[str, Callable[[Run], object]] = {
     "entries": lambda run: [dict(run.optimizer.state[p]) for p in run.model.parameters()],
     "weights": lambda run: [parameter.sum() for parameter in run.model.parameters()],
+    "dtypes": lambda run: {parameter.dtype for parameter in run.model.parameters()},
     "model": lambda run: run.model.state_dict(),
     "forward": lambda run: run.model(run.ones()),
     "report": lambda run: run.optimizer.memory_report(),

@@ -51,7 +51,7 @@ class MuonPair(Pair):
 
 
 @every_value(
-    backend=["bulk", "resident", "stream-overlap-resident-in-part", "stream-in-backward-and-forward"],
+    backend=["bulk", "resident", "stream-overlap-resident-in-part", "stream-in-backward-and-forward", *IN_BACKWARD],
     parameters=["bfloat16", "float16", "float32"],
     muon=[MUON, RMS],
     micro_batches=[1, 2],
@@ -60,15 +60,18 @@ class MuonPair(Pair):
 def test_muon_and_adamw_under_one_norm_and_one_scale(
     backend: str, parameters: str, muon: dict[str, Any], micro_batches: int, resumed: str | None
 ) -> None:
+    """Or with updates in backward, by the norm of each layer."""
+    in_backward = backend in IN_BACKWARD
     pair = MuonPair(
         muon,
         backend=backend,
-        parameters=parameters,
+        parameters="bfloat16" if in_backward and parameters == "float16" else parameters,
         micro_batches=micro_batches,
-        max_norm=0.5,
+        max_norm=0.1 if in_backward else 0.5,
+        scope="unit" if in_backward else "global",
         late_from=2,
         overflow_at={1} if parameters == "float16" else (),
-        **scale_for(parameters),
+        **({} if in_backward else scale_for(parameters)),
     )
     pair.train(4)
     if resumed:
@@ -77,19 +80,6 @@ def test_muon_and_adamw_under_one_norm_and_one_scale(
     assert pair.reference.clipped_steps > 0
     assert pair.optimizer.param_groups[0]["optimizer_class"] == "torch.optim.Muon"
     assert "betas" not in pair.optimizer.param_groups[0]
-
-
-@every_value(backend=[*IN_BACKWARD], parameters=["bfloat16", "float32"], muon=[MUON, RMS], max_norm=[0.1, None])
-def test_muon_and_adamw_in_backward(
-    backend: str, parameters: str, muon: dict[str, Any], max_norm: float | None
-) -> None:
-    pair = MuonPair(
-        muon, backend=backend, parameters=parameters, micro_batches=2, max_norm=max_norm, scope="unit", late_from=2
-    )
-    pair.train(4)
-    pair.resume()
-    pair.train(3)
-    assert max_norm is None or pair.reference.clipped_steps > 0
 
 
 class Experts(nn.Module):
