@@ -145,8 +145,13 @@ class GradientNorm:
         listed = [norm for norm in norms if norm is not None]
         local = torch.stack(listed) if listed else torch.zeros(0)
         local = local.to(self.device, torch.float32)
-        if not self._reduction.has_shards:
-            return self._norm_of(local)
+        if self._reduction.has_shards:
+            local = self._over_shards(local, norms)
+        is_empty = math.isinf(self.norm_type) and not local.numel()  # torch has no maximum of nothing
+        return local.new_zeros(()) if is_empty else torch.linalg.vector_norm(local, self.norm_type)
+
+    def _over_shards(self, local: Tensor, norms: Sequence[Tensor | None]) -> Tensor:
+        """The norms of all shards' parameters."""
         pairs = zip(self._parameters, norms, strict=True)
         has_gradient = [norm is not None for parameter, norm in pairs if norm is not None or parameter.requires_grad]
 
@@ -155,18 +160,13 @@ class GradientNorm:
             self._refuse_partial([numbers[position] for position in positions])
 
         if math.isinf(self.norm_type):
-            return self._norm_of(self._reduction.max_over_shards(local, has_gradient, on_partial))
-        return self._norm_of(self._reduction.sum_over_shards(local, has_gradient, self.norm_type, on_partial))
+            return self._reduction.max_over_shards(local, has_gradient, on_partial)
+        return self._reduction.sum_over_shards(local, has_gradient, self.norm_type, on_partial)
 
     def _present(self, norms: Sequence[Tensor | None]) -> list[bool | None]:
         """For each parameter, whether it has a gradient here; ``None``: it can have none on any rank."""
         pairs = zip(self._parameters, norms, strict=True)
         return [True if norm is not None else False if p.requires_grad else None for p, norm in pairs]
-
-    def _norm_of(self, norms: Tensor) -> Tensor:
-        """The norm of the norms (1-dim), 0-dim."""
-        is_empty = math.isinf(self.norm_type) and not norms.numel()  # torch has no maximum of nothing
-        return norms.new_zeros(()) if is_empty else torch.linalg.vector_norm(norms, self.norm_type)
 
     def _refuse_partial(self, elsewhere: Sequence[int]) -> None:
         """Refuse gradients that other ranks alone have, if they have to be the whole ones."""

@@ -142,7 +142,8 @@ class Engine(BetweenSteps):
             self.refuse_unusable("Load a checkpoint before the next step")
         self.gradients.watch(self.param_groups, self.loss_scale)
         loss = None if closure is None else self._run_closure(closure)
-        self.refuse_wrong_gradients()
+        if self.unreduced or self.gradients.scaled.unscaled:
+            self.refuse_wrong_gradients()
         self.guard.trainer = threading.get_ident()
         return self.guard.work("step()", self._step, loss, init_state)
 
@@ -258,7 +259,8 @@ class Engine(BetweenSteps):
 
     def grad_norm(self) -> Tensor:
         self.refuse_unusable("Load a checkpoint before the next step")
-        self.refuse_wrong_gradients()
+        if self.unreduced or self.gradients.scaled.unscaled:
+            self.refuse_wrong_gradients()
         if self.update_time.in_backward:
             raise RuntimeError(
                 "grad_norm() before step(): optimizer_state.update is in_backward, and the layers' gradients have been "

@@ -446,8 +446,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.engine.replace_state(parameter, entries)
 
     def expect_reduction(self) -> None:
-        if self.engine.unreduced:
-            self.engine.expect_reduction()
+        self.engine.expect_reduction()
 
     def expect_unreduced(self) -> None:
         self.engine.expect_unreduced()

@@ -470,7 +470,8 @@ class Queue:
         self.updater.complete(job.updates, job.completed)
         if job.end is not None:
             assert self.values is not None
-            self.updater.write_back(self.values)
+            if self.updater.classes.may_write_groups:
+                self.updater.write_back(self.values)
             self.values = None
 
     # -- waiting

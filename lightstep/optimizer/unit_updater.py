@@ -65,7 +65,7 @@ class UnitUpdater:
         record: Callable[[Iterable[Managed]], None],
         host_gradients: HostGradients | None = None,
     ) -> None:
-        self._classes = classes
+        self.classes = classes
         self._host_gradients = host_gradients
         self._backend = backend
         self.broken = broken
@@ -112,7 +112,8 @@ class UnitUpdater:
             for update in own:
                 update.drop_gradients(completed)
         self.finish([item for update in updates for item in update.elsewhere])
-        self.write_back(updates[0].values)
+        if self.classes.may_write_groups:
+            self.write_back(updates[0].values)
         self.is_running = False
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None, ahead: bool = True) -> None:
@@ -125,7 +126,7 @@ class UnitUpdater:
         """
         try:
             self._backend.begin(managed, order)
-            if self._classes.exchanges or self.shared.units:
+            if self.classes.exchanges or self.shared.units:
                 self.shared.begin(managed, order, ahead)
                 self.broken.stops_others = bool(self.shared.units)
         except BaseException as error:
@@ -225,11 +226,9 @@ class UnitUpdater:
         self._record(elsewhere)
 
     def write_back(self, values: GroupValues) -> None:
-        """See :meth:`GroupClasses.write_back`."""
-        if not self._classes.may_write_groups:
-            return
+        """See :meth:`GroupClasses.write_back`; for classes that may write to groups alone."""
         try:
-            self._classes.write_back(values)
+            self.classes.write_back(values)
         except BaseException as error:
             self.broken.fail("the end of the update", error)
             raise
@@ -274,7 +273,7 @@ class UnitUpdater:
         if left:
             unscaled = [own for segment, own in zip(segments, gradients, strict=True) if segment in left]
             scaled = self._scaled(left, unscaled, update, scaling)
-            self._classes.apply(left, scaled, scaling.overflow, update.values)
+            self.classes.apply(left, scaled, scaling.overflow, update.values)
 
     def _scaled(
         self, segments: Sequence[Segment], gradients: Sequence[list[Tensor]], update: Update, scaling: Scaling
@@ -352,9 +351,9 @@ class UnitUpdater:
         key = id(segment.group), id(scaling)
         if key not in values.calls:
             group, kind = values.initial[id(segment.group)], values.kinds[id(segment.group)]
-            asked = segment.device, kind, self._classes.version
+            asked = segment.device, kind, self.classes.version
             if asked not in self._adams:
-                self._adams[asked] = self._classes.fused_adam({**group, CLASS: kind[0]}, segment.device)
+                self._adams[asked] = self.classes.fused_adam({**group, CLASS: kind[0]}, segment.device)
             adam = self._adams[asked]
             settings = None if adam is None else _settings(adam, group, segment.device)
             values.calls[key] = None if settings is None else adam_call(settings, scaling)

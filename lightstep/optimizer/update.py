@@ -326,36 +326,37 @@ class Norms:
         self._layer_norms = [GradientNorm(_measured(layer), norm_type, False) for layer in by_layer]
         self._norms: dict[Managed, Tensor] = {}
 
-    # -- all gradients at once
-
-    def norm(self, gradients: Gradients, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
-        """The global norm of the gradients divided by the loss scale, and the overflow flag: 0-dim fp32."""
-        return self._combine(self._global_norm, self._norms_of(self._managed, gradients, loss_scale), loss_scale)
-
-    def _norms_of(
-        self, items: Sequence[Managed], gradients: Gradients, loss_scale: LossScale
-    ) -> Sequence[Tensor | None]:
-        """Each parameter's own norm: one that has been stored, or that of its gradient."""
-        if not self._norms:
-            return self._tensor_norms(list(map(gradients.get, items)), loss_scale)
-        left = [item for item in items if item in gradients and item not in self._norms]
-        found = dict(zip(left, self._tensor_norms([gradients[item] for item in left], loss_scale), strict=True))
-        return [found.get(item, self._norms.get(item)) if item in gradients else None for item in items]
-
-    def _tensor_norms(self, gradients: Sequence[Tensor | None], loss_scale: LossScale) -> Sequence[Tensor | None]:
-        """Each gradient's own norm, for :meth:`_combine`."""
-        if loss_scale.is_identity or self._divided_later(loss_scale):
-            return self._global_norm.tensor_norms(gradients)
-        divided = (None if g is None else g.float() / loss_scale.tensor(g.device) for g in gradients)
-        return [self._global_norm.tensor_norms([gradient])[0] for gradient in divided]  # one copy at a time
-
-    def _combine(
-        self, norm_of: GradientNorm, norms: Sequence[Tensor | None], loss_scale: LossScale
+    def norm(
+        self, gradients: Mapping[Managed, Tensor], loss_scale: LossScale, layer: int | None = None
     ) -> tuple[Tensor, Tensor]:
+        """The norm of the gradients divided by the loss scale, and the overflow flag: 0-dim fp32.
+
+        Norms that have been stored are not measured again.
+
+        Args:
+            layer: of this one's gradients alone; ``None``: of all.
+        """
+        norm_of, items = self._global_norm, self._managed
+        if layer is not None:
+            norm_of, items = self._layer_norms[layer], self.layers[layer]
+        norms: Sequence[Tensor | None]
+        if not self._norms:
+            norms = self._tensor_norms(list(map(gradients.get, items)), loss_scale)
+        else:
+            left = [item for item in items if item in gradients and item not in self._norms]
+            found = dict(zip(left, self._tensor_norms([gradients[item] for item in left], loss_scale), strict=True))
+            norms = [found.get(item, self._norms.get(item)) if item in gradients else None for item in items]
         norm, overflow = norm_of.combine(norms)
         if not loss_scale.is_identity and self._divided_later(loss_scale):
             norm = norm / loss_scale.tensor(norm.device)
         return norm, overflow
+
+    def _tensor_norms(self, gradients: Sequence[Tensor | None], loss_scale: LossScale) -> Sequence[Tensor | None]:
+        """Each gradient's own norm."""
+        if loss_scale.is_identity or self._divided_later(loss_scale):
+            return self._global_norm.tensor_norms(gradients)
+        divided = (None if g is None else g.float() / loss_scale.tensor(g.device) for g in gradients)
+        return [self._global_norm.tensor_norms([gradient])[0] for gradient in divided]  # one copy at a time
 
     def _divided_later(self, loss_scale: LossScale) -> bool:
         """Whether dividing the norm by the scale, not the gradients, gives the same bits.
@@ -387,9 +388,8 @@ class Norms:
             coefficient = None if max_norm is None else clip_coefficient(norm, max_norm)
             return [(gradients, *_factors(scale, loss_scale, coefficient))]
         found = []
-        for layer, norm_of_layer in zip(self.layers, self._layer_norms, strict=True):
-            norms = self._norms_of(layer, gradients, loss_scale)
-            layer_norm = self._combine(norm_of_layer, norms, loss_scale)[0].to(norm.device)
+        for number, layer in enumerate(self.layers):
+            layer_norm = self.norm(gradients, loss_scale, number)[0].to(norm.device)
             own = {item: gradients[item] for item in layer if item in gradients}
             found.append((own, *_factors(scale, loss_scale, clip_coefficient(layer_norm, max_norm))))
         return found
@@ -419,15 +419,14 @@ class Norms:
 
     def total_norm(self, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
         """:meth:`norm` of all gradients whose norms have been stored."""
-        return self._combine(self._global_norm, [self._norms.get(item) for item in self._managed], loss_scale)
+        return self.norm(self._norms, loss_scale)
 
     def layer_factors(
         self, number: int, gradients: Gradients, loss_scale: LossScale, max_norm: float | None
     ) -> tuple[Factor, Factor, Tensor]:
         """``(divisor, factor, overflow)`` of one layer whose norms are stored; the same on all ranks that share it."""
         device = next(iter(gradients.values())).device
-        norms = [self._norms.get(item) if item in gradients else None for item in self.layers[number]]
-        norm = self._combine(self._layer_norms[number], norms, loss_scale)[0].to(device)
+        norm = self.norm(gradients, loss_scale, number)[0].to(device)
         scale = None if loss_scale.is_identity else loss_scale.tensor(device)
         coefficient = None if max_norm is None else clip_coefficient(norm, max_norm)
         return *_factors(scale, loss_scale, coefficient), (~norm.isfinite()).float()

@@ -554,10 +554,10 @@ class Strategy(ABC):
             finally:
                 for optimizer in optimizers:
                     optimizer.accumulating = False
-                    if last:
-                        optimizer.expect_reduction()
-                    else:
+                    if not last:
                         optimizer.expect_unreduced()
+                    elif optimizer.unreduced:
+                        optimizer.expect_reduction()
 
     def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """The context in which the sharding reduces gradients, or with ``last=False`` does not."""
