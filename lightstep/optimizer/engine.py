@@ -14,7 +14,7 @@ from torch import Tensor
 from lightstep.optimizer.between_steps import BetweenSteps
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places
-from lightstep.optimizer.queue import Early, Factors
+from lightstep.optimizer.queue import Factors
 from lightstep.optimizer.step_guard import eager_backward
 from lightstep.optimizer.update import Gradients, GroupValues, Norms, StepResult, Update
 from lightstep.precision.gradients import unshared
@@ -278,11 +278,13 @@ class Engine(BetweenSteps):
         """The gradients stay where they are until ``step()`` owns them: after an error here, nothing is lost."""
         if self._measured is not None:
             return self._check_measured(self._measured)
-        norms, gradients = self._norms, None
+        norms, early, gradients = self._norms, self.queue.early, None
         if self._host_weights is not None:
             self._host_weights.rest()
-        if self.queue.early is not None and self.queue.early.awaits_step:
-            gradients = self._gradients_of_speculation(self.queue.early)
+        if early is not None and early.awaits_step and self.managed.covers(self.param_groups):
+            found = self._collect_gradients()
+            if found and early.validate(found, self.param_groups, self.managed.adopt_writes):
+                gradients = found  # else speculative updates are rolled back: there, or by `_prepare`
         if gradients is None:
             norms, gradients = self._prepare(), self._collect_gradients()
         if not gradients:
@@ -328,13 +330,6 @@ class Engine(BetweenSteps):
             if item not in norms.stored_norms:
                 with host.holding({item.param: gradient}):
                     norms.add_norms({item: gradient}, self.loss_scale)
-
-    def _gradients_of_speculation(self, early: Early) -> Gradients | None:
-        """All gradients, if the speculative updates of all parameters that are trained now may count; if not, they are
-        rolled back, or :meth:`_prepare` does so."""
-        gradients = self._collect_gradients() if self.managed.covers(self.param_groups) else {}
-        may_count = bool(gradients) and early.validate(gradients, self.param_groups, self.managed.adopt_writes)
-        return gradients if may_count else None
 
     def _check_measured(self, measured: Measured) -> Measured:
         """What :meth:`grad_norm` has measured; parameters may have been edited, cast or moved since."""

@@ -141,8 +141,6 @@ class UnitUpdater:
                 have the same overflow.
             speculative: it can be rolled back; some parameter must have a gradient.
         """
-        if speculative:
-            self._backend.speculate(unit)
         gradients = updates[0].gradients if len(updates) == 1 else _joined(updates)
         deferred = [update for update in updates if update.versions]
         is_plain = self._host_gradients is None and self.changed is None
@@ -150,7 +148,7 @@ class UnitUpdater:
             with _NOTHING_ELSE if is_plain else self._around(unit, gradients):
                 for update in deferred:
                     update.refuse_written(unit.owners)
-                segments = self._update(unit, gradients, updates)
+                segments = self._update(unit, gradients, updates, speculative)
                 for update in deferred:
                     update.note_own_writes(unit.owners)
         except BaseException as error:
@@ -161,12 +159,14 @@ class UnitUpdater:
             owner.updated = True
         self._record(owners)
 
-    def _update(self, unit: Unit, gradients: Gradients, updates: Sequence[Update]) -> Sequence[Segment]:
+    def _update(
+        self, unit: Unit, gradients: Gradients, updates: Sequence[Update], speculative: bool
+    ) -> Sequence[Segment]:
         """Returns what has been updated."""
         if unit in self.shared.positions:
-            segments: Sequence[Segment] = self._apply_shared(unit, gradients, updates)
+            segments: Sequence[Segment] = self._apply_shared(unit, gradients, updates, speculative)
         else:
-            segments = self._backend.acquire(unit, gradients)
+            segments = self._backend.acquire(unit, gradients, speculative)
             if len(updates) == 1 and segments:
                 self._apply(segments, updates[0])
             elif segments:
@@ -189,7 +189,9 @@ class UnitUpdater:
         own = {owner.param: gradients[owner] for owner in unit.owners if owner in gradients}
         return self._host_gradients.holding(own, update=True)
 
-    def _apply_shared(self, unit: Unit, active: Gradients, updates: Sequence[Update]) -> list[Segment]:
+    def _apply_shared(
+        self, unit: Unit, active: Gradients, updates: Sequence[Update], speculative: bool
+    ) -> list[Segment]:
         """Update a unit together with other ranks; the communication of later units is started first."""
         values, device = updates[0].values, unit.owners[0].local.device
         scaling = {update: update.scaling_on(device) for update in updates}
@@ -205,7 +207,7 @@ class UnitUpdater:
             for later in self.shared.upcoming(unit):
                 stack.enter_context(self._bringing(later, active))
             self.shared.start_ahead(unit, active, scaled, values)
-        segments = self._backend.acquire(unit, active)
+        segments = self._backend.acquire(unit, active, speculative)
         self.shared.apply(unit, segments, scaled, scaling[updates[0]].overflow, values)
         return segments
 

@@ -392,9 +392,15 @@ class Store:
             yield from together[asked:stop]
             asked = max(asked, stop)
 
-    def acquire(self, unit: Unit, active: Collection[Managed]) -> list[Segment]:
-        """Masters and state of the unit's ``active`` parameters on the device, ready for work on the current stream."""
+    def acquire(self, unit: Unit, active: Collection[Managed], speculative: bool = False) -> list[Segment]:
+        """Masters and state of the unit's ``active`` parameters on the device, ready for work on the current stream.
+
+        Args:
+            speculative: what is written until :meth:`release` can be rolled back; some parameter must be active.
+        """
         record = self._records.by_unit[unit]
+        if speculative:
+            self._versions.begin(record)
         if all(part.owner not in active for part in record.parts):
             return []
         assert self._acquired is None, f"{unit.label} acquired before {self._acquired[0].unit.label} was released"
@@ -631,10 +637,6 @@ class Store:
         """These units are about to be updated speculatively, and their weights will count as written to."""
         if self.host_weights is not None:
             self._versions.note_kept_weights([self._records.by_unit[unit] for unit in units])
-
-    def speculate(self, unit: Unit) -> None:
-        """Make the next update of this unit (:meth:`acquire` to :meth:`release`) speculative: it can be rolled back."""
-        self._versions.begin(self._records.by_unit[unit])
 
     def speculative(self, units: Iterable[Unit]) -> list[Unit]:
         """Those of the units with a speculative update that was neither committed nor rolled back."""
