@@ -1,4 +1,8 @@
-"""The update of one unit: acquire its state → scale gradients → the base optimizer's arithmetic → write back."""
+"""The update of one unit: acquire its state → scale gradients → the base optimizer's arithmetic → write back.
+
+Where a kernel gives the bits of the class's own step, AdamW and Adam scale and update in one pass over memory. All
+other updates, and every first update, which makes the state, are left to :mod:`lightstep.optimizer.arithmetic`.
+"""
 
 from __future__ import annotations
 

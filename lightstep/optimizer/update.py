@@ -375,8 +375,7 @@ class Norms:
     def factors(
         self, gradients: Gradients, norm: Tensor, loss_scale: LossScale, scale: Factor, max_norm: float | None
     ) -> list[tuple[Gradients, Factor, Factor]]:
-        """The gradients that are scaled alike, with ``(divisor, factor)`` of
-        :class:`Update`: all of them, or those of each layer.
+        """The gradients that are scaled alike, with ``(divisor, factor)`` of :class:`Update`: all, or each layer's.
 
         Args:
             norm: the global norm, unscaled.

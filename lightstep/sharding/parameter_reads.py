@@ -42,7 +42,6 @@ __all__ = [
     "awaited",
     "called_modules",
     "inputs_on",
-    "updates_of",
     "wait_for",
     "weakly",
 ]
@@ -336,11 +335,6 @@ def awaited(modules: Iterable[nn.Module]) -> list[AwaitedParameters]:
     return [own for module in modules if isinstance(own := vars(module).get("_parameters"), AwaitedParameters)]
 
 
-def updates_of(modules: Iterable[AwaitedParameters]) -> list[DeferredUpdates]:
-    """All updates that these modules' parameters may wait for."""
-    return list(dict.fromkeys([updates for own in modules for updates in own.updates]))
-
-
 def wait_for(modules: Iterable[AwaitedParameters], shards: Collection[Tensor] | None = None) -> None:
     """Wait for the updates of these modules' parameters.
 
@@ -354,7 +348,7 @@ def wait_for(modules: Iterable[AwaitedParameters], shards: Collection[Tensor] | 
         return
     # `dict.values`: without waiting
     parameters = [p for own in stale for p in dict.values(own) if p is not None] if shards is None else shards
-    found = updates_of(stale)
+    found = dict.fromkeys(updates for own in stale for updates in own.updates)
     for updates in found:
         updates.wait(parameters)
     uncounted = {updates for updates in found if updates.in_backward}  # the next ones may begin at any time

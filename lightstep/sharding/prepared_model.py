@@ -39,7 +39,6 @@ from lightstep.sharding.parameter_reads import (
     ModuleHook,
     await_reads,
     awaited,
-    updates_of,
     wait_for,
 )
 from lightstep.sharding.preparation import transformer_blocks
@@ -159,7 +158,7 @@ def _waiting(shards_later: Callable[[], list[nn.Parameter]], own: Sequence[Await
 
     def wait() -> None:
         shards = shards_later()
-        for updates in updates_of(own):
+        for updates in dict.fromkeys(updates for module in own for updates in module.updates):
             updates.wait_on_stream(shards)
 
     return wait
