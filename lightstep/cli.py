@@ -353,10 +353,10 @@ def _reporting_errors(debug: bool = False) -> Iterator[None]:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", FAILED, debug)
     except Exception as error:
-        kind = type(error).__name__  # without importing torch for the classes
-        if kind not in ("CheckpointError", "DamagedError", "NotFoundError", "RemoteRankError"):
+        kinds = {kind.__name__ for kind in type(error).__mro__}  # without importing torch for the classes
+        if kinds.isdisjoint(("CheckpointError", "RemoteRankError")):
             raise
-        _fail(str(error), BAD_INPUT if kind == "NotFoundError" else FAILED, debug)
+        _fail(str(error), BAD_INPUT if "NotFoundError" in kinds else FAILED, debug)
     finally:
         warnings.formatwarning = formatted
 

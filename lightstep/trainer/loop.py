@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightstep.checkpoint import CheckpointError, latest_checkpoint
 from lightstep.checkpoint.background import PendingSave
 from lightstep.chunked_loss import whole_loss
-from lightstep.distributed import Ranks, is_failed_collective, world_size
+from lightstep.distributed import LostRankError, Ranks, is_failed_collective, world_size
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.update import StepResult
 from lightstep.plan.report import peak_memory
@@ -51,7 +51,7 @@ class Interrupt:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._restore()
-        if self._received and error is not None and is_failed_collective(error):
+        if self._received and (isinstance(error, LostRankError) or (error is not None and is_failed_collective(error))):
             signal.raise_signal(self._received)
 
     def _restore(self) -> None:

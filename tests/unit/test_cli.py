@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ from typer.testing import CliRunner, Result
 import lightstep
 from lightstep import Strategy, available_strategies, cli
 from lightstep.checkpoint import save
+from lightstep.checkpoint.tensors import IncompleteTensorError
 from lightstep.cli import app
 from lightstep.config import StrategyConfig, parse_config
+from lightstep.distributed import LostRankError
 from lightstep.plan.cost import cost
 from lightstep.presets import read_source
 from lightstep.trainer.config import load_config
@@ -463,3 +466,23 @@ def test_verify_is_told_a_file(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "plain.pt")
     said = _sentence(_run("checkpoint", "verify", tmp_path / "plain.pt"), 2)
     assert "plain.pt is a file; a folder is needed (lightstep checkpoint inspect reads other formats)" in said
+
+
+@pytest.mark.usefixtures("own_signal")
+def test_lost_ranks_after_a_signal_end_at_once() -> None:
+    """As a collective that fails: most of them say which ranks are lost."""
+
+    def fail() -> None:
+        with Interrupt():
+            signal.raise_signal(signal.SIGINT)
+            raise LostRankError("rank 1 on a no longer answers")
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+
+
+def test_every_error_of_a_checkpoint_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    incomplete = mock.Mock(side_effect=IncompleteTensorError("the checkpoint does not hold all of model.w"))
+    monkeypatch.setattr("lightstep.checkpoint.formats.convert.read_checkpoint", incomplete)
+    result = _run("checkpoint", "inspect", "a")
+    assert result.exit_code == 1 and "lightstep: a was not read: the checkpoint does not hold all" in result.output
