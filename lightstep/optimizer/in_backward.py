@@ -41,6 +41,7 @@ class FinalUpdates(Early):
         self._newest: Tensor | None = None  # FSDP2's other gradients are found through it: they share its memory
         self._arrived: set[Managed] = set()
         self._updates: dict[int, list[Update]] = {}  # of complete layers, by batch, until the batch is complete
+        self._elsewhere: list[Managed] = []  # what other replicas update
         self._arrivals.reset()
 
     @property
@@ -112,6 +113,7 @@ class FinalUpdates(Early):
         update = step.make_layer_update(layer, gradients, values) if gradients else None
         del gradients
         if update is not None:
+            self._elsewhere += update.elsewhere
             update.drop_gradients(update.elsewhere)
             self._updates.setdefault(batch, []).append(update)
         if self._arrivals.count_layer(layer):
@@ -176,7 +178,7 @@ class FinalUpdates(Early):
         self._flush()
         if queue.lanes is not None:
             queue.wait_for_caller()
-        queue.schedule([Job((), (), end=([item for item in managed if item.is_remote], None))])
+        queue.schedule([Job((), (), end=(self._elsewhere, None))])
         queue.submit(queue.num_jobs)
         queue.wait(queue.num_jobs)
         self.reset()

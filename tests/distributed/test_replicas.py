@@ -367,6 +367,19 @@ def test_state_dict_is_complete() -> None:
     assert bool(tested.optimizer.kept_state(parameter)) is tested.optimizer.keeps_state(parameter)
 
 
+@on_ranks(2, "sharding", [DDP, {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 1}}])
+def test_replicas_know_what_backward_has_updated(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """Layers without a gradient, and those that were skipped, get no state. A replica that took them for updated would
+    wait for state that the one that keeps it does not send."""
+    runs = [Run(sharding, {**state, "update": "in_backward"}, scope="unit") for state in (STREAM, RESIDENT)]
+    for overflow in (True, False, False):
+        for run in runs:
+            run.step(overflow=overflow)
+        found, wanted = ([item.name for item in run.optimizer.managed() if item.updated] for run in runs)
+        assert found == wanted and bool(wanted) is not overflow
+    same_runs("in backward", *runs)
+
+
 class AllTrained(TinyTransformer):
     """torch wants state for every parameter that requires a gradient."""
 
