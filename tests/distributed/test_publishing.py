@@ -20,8 +20,9 @@ from lightstep.rollout.staged_weights import MappedMemory, Publisher, StagedWeig
 from lightstep.rollout.transport import Bucket
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.state.shared_memory import SharedMemory
-from tests.distributed.publishing_runs import DDP, DEFERRED, FSDP2, HSDP, ON_HOST, OVERLAP, RESIDENT, Training, same
+from tests.distributed.publishing_runs import ON_HOST, Publishing, same
 from tests.distributed.ranks import Pool, on_ranks
+from tests.distributed.training import DDP, DEFERRED, FSDP2, HSDP, OVERLAP, RESIDENT
 from tests.rollout_servers import FakeVllm
 from tests.unit.test_publishing import Slow
 
@@ -60,17 +61,32 @@ class FromDevice(Slow):
         super().send(Bucket(bucket.infos, bucket.buffer.cpu()))
 
 
-def check_sets(rank: int, sharding: dict[str, Any], mapped: str | int = EVERYTHING, **arguments: Any) -> None:
+@on_ranks(
+    None,
+    ("ranks", "sharding", "mapped", "state", "on_device"),
+    [
+        (4, HSDP, EVERYTHING, DEFERRED, False),
+        (2, DDP, EVERYTHING, OVERLAP, False),
+        (2, FSDP2, EVERYTHING, ON_HOST, False),
+        (2, FSDP2, NOTHING, RESIDENT, True),
+        (3, FSDP2, 2, RESIDENT, True),  # one trainer's is mapped
+    ],
+)
+def test_every_set_is_one_steps(
+    rank: int, sharding: dict[str, Any], mapped: str | int, state: dict[str, Any], on_device: bool, tmp_path: Path
+) -> None:
+    """Shards in memory that the first trainer cannot map are sent to it.
+
+    Shards on the device under overlap: what changed of them is sent below.
+    """
     with mapping(mapped, rank) as count:
-        check_all_sets(rank, sharding, **arguments)
+        check_sets(rank, sharding, state, tmp_path, on_device)
     if rank == 0 and sharding != DDP:
         assert (count[True] > 0) == (mapped != NOTHING) and (count[False] > 0) == (mapped != EVERYTHING)
 
 
-def check_all_sets(
-    rank: int, sharding: dict[str, Any], state: dict[str, Any], folder: str, on_device: bool = False
-) -> None:
-    training, transport = Training(rank, sharding, state), FromDevice(seconds=0.003)
+def check_sets(rank: int, sharding: dict[str, Any], state: dict[str, Any], folder: Path, on_device: bool) -> None:
+    training, transport = Publishing(sharding, state), FromDevice(seconds=0.003)
     transport.takes_device = on_device
     strategy, expected = training.strategy, {}
     transport.go.set()
@@ -82,7 +98,7 @@ def check_all_sets(
         assert strategy.publish_weights(training.model, transport, wait=False, replace=replace) == version
         training.be_late()
         if version == 2:
-            strategy.save_checkpoint(Path(folder) / "saved", training.model, training.optimizer, asynchronous=True)
+            strategy.save_checkpoint(folder / f"saved{state}", training.model, training.optimizer, asynchronous=True)
         training.step()  # its collectives run beside those of the threads
     report = strategy.wait_for_publication()
     assert report is not None and report.version == 4 and (report.nbytes > 0) == (rank == 0)
@@ -98,29 +114,10 @@ def check_all_sets(
     strategy.close()
 
 
-MAPPED: dict[str, Any] = {"sharding": FSDP2, "state": RESIDENT, "on_device": True}
-SETS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp2-overlap": (2, {"sharding": FSDP2, "state": OVERLAP}),
-    "hsdp-deferred": (4, {"sharding": HSDP, "state": DEFERRED}),
-    "ddp-overlap": (2, {"sharding": DDP, "state": OVERLAP}),
-    "fsdp2-offload": (2, {"sharding": FSDP2, "state": ON_HOST}),
-    "on_its_device, nothing is mapped": (2, {**MAPPED, "mapped": NOTHING}),
-    "on_its_device, one trainer's is mapped": (3, {**MAPPED, "mapped": 2}),
-}
-"""World size, and arguments. Shards in memory that the first trainer cannot map are sent to it."""
-
-
-@pytest.mark.parametrize("what", [what for what in SETS if what != "fsdp2-overlap"])
-def test_every_set_is_one_steps(pool: Pool, what: str, tmp_path: Path) -> None:
-    """Shards on the device under overlap: what changed of them is sent below."""
-    world_size, arguments = SETS[what]
-    pool.run(check_sets, world_size, folder=str(tmp_path), **arguments)
-
-
 @on_ranks(2)
 def test_no_trainer_sends_what_another_one_has_replaced(rank: int) -> None:
     """The first trainer sends the set while another one has copied it, and has not replaced the old one yet."""
-    training, transport = Training(rank, FSDP2, RESIDENT), Slow()
+    training, transport = Publishing(FSDP2, RESIDENT), Slow()
     strategy, copied, sent = training.strategy, [], []
     stage, publication = Publisher._staged, Publisher._publication
 
@@ -148,7 +145,7 @@ def test_no_trainer_sends_what_another_one_has_replaced(rank: int) -> None:
 
 @on_ranks(2)
 def test_every_trainer_gets_the_error_once(rank: int) -> None:
-    training, transport = Training(rank, FSDP2, RESIDENT), Slow(fails_at="send")
+    training, transport = Publishing(FSDP2, RESIDENT), Slow(fails_at="send")
     strategy = training.strategy
     transport.go.set()
     strategy.publish_weights(training.model, transport, wait=False)
@@ -168,7 +165,7 @@ def test_every_trainer_gets_the_error_once(rank: int) -> None:
 @pytest.mark.parametrize("method", ["_copy", "prepare", "bucket"])
 @on_ranks(3)
 def test_all_trainers_hear_of_ones_failure(rank: int, method: str) -> None:
-    training, transport = Training(rank, FSDP2, RESIDENT), Slow()
+    training, transport = Publishing(FSDP2, RESIDENT), Slow()
     strategy = training.strategy
     transport.go.set()
     broken = mock.patch.object(StagedWeights, method, side_effect=MemoryError("no more"))
@@ -189,7 +186,7 @@ def test_all_trainers_hear_of_ones_failure(rank: int, method: str) -> None:
 
 @on_ranks(3)
 def test_what_cannot_be_mapped_after_all_is_sent(rank: int) -> None:
-    training, transport = Training(rank, FSDP2, RESIDENT), Slow()
+    training, transport = Publishing(FSDP2, RESIDENT), Slow()
     transport.go.set()
     with mock.patch.object(MappedMemory, "view", side_effect=RuntimeError("page-locking broke")):
         expected = training.weights()
@@ -200,7 +197,7 @@ def test_what_cannot_be_mapped_after_all_is_sent(rank: int) -> None:
 
 
 def check_workers(rank: int) -> tuple[str, list[Any]]:
-    training = Training(rank, FSDP2, DEFERRED, {"mode": "async", "ranks": [0]})
+    training = Publishing(FSDP2, DEFERRED, {"mode": "async", "ranks": [0]})
     strategy, versions = training.strategy, []
     if strategy.role == "rollout":
         engine = TransformersEngine(training.model)
@@ -234,8 +231,13 @@ def too_many(source: StagedWeights, number: int) -> None:
     """So many words of this trainer's part have changed that the bucket has to be sent whole."""
 
 
-def check_deltas(rank: int, sharding: dict[str, Any], state: dict[str, Any]) -> None:
-    training = Training(rank, sharding, state)
+@on_ranks(
+    None,
+    ("ranks", "sharding", "state"),
+    [(2, FSDP2, OVERLAP), (4, HSDP, DEFERRED), (2, DDP, RESIDENT)],
+)
+def test_trainers_send_what_changed_in_their_shards(rank: int, sharding: dict[str, Any], state: dict[str, Any]) -> None:
+    training = Publishing(sharding, state)
     strategy = training.strategy
     names = [name for name, _ in unwrap_model(training.model).named_parameters()]
     shapes = {name: torch.zeros_like(tensor) for name, tensor in training.weights().items() if name in names}
@@ -266,9 +268,3 @@ def check_deltas(rank: int, sharding: dict[str, Any], state: dict[str, Any]) -> 
     if fake is not None:
         servers.close()
         fake.kill()
-
-
-@pytest.mark.parametrize("what", ["fsdp2-overlap", "hsdp-deferred", "ddp-resident"])
-def test_trainers_send_what_changed_in_their_shards(pool: Pool, what: str) -> None:
-    world_size, arguments = {**SETS, "ddp-resident": (2, {"sharding": DDP, "state": RESIDENT})}[what]
-    pool.run(check_deltas, world_size, **arguments)

@@ -1,4 +1,4 @@
-"""What reaches a step of the gradients that FSDP2 and DDP reduce, where users do what their tutorials do not."""
+"""What reaches a step of the gradients that WRAPPED and DDP reduce, where users do what their tutorials do not."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import lightstep
-from lightstep.distributed import local_tensor
 from tests.distributed.ranks import device_of, on_ranks
+from tests.distributed.training import DDP, FSDP2, RESIDENT, Training, same_on_all_ranks, same_tensors
 
 
 class Layers(nn.Module):
-    """Four equal layers, each an FSDP2 unit."""
+    """Four equal layers, each an WRAPPED unit."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
@@ -27,63 +28,53 @@ class Layers(nn.Module):
         return values
 
 
-class Run:
-    def __init__(
-        self, rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], bias: bool = True
-    ) -> None:
-        torch.manual_seed(0)
-        self.rank, self.device, self.steps = rank, device_of(rank, world_size), 0
+class Run(Training):
+    def __init__(self, sharding: dict[str, Any], state: dict[str, Any], bias: bool = True) -> None:
         values = {"sharding": sharding, "clipping": {"max_norm": None}, "optimizer_state": state}
-        self.strategy = lightstep.Strategy.load(values)
-        self.model = self.strategy.prepare_model(Layers(bias))
-        self.layers: Any = self.strategy.unwrap_model(self.model).layers
-        self.optimizer: Any = self.strategy.create_optimizer(self.model, torch.optim.SGD, lr=0.5)
+        groups = lambda model: [{"params": [*model.parameters()]}]  # noqa: E731
+        super().__init__(values, lambda: Layers(bias), optimizer_class=torch.optim.SGD, groups=groups, lr=0.5)
+        self.layers: Any = self.inner.layers
 
     def loss(self, micro: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(100 * self.steps + 10 * micro + self.rank)
         values = torch.randn(6, 8, generator=generator).to(self.device, torch.bfloat16)
         return self.model(values).float().square().mean()
 
-    def penalty(self) -> Tensor:
-        shards: Any = self.model.parameters()
-        return torch.stack([shard.to_local().float().square().sum() for shard in shards]).sum()
+    def penalty(self, power: int = 2) -> Tensor:
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
+        return torch.stack([shard.float().pow(power).sum() for shard in shards]).sum()
 
-    def step(self) -> None:
+    def update(self) -> None:
         self.optimizer.step()
         self.steps += 1
 
-    def weights(self) -> list[Tensor]:
-        self.optimizer.synchronize()
-        return [local_tensor(parameter.detach()).clone() for parameter in self.model.parameters()]
 
-
-FSDP2 = {"kind": "fsdp2", "wrap": ["Linear"]}
-RESIDENT, IN_BACKWARD = {"backend": "resident"}, {"backend": "stream", "update": "in_backward"}
+WRAPPED = {**FSDP2, "wrap": ["Linear"]}
+IN_BACKWARD = {"backend": "stream", "update": "in_backward"}
 
 
 def assert_same(runs: list[Run]) -> None:
-    found, wanted = (run.weights() for run in runs)
-    assert [number for number, pair in enumerate(zip(found, wanted, strict=True)) if not torch.equal(*pair)] == []
+    same_tensors(runs[0].snapshot(), runs[1].snapshot())
 
 
 @on_ranks(2)
 def test_replicas_get_weights_of_layers_in_which_some_gradients_are_missing(rank: int, world_size: int) -> None:
     """Units in which another layer lacks one are updated in step(), where its weight is sent for the first time."""
-    sharding = {**FSDP2, "mesh": {"replicate": 2, "shard": 1}}
-    runs = [Run(rank, world_size, sharding, state) for state in (RESIDENT, IN_BACKWARD)]
+    sharding = {**WRAPPED, "mesh": {"replicate": 2, "shard": 1}}
+    runs = [Run(sharding, state) for state in (RESIDENT, IN_BACKWARD)]
     for run in runs:
         for step in range(5):
             run.layers[0].weight.requires_grad_(step not in (1, 2))
             run.layers[2].weight.requires_grad_(step not in (0, 3))
             run.layers[3].bias.requires_grad_(step != 2)
             run.optimizer.backward(run.loss())
-            run.step()
+            run.update()
     assert_same(runs)
 
 
 @on_ranks(2)
 def test_a_penalty_on_shards_is_added_whenever_it_was_computed(rank: int, world_size: int) -> None:
-    runs = [Run(rank, world_size, FSDP2, RESIDENT, bias=False) for _ in range(2)]
+    runs = [Run(WRAPPED, RESIDENT, bias=False) for _ in range(2)]
     for number, run in enumerate(runs):
         for _ in range(2):
             penalty = run.penalty()
@@ -92,14 +83,14 @@ def test_a_penalty_on_shards_is_added_whenever_it_was_computed(rank: int, world_
                 run.optimizer.backward(penalty)
             else:
                 run.optimizer.backward(run.loss() + penalty)
-            run.step()
+            run.update()
     assert_same(runs)
 
 
 @on_ranks(2)
 def test_a_unit_that_was_frozen_in_the_first_forward_is_reduced_in_fp32(rank: int, world_size: int) -> None:
-    runs = [Run(rank, world_size, FSDP2, RESIDENT) for _ in range(2)]
-    runs[1].loss()  # FSDP2 looks at it while it is trained
+    runs = [Run(WRAPPED, RESIDENT) for _ in range(2)]
+    runs[1].loss()  # WRAPPED looks at it while it is trained
     for run in runs:
         run.layers[1].requires_grad_(False)
         for step in range(4):
@@ -109,27 +100,8 @@ def test_a_unit_that_was_frozen_in_the_first_forward_is_reduced_in_fp32(rank: in
                 with run.strategy.accumulate(run.model, last=micro == step % 2):
                     run.optimizer.backward(run.loss(micro))
             assert all(p.grad is None or p.grad.dtype == torch.float32 for p in run.model.parameters())
-            run.step()
+            run.update()
     assert_same(runs)
-
-
-@on_ranks(2, "kind", ["fsdp2", "ddp"])
-def test_a_micro_batch_that_is_left_on_its_rank_is_refused(rank: int, world_size: int, kind: str) -> None:
-    """Backwards by hand: the last one is not reduced."""
-    run = Run(rank, world_size, FSDP2 if kind == "fsdp2" else {"kind": kind}, RESIDENT)
-    for last in (True, False):
-        with run.strategy.accumulate(run.model, last=last):
-            run.loss(int(last)).backward()
-    with pytest.raises(RuntimeError, match="have not been reduced over the ranks"):
-        run.step()
-    run.optimizer.zero_grad()
-    for last in (False, True):
-        with run.strategy.accumulate(run.model, last=last):
-            run.loss(int(last)).backward()
-    run.step()
-
-
-REPLICAS = {"kind": "ddp", "find_unused_parameters": True}
 
 
 def prepared(parameters: str, sharding: dict[str, Any], frozen: bool = False) -> Any:
@@ -143,7 +115,7 @@ def prepared(parameters: str, sharding: dict[str, Any], frozen: bool = False) ->
 def test_parameters_that_ddp_does_not_reduce_are_refused(rank: int, world_size: int, parameters: str) -> None:
     """Those that were frozen in prepare_model(), or were put into the model after it."""
     device = device_of(rank, world_size)
-    strategy, model = prepared(parameters, REPLICAS, frozen=True)
+    strategy, model = prepared(parameters, DDP, frozen=True)
     optimizer = strategy.create_optimizer(
         model, torch.optim.SGD, param_groups=[{"params": [*model.parameters()]}], lr=0.1
     )
@@ -171,7 +143,7 @@ def test_parameters_that_ddp_does_not_reduce_are_refused(rank: int, world_size: 
 @on_ranks(2)
 def test_a_second_backward_after_one_forward_is_refused(rank: int, world_size: int) -> None:
     device = device_of(rank, world_size)
-    strategy, model = prepared("float32", REPLICAS)
+    strategy, model = prepared("float32", DDP)
     optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=0.1)
     values = torch.full((2, 8), float(rank + 1), device=device)
 
@@ -206,17 +178,14 @@ def test_a_second_backward_after_one_forward_is_refused(rank: int, world_size: i
             backward(forward())
         backward(sum(parameter.square().sum() for parameter in model.parameters()))  # equal on all ranks
         assert optimizer.step()
-        for parameter in model.parameters():
-            others = [torch.empty_like(parameter) for _ in range(world_size)]
-            torch.distributed.all_gather(others, parameter.detach())
-            assert all(torch.equal(parameter, other) for other in others)
+        assert same_on_all_ranks(model)
 
 
 @on_ranks(2)
 def test_parameters_that_fsdp2_has_not_sharded_are_refused(rank: int, world_size: int) -> None:
     device = device_of(rank, world_size)
     for marked in (False, True):
-        strategy, model = prepared("bfloat16", FSDP2)
+        strategy, model = prepared("bfloat16", WRAPPED)
         late = nn.Linear(8, 8, bias=False, device=device, dtype=torch.bfloat16)
         late.weight.differs_across_ranks = marked  # type: ignore[assignment]
         model.layers.append(late)
@@ -232,7 +201,7 @@ def test_parameters_that_fsdp2_has_not_sharded_are_refused(rank: int, world_size
 @on_ranks(2)
 def test_hooks_of_the_user_see_the_result_of_a_reduction_and_leave_it_in_fp32(rank: int, world_size: int) -> None:
     """Whenever they are set: before the optimizer is made, or between two steps."""
-    runs = [Run(rank, world_size, FSDP2, RESIDENT) for _ in range(3)]
+    runs = [Run(WRAPPED, RESIDENT) for _ in range(3)]
     strategy, seen = runs[0].strategy, []
     torch.manual_seed(0)
     runs[1].model = strategy.prepare_model(Layers(True))
@@ -250,7 +219,7 @@ def test_hooks_of_the_user_see_the_result_of_a_reduction_and_leave_it_in_fp32(ra
                 assert parameter.grad.dtype == torch.float32
                 if number == 0 and step < 2:  # what the hook does
                     parameter.grad.mul_(2)
-            run.step()
+            run.update()
         assert {flat.dtype for flat in seen} == {torch.float32}
         assert_same(runs[:2])
     assert len(seen) == 2 + 3
@@ -259,39 +228,34 @@ def test_hooks_of_the_user_see_the_result_of_a_reduction_and_leave_it_in_fp32(ra
 @on_ranks(2, "kind", ["ddp", "fsdp2"])
 def test_zero_grad_of_the_model_drops_what_is_kept_beside_a_penalty(rank: int, world_size: int, kind: str) -> None:
     """The penalty, which is not reduced, is in ``p.grad``, and the reduced gradient beside it."""
-    runs = [Run(rank, world_size, FSDP2 if kind == "fsdp2" else {"kind": kind}, RESIDENT) for _ in range(2)]
-
-    def penalty(run: Run, factor: float) -> Tensor:
-        parameters: Any = run.model.parameters()
-        shards = [shard.to_local() if kind == "fsdp2" else shard for shard in parameters]
-        return torch.stack([shard.float().sum() for shard in shards]).sum() * factor
+    runs = [Run(WRAPPED if kind == "fsdp2" else {"kind": kind}, RESIDENT) for _ in range(2)]
 
     for number, run in enumerate(runs):
         for step in range(3):
             if number and step:
                 run.optimizer.backward(run.loss(1))
-                run.optimizer.backward(penalty(run, 1.0))
+                run.optimizer.backward(run.penalty(1))
                 run.model.zero_grad()
             run.optimizer.backward(run.loss())
-            run.optimizer.backward(penalty(run, 0.5))
-            run.step()
+            run.optimizer.backward(0.5 * run.penalty(1))
+            run.update()
     assert_same(runs)
 
 
 @on_ranks(2)
 def test_writes_to_a_penalty_beside_what_ddp_has_reduced_are_refused(rank: int, world_size: int) -> None:
     """They would reach the penalty alone: ``zero_grad(set_to_none=False)`` would keep the reduced gradients."""
-    runs = [Run(rank, world_size, {"kind": "ddp"}, RESIDENT) for _ in range(2)]
+    runs = [Run({"kind": "ddp"}, RESIDENT) for _ in range(2)]
 
     def backwards(run: Run) -> None:
         run.optimizer.backward(run.loss())
-        run.optimizer.backward(torch.stack([p.float().sum() for p in run.model.parameters()]).sum())
+        run.optimizer.backward(run.penalty(1))
 
     def clip(run: Run) -> None:
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
 
     for write in (lambda run: run.model.zero_grad(set_to_none=False), clip):
-        for then in (lambda run: run.step(), lambda run: run.optimizer.backward(run.loss(1))):
+        for then in (lambda run: run.update(), lambda run: run.optimizer.backward(run.loss(1))):
             backwards(runs[0])
             write(runs[0])
             for _ in range(2):
@@ -300,7 +264,7 @@ def test_writes_to_a_penalty_beside_what_ddp_has_reduced_are_refused(rank: int, 
             runs[0].optimizer.zero_grad()
         for run in runs:
             backwards(run)
-            run.step()
+            run.update()
         assert_same(runs)
 
 
@@ -308,7 +272,7 @@ def test_writes_to_a_penalty_beside_what_ddp_has_reduced_are_refused(rank: int, 
 @on_ranks(2, "failing", [0, 1, 2])
 def test_micro_batches_before_one_that_failed_are_not_lost_unnoticed(rank: int, world_size: int, failing: int) -> None:
     """FSDP2 keeps their sums, to which a backward that ended with an error has added a part of its own."""
-    runs = [Run(rank, world_size, FSDP2, RESIDENT) for _ in range(2)]
+    runs = [Run(WRAPPED, RESIDENT) for _ in range(2)]
 
     def raising(*_: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
@@ -330,5 +294,5 @@ def test_micro_batches_before_one_that_failed_are_not_lost_unnoticed(rank: int, 
     for run in runs:
         for micro in range(3):
             micro_batch(run, micro)
-        run.step()
+        run.update()
     assert_same(runs)

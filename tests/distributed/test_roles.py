@@ -22,11 +22,9 @@ from lightstep import ConfigError, Strategy, TrainingEnded, TransformersEngine, 
 from lightstep.checkpoint.huggingface import full_weights
 from lightstep.strategy import fsdp2
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.publishing_runs import DDP, DEFERRED, FSDP2, RESIDENT
 from tests.distributed.ranks import Pool, on_ranks
-from tests.unit.test_stream import random_delays, random_sleeps
+from tests.distributed.training import COPIES, DDP, DEFERRED, FSDP2, RESIDENT, same_tensors, slow_lanes
 
-HSDP: dict[str, Any] = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 1}}
 SINGLE: dict[str, Any] = {"kind": "single"}
 
 SMALL = 0.001
@@ -92,9 +90,7 @@ def check_weights(
     optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
     for step in range(3):
         train(strategy, model, optimizer, 1, first=step)
-        if state["backend"] == "stream" and optimizer._backend.lanes is not None:
-            delay = random_sleeps if strategy.device.type == "cuda" else random_delays
-            delay(optimizer._backend.lanes, seed=step)
+        slow_lanes(optimizer, step, 3e-4)
         version = strategy.publish_weights(model)
         versions.append((version, copied(full_weights(model))))
     return strategy.role, versions
@@ -104,7 +100,7 @@ KEYS = ("sharding", "trained", "sent", "ranks", "state")
 SENT: dict[str, tuple[int, tuple[Any, ...]]] = {
     "fsdp2": (3, (FSDP2, "bfloat16", "bfloat16", [0], RESIDENT)),
     "fsdp2-deferred": (3, (FSDP2, "float32", "bfloat16", [0], DEFERRED)),
-    "hsdp": (3, (HSDP, "bfloat16", "float32", [0], DEFERRED)),
+    "hsdp": (3, (COPIES, "bfloat16", "float32", [0], DEFERRED)),
     "ddp": (3, (DDP, "float32", "float16", 1, RESIDENT)),
     "single-to-two": (3, (SINGLE, "bfloat16", "float32", 2, DEFERRED)),
     "fsdp2-alone": (2, (FSDP2, "float32", "float32", [0], RESIDENT)),
@@ -296,8 +292,8 @@ def test_two_of_three_ranks_train_as_two_of_two(pool: Pool, tmp_path: Path, shar
     alone = pool.run(check_training, 2, cpu=True, sharding=sharding, roles=False, folder=str(tmp_path))
     for (norm, weights, reference), (norm_alone, weights_alone, _) in zip(among, alone, strict=True):
         assert norm == norm_alone
-        assert all(torch.equal(weights[name], weights_alone[name]) for name in weights)
-        assert all(torch.equal(reference[name], among[0][2][name]) for name in reference)
+        same_tensors(weights, weights_alone)
+        same_tensors(reference, among[0][2])
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
@@ -340,7 +336,7 @@ def test_failures_are_told_to_every_trainer_and_leave_complete_weights_or_none()
         dist.barrier()
         with pytest.raises(TrainingEnded):  # an offer that nobody waits for any more is none, and is not refused
             impatient.receive_weights(TransformersEngine(other), timeout=60)
-        assert all(torch.equal(tensor, after[name]) for name, tensor in copied(model.state_dict()).items())
+        same_tensors(copied(model.state_dict()), after)
         return
     model = prepared(strategy)
     optimizer = strategy.create_optimizer(model, lr=1e-2)
@@ -349,7 +345,7 @@ def test_failures_are_told_to_every_trainer_and_leave_complete_weights_or_none()
         with pytest.raises(WeightTransferError, match=expected) as failure:
             strategy.publish_weights(model)
         assert failure.value.ranks == (0,)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in copied(full_weights(model)).items())
+    same_tensors(copied(full_weights(model)), weights)
     strategy.publish_weights(model)
     train(strategy, model, optimizer, 1)
     dist.barrier()

@@ -19,11 +19,11 @@ from lightstep import Rule, Strategy
 from lightstep.distributed import local_tensor
 from lightstep.integrations.torchtitan import OptimizersContainer
 from lightstep.sharding.prepared_model import PreparedModel
-from tests.distributed.ranks import Pool, device_of, on_ranks
+from tests.distributed.ranks import device_of, on_ranks
+from tests.distributed.training import slow_lanes
 from tests.reference.pair import same_tree
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_model import representable
-from tests.unit.test_stream import random_delays
 from tests.unit.test_torchtitan import PARTS, WIDTH, Stage, loss_of, parameters_of, stages, train
 
 
@@ -193,9 +193,7 @@ class Run:
             found.append(float(result.grad_norm))
             self.schedule.step()
             if self.rests and step == steps[0]:
-                optimizer = self.container.optimizer
-                for lanes in (optimizer.engine._host_weights.lanes, optimizer._backend.lanes):
-                    random_delays(lanes, step + rank) if lanes.device.type == "cpu" else None
+                slow_lanes(self.container.optimizer, step + rank, 3e-4)
         with torch.no_grad():
             found.append(loss_of(self.parts, 9, 0).item())  # torchtitan validates so
         return found
@@ -216,10 +214,20 @@ class Run:
         return {"model": model, "optimizer": self.container, "schedule": self.schedule}
 
 
-def check_on_host(
-    rank: int, world_size: int, layers: Sequence[Sequence[int]], time: str, compute: bool, saved: str, folder: str
+@on_ranks(
+    None,
+    ("ranks", "layers", "time", "compute", "saved"),
+    [
+        (2, [[0, 1, 2, 3]], "next_forward", True, "host"),
+        (2, PARTS, "at_step", False, "device"),
+        (4, [[0, 1, 2, 3]], "overlap", False, "host"),
+    ],
+)
+def test_shards_of_others_that_rest_on_the_host(
+    rank: int, world_size: int, layers: Any, time: str, compute: bool, saved: str, tmp_path: Path
 ) -> None:
     """On four ranks two replicas of two shards. What was ``saved`` on one place goes on at the other one."""
+    folder = tmp_path / time
     device, names = device_of(rank, world_size).type, ("replicate", "shard")
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=names) if world_size == 4 else None
     runs = {placement: Run(stages(*layers), placement, time, compute, mesh) for placement in ("device", "host")}
@@ -232,21 +240,6 @@ def check_on_host(
     for run in (tested, later):
         assert run.train(range(2, 4), rank) == wanted
         same_tree("weights", run.weights(), expected.weights())
-
-
-@pytest.mark.parametrize(
-    ("ranks", "layers", "time", "compute", "saved"),
-    [
-        (2, [[0, 1, 2, 3]], "next_forward", True, "host"),
-        (2, PARTS, "at_step", False, "device"),
-        (4, [[0, 1, 2, 3]], "overlap", False, "host"),
-    ],
-)
-def test_shards_of_others_that_rest_on_the_host(
-    pool: Pool, tmp_path: Path, ranks: int, layers: Sequence[Sequence[int]], time: str, compute: bool, saved: str
-) -> None:
-    case = {"layers": layers, "time": time, "compute": compute, "saved": saved, "folder": str(tmp_path)}
-    pool.run(check_on_host, ranks, **case)
 
 
 @on_ranks(2)
@@ -339,8 +332,7 @@ class InChunks(Run):
         return total
 
 
-@pytest.mark.parametrize("time", ["next_forward", "overlap"])
-@on_ranks(2)
+@on_ranks(2, "time", ["next_forward", "overlap"])
 def test_a_head_that_is_called_in_chunks(rank: int, time: str) -> None:
     expected, tested = (InChunks([WithHead()], placement, time) for placement in ("device", "host"))
     assert tested.train(range(3), rank) == expected.train(range(3), rank)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +30,12 @@ from tests.unit.test_trainer import stop_at
 from tests.unit.test_trainer_data import word_tokenizer
 
 
+@pytest.fixture(name="pool")
+def pool_without_groups(pool: Pool) -> Any:
+    """`train` starts the process group."""
+    return SimpleNamespace(run=functools.partial(pool.run, group=False))
+
+
 @pytest.fixture
 def values(tmp_path: Path) -> dict[str, Any]:
     """A tiny run of four steps."""
@@ -38,9 +47,14 @@ def values(tmp_path: Path) -> dict[str, Any]:
 
 
 def run(
-    rank: int, world_size: int, values: dict[str, Any], resume: bool = False, stop: int | None = None
+    rank: int, world_size: int, values: dict[str, Any], resume: bool = False, stop: int | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """One call of `train`; ``stop``: SIGTERM reaches the last rank, and no other, in the middle of that step."""
+    """One call of `train`, with changed values.
+
+    Args:
+        stop: SIGTERM reaches the last rank, and no other, in the middle of that step.
+    """
+    values = {**values, **changes}
     if str(values.get("strategy")).startswith("deepspeed"):
         number_anew()
     console = Console(record=True, file=open(os.devnull, "w"), width=200)  # noqa: SIM115
@@ -80,19 +94,19 @@ def _contents(checkpoint: Path) -> dict[str, str]:
 
 def test_a_resumed_run_equals_an_uninterrupted_one(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
     values |= {"strategy": "fsdp2-stream", "ema": {"decay": 0.9, "validation": True}}
-    whole, other = pool.run(run, 2, group=False, values={**values, "name": "whole"})
+    whole, other = pool.run(run, 2, values=values, name="whole")
     assert whole["losses"] == other["losses"] and whole["after"] == other["after"], "means over the ranks"
     assert "validation loss after" in whole["said"] and "sample 1 of 1" in whole["said"] and other["said"] == ""
-    first, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, stop=3)
+    first, _ = pool.run(run, 2, values=values, name="cut", stop=3)
     assert (first["stopped"], first["step"]) == (signal.SIGTERM, 3) and "stopped after step 3" in first["said"]
-    second, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, resume=True)
+    second, _ = pool.run(run, 2, values=values, name="cut", resume=True)
     assert "checkpoint-3" in second["said"] and "warning" not in second["said"]
     assert first["losses"] | second["losses"] == whole["losses"] and second["after"] == whole["after"]
     ends = [_contents(tmp_path / "runs" / name / "checkpoint-4") for name in ("whole", "cut")]
     assert ends[0] == ends[1] and len(ends[0]) > 1
     folder = tmp_path / "runs/cut"
     (folder / "checkpoint-4/lightstep.json").unlink()
-    again, other = pool.run(run, 2, group=False, values={**values, "name": "cut"}, resume=True)
+    again, other = pool.run(run, 2, values=values, name="cut", resume=True)
     assert "checkpoint-3" in again["said"] and again["after"] == other["after"] == whole["after"]
     assert (folder / "checkpoint-4/lightstep.json").is_file()
     assert [path.name for path in folder.glob("checkpoint-4.*")] == ["checkpoint-4.1"], "moved aside once"
@@ -102,9 +116,9 @@ def test_a_resumed_run_under_deepspeed_equals_an_uninterrupted_one(
     pool: Pool, values: dict[str, Any], tmp_path: Path
 ) -> None:
     values |= {"strategy": "deepspeed-zero2", "checkpoint": {"every": 2, "keep": 1}}
-    whole, other = pool.run(run, 2, group=False, values={**values, "name": "whole"})
-    first, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, stop=2)
-    second, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, resume=True)
+    whole, other = pool.run(run, 2, values=values, name="whole")
+    first, _ = pool.run(run, 2, values=values, name="cut", stop=2)
+    second, _ = pool.run(run, 2, values=values, name="cut", resume=True)
     assert whole["losses"] == other["losses"] == first["losses"] | second["losses"]
     assert whole["after"] == second["after"] < whole["before"] and "sample 1 of 1" in whole["said"]
     assert [path.name for path in (tmp_path / "runs" / "cut").glob("checkpoint-*")] == ["checkpoint-4"]
@@ -113,7 +127,7 @@ def test_a_resumed_run_under_deepspeed_equals_an_uninterrupted_one(
 
 def test_a_run_with_divided_weights_under_deepspeed(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
     values |= {"strategy": "deepspeed-zero3", "steps": 2, "name": "a"}
-    first, second = pool.run(run, 2, group=False, values=values)
+    first, second = pool.run(run, 2, values=values)
     assert first["losses"] == second["losses"] and first["after"] < first["before"]
     assert "sample 1 of 1" in first["said"] and (tmp_path / "runs" / "a" / "model" / "model.safetensors").is_file()
 
@@ -121,9 +135,9 @@ def test_a_run_with_divided_weights_under_deepspeed(pool: Pool, values: dict[str
 def test_two_ranks_train_on_the_batch_of_one(pool: Pool, values: dict[str, Any]) -> None:
     quiet = {**MODEL, "attention_dropout": 0.0}  # each rank draws its own
     values |= {"model": {"config": quiet}, "strategy_overrides": {"precision.parameters": "float32"}}
-    several = [pool.run(run, 2, group=False, values={**values, "name": s, "strategy": s})[0] for s in ("ddp", "fsdp2")]
+    several = [pool.run(run, 2, values=values, name=s, strategy=s)[0] for s in ("ddp", "fsdp2")]
     values |= {"name": "one", "strategy": "fp32", "strategy_overrides": {}}
-    (one,) = pool.run(run, 1, group=False, values=values)
+    (one,) = pool.run(run, 1, values=values)
     for outcome in several:
         assert outcome["losses"] == pytest.approx(one["losses"], rel=1e-4)
         assert [outcome["before"], outcome["after"]] == pytest.approx([one["before"], one["after"]], rel=1e-4)
@@ -131,11 +145,8 @@ def test_two_ranks_train_on_the_batch_of_one(pool: Pool, values: dict[str, Any])
 
 def run_in_parts(rank: int, world_size: int, **arguments: Any) -> dict[str, Any]:
     """`run`, on which no rank may read the whole folder."""
-    read, AutoModelForCausalLM.from_pretrained = AutoModelForCausalLM.from_pretrained, None
-    try:
+    with mock.patch.object(AutoModelForCausalLM, "from_pretrained", None):
         return run(rank, world_size, **arguments)
-    finally:
-        AutoModelForCausalLM.from_pretrained = read
 
 
 def test_each_rank_reads_its_part_of_a_folder(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
@@ -146,8 +157,8 @@ def test_each_rank_reads_its_part_of_a_folder(pool: Pool, values: dict[str, Any]
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder, max_shard_size="8KB")
     tokenizer.save_pretrained(folder)
     values |= {"model": str(folder), "steps": 2, "sample": None}
-    (whole,) = pool.run(run, 1, group=False, values={**values, "name": "whole", "strategy": "resident"})
-    first, _ = pool.run(run_in_parts, 2, group=False, values={**values, "name": "parts", "strategy": "fsdp2"})
+    (whole,) = pool.run(run, 1, values=values, name="whole", strategy="resident")
+    first, _ = pool.run(run_in_parts, 2, values=values, name="parts", strategy="fsdp2")
     assert (folder / "model.safetensors.index.json").is_file()
     assert first["before"] == pytest.approx(whole["before"], rel=1e-6), "the folder's weights"
     assert first["losses"] == pytest.approx(whole["losses"], rel=1e-2)
@@ -157,12 +168,12 @@ def test_what_one_rank_finds_wrong_ends_all(pool: Pool, values: dict[str, Any], 
     """Text that is missing on one of them, and a folder that is no run."""
     values["strategy"] = "fsdp2"
     for rank in range(2):
-        told = pool.run(refused, 2, group=False, values=values, missing_on=rank)
+        told = pool.run(refused, 2, values=values, missing_on=rank)
         assert all("data.path nowhere does not exist" in text for text in told)
         assert told[1 - rank].startswith(f"rank {rank}: ")
     (tmp_path / "runs/train").mkdir(parents=True)
     (tmp_path / "runs/train/thesis.txt").write_text("precious")
-    told = pool.run(refused, 2, group=False, values=values, missing_on=None)
+    told = pool.run(refused, 2, values=values, missing_on=None)
     assert all("is not a run of lightstep" in text for text in told)
     assert [path.name for path in (tmp_path / "runs/train").iterdir()] == ["thesis.txt"]
 
@@ -193,7 +204,7 @@ def check_newest(rank: int, folder: str) -> list[str]:
 
 
 def test_all_parts_of_what_is_resumed_are_whole(pool: Pool, tmp_path: Path) -> None:
-    for rank, found in enumerate(pool.run(check_newest, 2, folder=str(tmp_path))):
+    for rank, found in enumerate(pool.run(check_newest, 2, group=True, folder=str(tmp_path))):
         *names, refused = found
         assert names == ["checkpoint-4", "checkpoint-3", "checkpoint-2"]
         assert re.search(

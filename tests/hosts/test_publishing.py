@@ -16,7 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from lightstep import TransformersEngine, VllmServer, WeightTransferError
-from tests.distributed.publishing_runs import DEFERRED, FSDP2, HSDP, OVERLAP, Training, same
+from tests.distributed.publishing_runs import Publishing as Trainers
+from tests.distributed.publishing_runs import same
+from tests.distributed.training import DEFERRED, FSDP2, HSDP, OVERLAP
 from tests.hosts.hosts import ADDRESSES, RANKS, Hosts
 from tests.patience import PATIENCE
 from tests.rollout_faults import checksum
@@ -44,7 +46,7 @@ class Publishing:
 
     def __init__(self, rank: int, case: str) -> None:
         sharding, state, self._deltas = CASES[case]
-        self.training = Training(rank, sharding, state)
+        self.training = Trainers(sharding, state)
         self.strategy = self.training.strategy
         for group in self.training.optimizer.param_groups:
             group["lr"] = 1e-5 if self._deltas else 1e-2
@@ -82,7 +84,7 @@ def check_sets(rank: int, world_size: int) -> None:
 
 def check_worker(rank: int, world_size: int) -> None:
     """The last rank, on the second host, gets the weights of the other three."""
-    training = Training(rank, FSDP2, OVERLAP, {"mode": "async", "ranks": [world_size - 1]})
+    training = Trainers(FSDP2, OVERLAP, {"mode": "async", "ranks": [world_size - 1]})
     strategy, versions = training.strategy, {}
     if strategy.role == "rollout":
         engine = TransformersEngine(training.model)
