@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import lightstep
-from lightstep import CheckpointError, WeightAverage
+from lightstep import CheckpointError, Strategy, WeightAverage
 from lightstep.checkpoint import save
 from lightstep.distributed import local_tensor
 from lightstep.state.store import Store
@@ -38,9 +36,10 @@ from tests.checkpoint_runs import (
 )
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
 from tests.distributed.ranks import Pool, on_ranks
-from tests.distributed.training import same_tensors, weights_of
+from tests.distributed.training import DDP, FSDP2, OVERLAP, Training, same_tensors, weights_of
 from tests.faults import disk_of
 from tests.patience import PATIENCE
+from tests.reference.plain_loop import ReferenceAverage
 
 FP16 = {"parameters": "float16", "loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "growth_interval": 2}}
 
@@ -63,7 +62,7 @@ class LayoutRun(Run):
     def __init__(self, layout: str, seed: int) -> None:
         _, sharding, state = LAYOUTS[layout]
         sections = {"sharding": sharding, "precision": FP16, "optimizer_state": state, "clipping": {"max_norm": 0.5}}
-        self.strategy = lightstep.Strategy.load(sections)
+        self.strategy = Strategy.load(sections)
         torch.manual_seed(seed)
         self.model = self.strategy.prepare_model(TinyTransformer())
         groups = self.strategy.unwrap_model(self.model).split()
@@ -144,36 +143,39 @@ def sharded(steps: int, module: nn.Module | None = None) -> Run:
     return Run("stream", steps, module, sharding={"kind": "fsdp2"})
 
 
-def a_load_drops_gradients_of_an_unfinished_step(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_load_drops_gradients_of_an_unfinished_step(rank: int, tmp_path: Path) -> None:
     """Those inside FSDP2 too."""
     for layout in ("fsdp2-2", "ddp-2"):
         run, ends = LayoutRun(layout, seed=0), []
-        run.train(2).save(Path(folder, layout))
+        run.train(2).save(tmp_path / layout)
         for last in (None, True, False):
             if last is not None:
                 with run.strategy.accumulate(run.model, last=last):
                     run.optimizer.backward(loss_of(run.model, 9, 0, rank, run.strategy.device))
-            run.load(Path(folder, layout))
+            run.load(tmp_path / layout)
             ends.append(run.train().content())
         for end in ends[1:]:
             same(end, ends[0])
 
 
-def extra_that_differs_is_named(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_extra_that_differs_is_named(rank: int, tmp_path: Path) -> None:
     """By the first rank."""
     said: list[str] = []
     with mock.patch.object(save.logger, "warning", lambda text, *values: said.append((text % values).split(",")[0])):
         run = sharded(1)
         for number in (0, rank):
-            run.save(Path(folder, "extra"), extra={"epoch": 3, "order": torch.arange(4), "place": number})
+            run.save(tmp_path / "extra", extra={"epoch": 3, "order": torch.arange(4), "place": number})
             said.append("saved")
     assert said == ["saved", *(["extra differs over the ranks"] if rank == 0 else []), "saved"]
 
 
-def weights_alone_rebuild_the_masters(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_weights_alone_rebuild_the_masters(tmp_path: Path) -> None:
     run, other = LayoutRun("fsdp2-2", seed=0), LayoutRun("fsdp2-2", seed=5)
-    run.train(2).strategy.save_checkpoint(Path(folder, "model"), run.model)
-    other.train(2).strategy.load_checkpoint(Path(folder, "model"), other.model)
+    run.train(2).strategy.save_checkpoint(tmp_path / "model", run.model)
+    other.train(2).strategy.load_checkpoint(tmp_path / "model", other.model)
     expected = weights_of(run.strategy, run.model)
     same_tensors(weights_of(other.strategy, other.model), expected)
     for group in other.optimizer.param_groups:
@@ -184,29 +186,32 @@ def weights_alone_rebuild_the_masters(rank: int, world_size: int, folder: str) -
         assert torch.equal(master, weight.cpu().to(master.dtype)), name
 
 
-def transformers_reads_an_export(rank: int, world_size: int, folder: str) -> None:
-    strategy = lightstep.Strategy.load({"sharding": {"kind": "fsdp2"}})
+@on_ranks(2)
+def test_transformers_reads_an_export(rank: int, tmp_path: Path) -> None:
+    strategy = Strategy.load({"sharding": {"kind": "fsdp2"}})
     torch.manual_seed(0)
     model = strategy.prepare_model(tiny_llama())
-    strategy.export_model(Path(folder, "m"), model)
+    strategy.export_model(tmp_path / "m", model)
     expected = {name: value.cpu() for name, value in weights_of(strategy, model).items()}
     dist.barrier()
     if rank == 0:
-        read: nn.Module = type(tiny_llama()).from_pretrained(Path(folder, "m"), dtype="auto")
+        read: nn.Module = type(tiny_llama()).from_pretrained(tmp_path / "m", dtype="auto")
         same_tensors({name: p.detach() for name, p in read.named_parameters()}, expected)
-        assert json.loads(Path(folder, "m", "config.json").read_text())["tie_word_embeddings"] is True
+        assert json.loads((tmp_path / "m" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-def checkpoints_of_the_previous_version_load(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_checkpoints_of_the_previous_version_load(tmp_path: Path) -> None:
     run = sharded(1)
     for name in ("stream", "fsdp2-2"):
         assert run.load(OLD / name) == {"epoch": 3}
         same(run.content(), load_file(OLD / f"{name}.safetensors"))
 
 
-def a_save_fails_on_all_ranks(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_save_fails_on_all_ranks(rank: int, tmp_path: Path) -> None:
     """The second one's disk is full, or what it has cannot be saved; what was there is still there."""
-    run, path = sharded(2), Path(folder, "step")
+    run, path = sharded(2), tmp_path / "step"
     run.save(path)
     random.seed(rank)
     run.save(path)
@@ -225,10 +230,11 @@ def a_save_fails_on_all_ranks(rank: int, world_size: int, folder: str) -> None:
     same(run.content(), expected)
 
 
-def a_checkpoint_that_is_replaced_is_loaded_by_no_rank(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_that_is_replaced_is_loaded_by_no_rank(rank: int, tmp_path: Path) -> None:
     """Before a read of one rank: all ranks are told to load again, and get the new one."""
     for moment in (1, 3):
-        path, newer, other = Path(folder, f"step-{moment}"), Path(folder, f"newer-{moment}"), sharded(0)
+        path, newer, other = tmp_path / f"step-{moment}", tmp_path / f"newer-{moment}", sharded(0)
         sharded(1).save(path)
         (expected := sharded(3)).save(newer)
 
@@ -244,27 +250,29 @@ def a_checkpoint_that_is_replaced_is_loaded_by_no_rank(rank: int, world_size: in
         same(other.content(), expected.content())
 
 
-def a_rank_that_cannot_read_stops_all(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_rank_that_cannot_read_stops_all(rank: int, tmp_path: Path) -> None:
     """No rank has changed anything, or all of them are marked."""
     run, other = sharded(3), sharded(1)
-    run.save(Path(folder, "a"))
+    run.save(tmp_path / "a")
     before = other.content()
     for when in (1, 3):
         fault = at_read(when, broken_disk) if rank == 1 else nullcontext()
         with fault, pytest.raises(CheckpointError, match="Input/output error"):
-            other.load(Path(folder, "a"))
+            other.load(tmp_path / "a")
         if when == 1:
             same(other.content(), before)
-            other.save(Path(folder, "b"))
+            other.save(tmp_path / "b")
     with pytest.raises(CheckpointError, match="failed after a part of it had been loaded"):
-        other.save(Path(folder, "b"))
-    other.load(Path(folder, "a"))
+        other.save(tmp_path / "b")
+    other.load(tmp_path / "a")
     same(other.content(), run.content())
-    other.save(Path(folder, "b"))
+    other.save(tmp_path / "b")
 
 
-def an_adapter_has_no_base(rank: int, world_size: int, folder: str) -> None:
-    run, other, path = sharded(3, Adapted()), sharded(1, Adapted()), Path(folder, "a")
+@on_ranks(2)
+def test_an_adapter_has_no_base(tmp_path: Path) -> None:
+    run, other, path = sharded(3, Adapted()), sharded(1, Adapted()), tmp_path / "a"
     run.save(path)
     dist.barrier()
     names = {key.split(".")[1] for key in json.loads((path / "tensors.json").read_text())["tensors"]}
@@ -273,11 +281,12 @@ def an_adapter_has_no_base(rank: int, world_size: int, folder: str) -> None:
     same(other.content(), run.content())
 
 
-def damage_is_told_to_all_and_a_url_is_written_by_all(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_damage_is_told_to_all_and_a_url_is_written_by_all(rank: int, tmp_path: Path) -> None:
     """One manifest has the checksums of both ranks; whichever finds damage, all raise, and the first advises."""
     run = sharded(2)
     expected = run.content()
-    for place in (folder, f"file://{folder}/at-a-url"):
+    for place in (str(tmp_path), f"file://{tmp_path}/at-a-url"):
         for number in (1, 2, 3):
             run.save(f"{place}/step-{number}", keep_last=2, extra={"at": number})
         other = sharded(1)
@@ -298,59 +307,40 @@ def damage_is_told_to_all_and_a_url_is_written_by_all(rank: int, world_size: int
         dist.barrier()
 
 
-def both_write_while_they_train(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_both_write_while_they_train(tmp_path: Path) -> None:
     """With collectives of their own, while threads of both write what was there."""
     run, other = sharded(2), sharded(1)
     expected = run.content()
-    pending = run.save(f"{folder}/step-1", asynchronous=True, keep_last=1, extra={"at": 1})
+    pending = run.save(f"{tmp_path}/step-1", asynchronous=True, keep_last=1, extra={"at": 1})
     run.train(3)
     pending.result(PATIENCE)
-    assert other.load(f"{folder}/step-1") == {"at": 1}
+    assert other.load(f"{tmp_path}/step-1") == {"at": 1}
     same(other.content(), expected)
-    pending = run.save(f"{folder}/step-2", asynchronous=True, keep_last=1)
-    assert run.save(f"{folder}/step-3", keep_last=1) is None
+    pending = run.save(f"{tmp_path}/step-2", asynchronous=True, keep_last=1)
+    assert run.save(f"{tmp_path}/step-3", keep_last=1) is None
     assert pending.done()
     dist.barrier()
-    assert contents(Path(folder)) == ["step-3"]
+    assert contents(tmp_path) == ["step-3"]
 
 
-def an_error_of_one_writer_is_raised_by_the_next_save_of_all(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_an_error_of_one_writer_is_raised_by_the_next_save_of_all(rank: int, tmp_path: Path) -> None:
     """No rank's step raises, so none waits for another."""
     run = sharded(2)
-    run.save(f"{folder}/step-1")
-    for failing, raises in ((0, lambda: run.save(f"{folder}/step-3")), (1, run.strategy.close)):
+    run.save(f"{tmp_path}/step-1")
+    for failing, raises in ((0, lambda: run.save(f"{tmp_path}/step-3")), (1, run.strategy.close)):
         with full_disk() if rank == failing else nullcontext():
-            pending = run.save(f"{folder}/step-2", asynchronous=True, keep_last=1)
+            pending = run.save(f"{tmp_path}/step-2", asynchronous=True, keep_last=1)
             run.train()
             assert isinstance(pending.exception(PATIENCE), CheckpointError)
         run.train()
         expected = "No space left on device" if rank == failing else f"rank {failing}: No space left on device"
         with pytest.raises(CheckpointError, match=f"step-2 was not saved: {expected}$"):
             raises()
-    run.save(f"{folder}/step-4", asynchronous=True).result(PATIENCE)
+    run.save(f"{tmp_path}/step-4", asynchronous=True).result(PATIENCE)
     dist.barrier()
-    assert contents(Path(folder)) == ["step-1", "step-4"]
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        a_load_drops_gradients_of_an_unfinished_step,
-        extra_that_differs_is_named,
-        weights_alone_rebuild_the_masters,
-        transformers_reads_an_export,
-        checkpoints_of_the_previous_version_load,
-        a_save_fails_on_all_ranks,
-        a_checkpoint_that_is_replaced_is_loaded_by_no_rank,
-        a_rank_that_cannot_read_stops_all,
-        an_adapter_has_no_base,
-        damage_is_told_to_all_and_a_url_is_written_by_all,
-        both_write_while_they_train,
-        an_error_of_one_writer_is_raised_by_the_next_save_of_all,
-    ],
-)
-def test_of_two_ranks(pool: Pool, tmp_path: Path, check: Callable[..., None]) -> None:
-    pool.run(check, 2, folder=str(tmp_path))
+    assert contents(tmp_path) == ["step-1", "step-4"]
 
 
 # -- tensors that not all ranks have -----------------------------------------------------------------------------------
@@ -376,7 +366,7 @@ class Experts(nn.Module):
 
 
 def expert_run(rank: int, world_size: int, kind: str, seed: int, steps: int) -> tuple[Any, Experts, Any]:
-    strategy = lightstep.Strategy.load("fp32")
+    strategy = Strategy.load("fp32")
     model = Experts(rank, world_size, kind, seed)
     optimizer = strategy.create_optimizer(model, lr=0.1)
     for _ in range(steps):
@@ -439,7 +429,7 @@ class Elsewhere(nn.Module):
 
 @on_ranks(3)
 def test_ranks_outside_the_mesh_of_a_weight(tmp_path: Path) -> None:
-    strategy = lightstep.Strategy.load("fp32")
+    strategy = Strategy.load("fp32")
     for holders in ([1], [1, 2]):
         model = Elsewhere(holders)
         strategy.export_model(tmp_path / "weights", model)
@@ -457,3 +447,59 @@ def test_ranks_outside_the_mesh_of_a_weight(tmp_path: Path) -> None:
             assert torch.equal(local_tensor(mine), local_tensor(its))
             for key, value in optimizer.state[mine].items():
                 assert torch.equal(local_tensor(value), local_tensor(fresh.state[its][key])), key
+
+
+# -- averages ---------------------------------------------------------------------------------------------------------
+
+
+def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in tensors.items()}
+
+
+def check_average(rank: int, folder: str, sharding: dict[str, Any]) -> None:
+    run = Training({"sharding": sharding, "clipping": {"max_norm": None}, "optimizer_state": OVERLAP})
+    average = WeightAverage(run.model, 0.9)
+
+    def weights() -> dict[str, Tensor]:
+        run.strategy._reshard(run.model)
+        return {name: value for name, value in weights_of(run.strategy, run.model).items() if name in average.tensors}
+
+    values = weights()
+    expected = ReferenceAverage(values.values(), 0.9)
+    for step in range(3):
+        for micro in range(2):
+            with run.accumulate(last=micro == 1):
+                loss = run.loss(micro)
+                if step and not micro:
+                    average.update()
+                run.optimizer.backward(loss / 2)
+        run.optimizer.step()
+        run.steps += 1
+        if step < 2:
+            expected.parameters = list(weights().values())
+            expected.update()
+        own = weights()
+        with average.applied():
+            run.evaluate()
+            assert not step or not torch.equal(weights()["head.weight"], own["head.weight"])
+        same_tensors(weights(), own)
+    found = _whole(average.tensors)
+    assert all(torch.equal(one, two) for one, two in zip(found.values(), expected.values, strict=True))
+    run.strategy.save_checkpoint(folder, run.model, run.optimizer)
+    if rank == 0:
+        torch.save(found, f"{folder}.pt")
+
+
+def check_loaded(folder: str, values: dict[str, Any]) -> None:
+    strategy = Strategy.load(values)
+    model = strategy.prepare_model(TinyTransformer())
+    average = WeightAverage(model)
+    strategy.load_checkpoint(folder, model)
+    same_tensors(_whole(average.tensors), torch.load(f"{folder}.pt", map_location=strategy.device))
+
+
+def test_the_average_of_shards(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_average, 2, folder=str(tmp_path / "fsdp2"), sharding=FSDP2)
+    pool.run(check_average, 2, folder=str(tmp_path / "ddp"), sharding=DDP)
+    pool.run(check_loaded, 2, folder=str(tmp_path / "ddp"), values={"sharding": {"kind": "fsdp2"}})
+    pool.run(check_loaded, 1, folder=str(tmp_path / "fsdp2"), values={"sharding": {"kind": "single"}})

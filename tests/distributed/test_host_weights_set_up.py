@@ -19,8 +19,10 @@ from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError, HostSlab
 from tests.covering import every_value
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
-from tests.distributed.ranks import Pool, device_of, on_ranks
+from tests.distributed.ranks import Pool, on_ranks
+from tests.distributed.training import same_tensors
 
+UNITS = {"wrap": ["Block", "embed", "head"]}
 RANDOM = ("normal", "uniform", "rand", "bernoulli")
 
 
@@ -150,11 +152,6 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: local_tensor(tensor).detach().cpu().clone() for name, tensor in tensors}
 
 
-def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
-    assert found.keys() == wanted.keys()
-    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
-
-
 def train(strategy: Strategy, model: nn.Module, rank: int, device: torch.device) -> list[float]:
     optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
     losses = []
@@ -177,9 +174,9 @@ Outcome = tuple[dict[str, Tensor], list[float], dict[str, Tensor]]
 
 def check_runs(runs: list[Outcome]) -> None:
     (wanted, losses, trained), (found, found_losses, found_trained) = runs
-    assert differences(found, wanted) == []
+    same_tensors(found, wanted)
     assert found_losses == losses
-    assert differences(found_trained, trained) == []
+    same_tensors(found_trained, trained)
 
 
 def check_peak(model: nn.Module, watch: Watch, at_a_time: int) -> None:
@@ -192,49 +189,43 @@ def check_peak(model: nn.Module, watch: Watch, at_a_time: int) -> None:
     assert all(local_tensor(parameter).device.type == "cpu" for parameter in model.parameters())
 
 
-def check_initialised(rank: int, world_size: int, name: str, sharding: dict[str, Any], at_a_time: int) -> None:
-    device, runs = device_of(rank, world_size), list[Outcome]()
+@on_ranks(
+    None,
+    ("ranks", "name", "sharding", "at_a_time"),
+    [
+        (2, "tiny", UNITS, 1),
+        (2, "tied", {}, 1),
+        (2, "gpt2", {"activation_checkpointing": True}, 1),
+        (3, "awkward", UNITS, 2),  # some shards are uneven, and others empty
+    ],
+)
+def test_initial_weights(rank: int, name: str, sharding: dict[str, Any], at_a_time: int) -> None:
+    runs = list[Outcome]()
     for placement in ("device", "host"):
-        strategy = strategy_of(placement, **sharding)
-        with pytest.MonkeyPatch.context() as patch:
-            model, watch = set_up(strategy, MODELS[name], None, patch)
+        watch, model = run(rank, placement, MODELS[name], None, runs, **sharding)
         assert watch.drawn
-        first = values_of(model)
-        runs.append((first, train(strategy, model, rank, device), values_of(model)))
     check_runs(runs)
     assert watch.most > 0
     check_peak(model, watch, at_a_time)
 
 
-UNITS = {"wrap": ["Block", "embed", "head"]}
+def run(
+    rank: int, placement: str, make: Callable[[], nn.Module], folder: Path | None, runs: list[Outcome], **sharding: Any
+) -> tuple[Watch, nn.Module]:
+    """Set-up and training; ``runs`` get the outcome."""
+    strategy = strategy_of(placement, **sharding)
+    with pytest.MonkeyPatch.context() as patch:
+        model, watch = set_up(strategy, make, folder, patch)
+    first = values_of(model)
+    runs.append((first, train(strategy, model, rank, strategy.device), values_of(model)))
+    return watch, model
 
 
-@on_ranks(
-    2,
-    ("name", "sharding", "at_a_time"),
-    [
-        ("tiny", UNITS, 1),
-        ("tied", {}, 1),
-        ("gpt2", {"activation_checkpointing": True}, 1),
-    ],
-)
-def test_initial_weights(rank: int, world_size: int, name: str, sharding: dict[str, Any], at_a_time: int) -> None:
-    check_initialised(rank, world_size, name, sharding, at_a_time)
-
-
-def test_uneven_and_empty_shards(pool: Pool) -> None:
-    pool.run(check_initialised, 3, name="awkward", sharding=UNITS, at_a_time=2)
-
-
-def check_loaded(rank: int, world_size: int, folder: Path, name: str) -> None:
-    device, runs = device_of(rank, world_size), list[Outcome]()
+def check_loaded(rank: int, folder: Path, name: str) -> None:
+    runs = list[Outcome]()
     for placement in ("device", "host"):
-        strategy = strategy_of(placement)
-        with pytest.MonkeyPatch.context() as patch:
-            model, watch = set_up(strategy, MODELS[name], folder, patch)
+        watch, model = run(rank, placement, MODELS[name], folder, runs)
         assert bool(watch.drawn) is (name == "tiny"), "no weights of transformers were drawn at random"
-        first = values_of(model)
-        runs.append((first, train(strategy, model, rank, device), values_of(model)))
     check_runs(runs)
     check_peak(model, watch, 1)
 

@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,6 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -32,17 +31,18 @@ from transformers import (
     TrainerCallback,
 )
 
-from lightstep import ConfigError, Rule, Strategy
+from lightstep import CheckpointError, ConfigError, Rule, Strategy
 from lightstep.checkpoint import save
 from lightstep.checkpoint.huggingface import full_weights
 from lightstep.distributed import local_tensor
 from lightstep.integrations.accelerate import connect, prepare
+from lightstep.integrations.folders import PendingFolder, SavedFolders
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.strategy.fsdp2 import FSDP2Strategy
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool, device_of, on_ranks
-from tests.distributed.test_next_forward import Training
+from tests.distributed.training import Training, full, same_tensors
 from tests.patience import PATIENCE
 from tests.reference import peft_stand_in
 from tests.reference.pair import FP16_SCALE
@@ -99,12 +99,6 @@ def reset() -> None:
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """All weights, copied to the host; ranks may hold a part of the model each."""
     return {name: tensor.clone() for name, tensor in full_weights(model).items()}
-
-
-def same(tested: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert tested.keys() == expected.keys()
-    for name, tensor in tested.items():
-        assert torch.equal(tensor, expected[name]), f"{name} differs"
 
 
 # -- weights on the host
@@ -169,7 +163,7 @@ def trained(
 
 def same_in_folder(folder: str, weights: dict[str, Tensor]) -> None:
     saved = type(make_llama()).from_pretrained(folder, dtype="auto")
-    same({name: parameter.detach() for name, parameter in saved.named_parameters()}, weights)
+    same_tensors({name: parameter.detach() for name, parameter in saved.named_parameters()}, weights)
 
 
 @contextlib.contextmanager
@@ -203,34 +197,6 @@ def seen(trainer: LightstepTrainer, rank: int) -> tuple[float, Any]:
     return loss, model.generate(input_ids=tokens, pad_token_id=0, max_new_tokens=2, do_sample=False).tolist()
 
 
-def train(rank: int, world_size: int, kind: str, time: str, places: tuple[str, str], folder: str) -> None:
-    """One run with checkpoints in it, those that continue from there, and the plain loop."""
-    values = STRATEGIES[kind] | ({} if kind == "ddp" else {"optimizer_state": {**OVERLAP, "update": time}})
-    begun, later = (values | {"weights": PLACEMENTS[place]} for place in places)
-    options: dict[str, Any] = {"eval_dataset": torch.utils.data.Subset(Rows(), range(5)), "more": EVALUATES}
-    if kind == "accelerate":
-        options |= {"asynchronous_saves": True, "more": EVALUATES | {"save_steps": 1, "save_total_limit": 2}}
-    if places[0] == "host":
-        options |= {"callbacks": [SlowHost()], "evaluates_first": kind == "strategy"}
-    with reducing_each() if "host" in places else contextlib.nullcontext():
-        with late_writers(rank), fresh_state(kind):
-            first = trained(folder, kind, values=begun, **options)
-            inner = first.optimizer.optimizer
-            assert isinstance(first.model, FSDPModule) is (kind != "ddp")
-            assert (inner._backend._share is not None) is (kind == "ddp")
-            first.save_model(f"{folder}/saved")
-            weights, expected = whole(first.model), seen(first, rank)
-        for checkpoint in ("checkpoint-2", *(["checkpoint-3"] if kind == "accelerate" else [])):
-            with fresh_state(kind):
-                second = trained(
-                    folder, kind, resume=f"{folder}/{checkpoint}", values=later, eval_dataset=first.eval_dataset
-                )
-                same(whole(second.model), weights)
-                assert seen(second, rank) == expected
-        same(plain_loop(rank, world_size, values, first.state.log_history), weights)
-    same_in_folder(f"{folder}/saved", weights)
-
-
 class Loaded(TrainerCallback):
     """Masters and state, whole and on the host, as training begins with them."""
 
@@ -241,11 +207,7 @@ class Loaded(TrainerCallback):
         inner = kwargs["optimizer"].optimizer
         for parameter in (p for group in inner.param_groups for p in group["params"]):
             entries = {key: value for key, value in inner.state[parameter].items() if key != "step"}
-            self.state.append({key: _whole(value) for key, value in entries.items()})
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+            self.state.append({key: full(value).cpu() for key, value in entries.items()})
 
 
 def resume_plain(kind: str, folder: str) -> None:
@@ -261,7 +223,7 @@ def resume_plain(kind: str, folder: str) -> None:
     ordered = [n for n in names if n in decayed] + [n for n in names if n not in decayed]
     assert len(loaded.state) == len(ordered)
     for index, name in enumerate(ordered):
-        same(
+        same_tensors(
             loaded.state[index],
             {k: saved["state"][index][k] for k in ("exp_avg", "exp_avg_sq")} | {"master": weights[name]},
         )
@@ -301,13 +263,40 @@ def plain_loop(rank: int, world_size: int, values: dict[str, Any], logs: list[di
         ("accelerate", "next_forward", ("host", "host")),
     ],
 )
-def test_trainer(pool: Pool, tmp_path: Path, kind: str, time: str, places: tuple[str, str]) -> None:
-    """accelerate's shards are saved while training goes on: replicas and others in ``test_snapshots.py``, as well.
+@on_ranks(2)
+def test_trainer(rank: int, world_size: int, kind: str, time: str, places: tuple[str, str], tmp_path: Path) -> None:
+    """One run with checkpoints in it, those that continue from there, and the plain loop.
+
+    accelerate's shards are saved while training goes on: replicas and others in ``test_update_times.py``, as well.
 
     Args:
         places: of the weights, and of those of the run that continues.
     """
-    pool.run(train, 2, kind=kind, time=time, places=places, folder=str(tmp_path))
+    values = STRATEGIES[kind] | ({} if kind == "ddp" else {"optimizer_state": {**OVERLAP, "update": time}})
+    begun, later = (values | {"weights": PLACEMENTS[place]} for place in places)
+    options: dict[str, Any] = {"eval_dataset": torch.utils.data.Subset(Rows(), range(5)), "more": EVALUATES}
+    if kind == "accelerate":
+        options |= {"asynchronous_saves": True, "more": EVALUATES | {"save_steps": 1, "save_total_limit": 2}}
+    if places[0] == "host":
+        options |= {"callbacks": [SlowHost()], "evaluates_first": kind == "strategy"}
+    with reducing_each() if "host" in places else contextlib.nullcontext():
+        with late_writers(rank), fresh_state(kind):
+            first = trained(tmp_path, kind, values=begun, **options)
+            inner = first.optimizer.optimizer
+            assert isinstance(first.model, FSDPModule) is (kind != "ddp")
+            assert (inner._backend._share is not None) is (kind == "ddp")
+            first.save_model(f"{tmp_path}/saved")
+            weights, expected = whole(first.model), seen(first, rank)
+        for checkpoint in ("checkpoint-2", *(["checkpoint-3"] if kind == "accelerate" else [])):
+            with fresh_state(kind):
+                second = trained(
+                    tmp_path, kind, resume=f"{tmp_path}/{checkpoint}", values=later, eval_dataset=first.eval_dataset
+                )
+                same_tensors(whole(second.model), weights)
+                assert seen(second, rank) == expected
+        same_tensors(plain_loop(rank, world_size, values, first.state.log_history), weights)
+    same_in_folder(f"{tmp_path}/saved", weights)
+    torch.distributed.barrier()
     assert not list(tmp_path.glob("checkpoint-2/optimizer*"))
     for each in ("lightstep/*.distcp", "rng_state_*.pth"):
         assert len(list(tmp_path.glob(f"checkpoint-2/{each}"))) == 2  # each rank wrote its part
@@ -363,7 +352,7 @@ def test_rules(kind: str, tmp_path: Path) -> None:
             trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2" if spelling == "resumed" else None)
             found[spelling] = whole(trainer.model)
     for weights in found.values():
-        same(weights, found["rules"])
+        same_tensors(weights, found["rules"])
 
 
 # -- what stands in front of the Trainer
@@ -388,8 +377,8 @@ def test_a_reference_model_that_follows(tmp_path: Path) -> None:
         for weights in trainer.published.published:
             for name, average in expected.items():
                 average.mul_(0.5).add_(weights[name].cpu(), alpha=0.5)
-        same(whole(trainer.reference), expected)
-        same(
+        same_tensors(whole(trainer.reference), expected)
+        same_tensors(
             {name: weight.cpu() for name, weight in trainer.published.published[-1].items()},
             whole(trainer.model),
         )
@@ -459,9 +448,14 @@ def test_the_best_model_is_loaded(kind: str, adapter: bool, tmp_path: Path) -> N
         if adapter:
             saved = load_file(Path(trainer.state.best_model_checkpoint) / peft_stand_in.FILE)
             weights = whole(trainer.model)
-            same({name: weights[name.removeprefix("base_model.")].cpu() for name in saved}, saved)
+            same_tensors({name: weights[name.removeprefix("base_model.")].cpu() for name in saved}, saved)
             trainer.train()
             assert any(not torch.equal(tensor, weights[name]) for name, tensor in whole(trainer.model).items())
+
+
+@pytest.mark.parametrize("kind", ["ddp", "resident"])
+def test_accelerate_that_sees_one_process(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pool.run(alone, 2, cpu=True, group=kind == "ddp", kind=kind, folder=str(tmp_path))
 
 
 def alone(kind: str, folder: str) -> None:
@@ -473,11 +467,6 @@ def alone(kind: str, folder: str) -> None:
                 LightstepTrainer(make_llama(), training_arguments(folder, use_cpu=False), strategy=kind)
         finally:
             reset()
-
-
-@pytest.mark.parametrize(("kind", "group"), [("ddp", True), ("resident", False)])
-def test_accelerate_that_sees_one_process(pool: Pool, tmp_path: Path, kind: str, group: bool) -> None:
-    pool.run(alone, 2, cpu=True, group=group, kind=kind, folder=str(tmp_path))
 
 
 # -- accelerate
@@ -559,7 +548,7 @@ def test_accelerate(rank: int, world_size: int, kind: str, places: tuple[str, st
             norm, loss = float(optimizer.result.grad_norm), loss_after(accelerator, model)
             given = accelerator.get_state_dict(model)
             if rank == 0:
-                same({name: given[name].cpu() for name in weights}, weights)
+                same_tensors({name: given[name].cpu() for name in weights}, weights)
             if places[0] == "host":
                 accelerator.save_model(model, f"{tmp_path}/model")
         with fresh_state(kind):
@@ -571,13 +560,13 @@ def test_accelerate(rank: int, world_size: int, kind: str, places: tuple[str, st
             accelerator.save_state(f"{tmp_path}/waited")
             with mock.patch("lightstep.integrations.accelerate._is_written_in_place", return_value=rank == 1):
                 accelerator.save_state(f"{tmp_path}/waited")  # what one rank finds counts on all
-            same(whole(strategy.unwrap_model(model)), weights)
+            same_tensors(whole(strategy.unwrap_model(model)), weights)
             assert scheduler.get_last_lr() == rate
             assert rate[-1] == pytest.approx(3e-3 * 0.9 ** (world_size * (STEPS - 1)))  # accelerate counts per process
-        same(own_loop(rank, world_size, values, chosen), weights)
+        same_tensors(own_loop(rank, world_size, values, chosen), weights)
     if places[0] == "host" and rank == 0:
         saved = load_file(f"{tmp_path}/model/model.safetensors")
-        same({name: weights[name] for name in saved}, saved)
+        same_tensors({name: weights[name] for name in saved}, saved)
 
 
 def loss_after(accelerator: Accelerator, model: nn.Module) -> float:
@@ -620,7 +609,7 @@ def test_plain_state(rank: int, tmp_path: Path) -> None:
         accelerator, strategy, model, _, _ = accelerated("ddp", STRATEGIES["ddp"] | values)
         accelerator._schedulers.clear()  # none was saved
         accelerator.load_state(tmp_path)
-        same(whole(strategy.unwrap_model(model)), {name: tensor.bfloat16() for name, tensor in weights.items()})
+        same_tensors(whole(strategy.unwrap_model(model)), {name: tensor.bfloat16() for name, tensor in weights.items()})
     with fresh_state("strategy"):
         accelerator, *_ = accelerated("strategy", STRATEGIES["strategy"])
         accelerator._schedulers.clear()
@@ -671,33 +660,31 @@ def test_policies_and_refusals(rank: int) -> None:
 class ShardedAfterwards(Training):
     """The embedding and the head are gathered together, by the call of the embedding."""
 
-    def __init__(self, rank: int, world_size: int, values: dict[str, Any]) -> None:
-        self.rank, self.device, self.steps = rank, device_of(rank, world_size), 0
+    def begin(self, values: Mapping[str, Any]) -> None:
         self.strategy = Strategy.load(values)
         torch.manual_seed(0)
-        self.model = TinyTransformer().to(self.device, self.strategy.parameter_dtype)
-        self.optimizer = self.strategy.create_optimizer(self.model, param_groups=self.model.split(), lr=1e-2)
+        self.model = self.make().to(self.device, self.strategy.parameter_dtype)
+        groups = self.model.split()
+        self.optimizer = self.strategy.create_optimizer(self.model, param_groups=groups, **self.arguments)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         with self.strategy.preparing(self.model):
             for unit in (*self.model.blocks, [self.model.embed, self.model.head], self.model):
                 fully_shard(unit, mp_policy=policy)
 
 
-@on_ranks(2)
-def test_modules_that_fsdp2_gathers_together(rank: int, world_size: int) -> None:
+@on_ranks(2, "parameters", ["bfloat16", "float32"])
+def test_modules_that_fsdp2_gathers_together(parameters: str) -> None:
     """As accelerate does with the last norm and the head. fp32 shards are read early, before they are gathered."""
-    for parameters in ("bfloat16", "float32"):
-        values = {"sharding": {"kind": "fsdp2"}, "precision": {"parameters": parameters}, "clipping": CLIPPING}
-        at_step = ShardedAfterwards(rank, world_size, values)
-        deferred = ShardedAfterwards(rank, world_size, values | {"optimizer_state": OVERLAP})
-        for step in range(3):
-            assert deferred.step() == at_step.step()
-            if step == 0 and CPU:  # each job of each lane waits: on the GPU sleep kernels do
-                deferred.optimizer._backend.lanes.delay = lambda lane: time.sleep(2e-3)
-            elif step == 0:
-                deferred.delay(seed=0, longest=5e-3)
-            assert deferred.evaluate() == at_step.evaluate()
-        same(deferred.snapshot(), at_step.snapshot())
+    values = {"sharding": {"kind": "fsdp2"}, "precision": {"parameters": parameters}, "clipping": CLIPPING}
+    at_step, deferred = ShardedAfterwards(values), ShardedAfterwards(values | {"optimizer_state": OVERLAP})
+    for step in range(3):
+        assert deferred.step() == at_step.step()
+        if step == 0 and CPU:  # each job of each lane waits: on the GPU sleep kernels do
+            deferred.optimizer._backend.lanes.delay = lambda lane: time.sleep(2e-3)
+        elif step == 0:
+            deferred.delay(seed=0, longest=5e-3)
+        assert deferred.evaluate() == at_step.evaluate()
+    same_tensors(deferred.snapshot(), at_step.snapshot())
 
 
 @pytest.mark.skipif(not CPU, reason="accelerate wants the weights on the CPU first")
@@ -716,4 +703,80 @@ def test_masters_start_from_what_the_first_process_loaded(rank: int) -> None:
         masters = optimizer.state_dict()["state"]
         assert len(masters) == len(given)
         for (name, value), entries in zip(given.items(), masters.values(), strict=True):
-            assert torch.equal(_whole(entries["master"]).cpu(), value), name
+            assert torch.equal(full(entries["master"]).cpu(), value), name
+
+
+# -- a rank that fails inside a pending folder
+
+
+FOLDERS = SavedFolders("a test's folder", "saved-", ("*.txt",), lambda _: True, lambda _: True)
+KEPT: list[PendingFolder] = []
+"""So that no collector removes their hidden folders."""
+PLACES = ["before the checkpoint", "after the checkpoint", "without a checkpoint"]
+
+
+def save_in(path: Path, run: tuple[Strategy, Any, Any], place: str, fails: bool, asynchronous: bool) -> PendingFolder:
+    strategy, model, optimizer = run
+    with PendingFolder(path, FOLDERS, lambda: None) as pending:
+        KEPT.append(pending)
+        if fails and place != "after the checkpoint":
+            raise OSError(28, "No space left on device")
+        (pending.folder / f"{strategy.rank}.txt").parent.mkdir(exist_ok=True)
+        (pending.folder / f"{strategy.rank}.txt").write_text("small")
+        if place != "without a checkpoint":
+            where = pending.folder / "lightstep"
+            pending.checkpoint = strategy.save_checkpoint(where, model, optimizer, asynchronous=asynchronous)
+        if fails:
+            raise OSError(28, "No space left on device")
+    return pending
+
+
+@on_ranks(2)
+def test_a_rank_that_fails(rank: int, tmp_path: Path) -> None:
+    """Inside a pending folder: the others raise, wherever they wait, and nothing is left."""
+    folder = tmp_path / "folder"
+    folder.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    strategy = Strategy.load("ddp")
+    model = strategy.prepare_model(TinyTransformer())
+    run = strategy, model, strategy.create_optimizer(model, torch.optim.AdamW)
+    path = folder / "saved"
+    for place in PLACES:
+        for asynchronous in (False, True):
+            for failing in ({0}, {1}) if asynchronous else ({1}, {0, 1}):
+                fails = rank in failing
+                error = OSError if fails else CheckpointError
+                with pytest.raises(error, match="No space left on device"):
+                    save_in(path, run, place, fails, asynchronous)
+                torch.distributed.barrier()
+                assert not list(folder.iterdir()), f"{place}, {failing}"
+                torch.distributed.barrier()
+            pending = save_in(path, run, place, False, asynchronous)
+            assert pending.result(PATIENCE) == path
+            pending.finish()
+            torch.distributed.barrier()
+            assert {file.name for file in path.glob("*.txt")} == {"0.txt", "1.txt"}
+            torch.distributed.barrier()
+            if rank == 0:
+                path.rename(tmp_path / f"{place}, {asynchronous}")
+            torch.distributed.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_under_accelerate(rank: int, tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+
+    values: dict[str, Any] = {**STRATEGIES["strategy"], "precision": {"parameters": "bfloat16"}}
+    with fresh_state("strategy"):
+        accelerator, *_ = accelerated("strategy", values, {"lr": 1e-3})
+        hook = accelerator.register_save_state_pre_hook(full)
+        with pytest.raises((OSError, CheckpointError), match="No space left on device"):
+            accelerator.save_state(f"{tmp_path}/state")
+        hook.remove()
+        torch.distributed.barrier()
+        assert not list(tmp_path.iterdir())
+        torch.distributed.barrier()
+        accelerator.save_state(f"{tmp_path}/state")
+        assert (tmp_path / "state").is_dir()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 import lightstep
 from lightstep.clipping import GradientNorm
 from lightstep.distributed import like, local_gradient, local_tensor
-from tests.distributed.ranks import Pool, device_of, on_ranks
+from tests.distributed.ranks import device_of, on_ranks
 from tests.distributed.training import collectives
 from tests.reference.plain_loop import NORM_TOLERANCE
 
@@ -117,7 +117,7 @@ def make_parameters(layout: list[Any], values: list[Tensor]) -> list[nn.Paramete
     parameters = []
     for (shape, mesh, placements), value in zip(layout, values, strict=True):
         tensor = torch.zeros(shape, device=value.device)
-        place = (lambda t, m=mesh, p=placements: t) if mesh is None else _placer(mesh, placements)
+        place = _placer(mesh, placements)
         parameter = nn.Parameter(place(tensor))
         if mesh is None or mesh.get_coordinate() is not None:  # elsewhere there is nothing to have a gradient of
             parameter.grad = place(value)
@@ -125,7 +125,9 @@ def make_parameters(layout: list[Any], values: list[Tensor]) -> list[nn.Paramete
     return parameters
 
 
-def _placer(mesh: DeviceMesh, placements: list[Any]) -> Callable[[Tensor], Tensor]:
+def _placer(mesh: DeviceMesh | None, placements: list[Any]) -> Callable[[Tensor], Tensor]:
+    if mesh is None:
+        return lambda tensor: tensor
     return lambda tensor: distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
@@ -137,17 +139,15 @@ def close(norm: Tensor, expected: float) -> bool:
     return norm.dtype == torch.float32 and norm.dim() == 0 and abs(float(norm) - expected) <= NORM_TOLERANCE * expected
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_norm_of_every_layout(pool: Pool, world_size: int) -> None:
-    pool.run(check_layouts, world_size)
-
-
-def check_layouts(rank: int, world_size: int) -> None:
-    for layout in LAYOUTS if world_size == 4 else ("hybrid", "tensor_parallel", "experts", "separate_meshes"):
-        check_layout(rank, world_size, layout)
-
-
-def check_layout(rank: int, world_size: int, layout: str) -> None:
+@on_ranks(
+    None,
+    ("ranks", "layout"),
+    [
+        *((4, layout) for layout in LAYOUTS),
+        *((2, layout) for layout in ("hybrid", "tensor_parallel", "experts", "separate_meshes")),
+    ],
+)
+def test_norm_of_every_layout(rank: int, world_size: int, layout: str) -> None:
     device = device_of(rank, world_size)
     make, expected_calls = LAYOUTS[layout]
     placed, all_reduces = make(device, world_size), expected_calls[world_size]
