@@ -117,7 +117,8 @@ class OnVectors(Training):
 
     def loss(self, micro: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(100 * self.steps + micro)
-        inputs = torch.randn(self.rows, self.width, generator=generator).to(next(self.model.parameters()).dtype)
+        inputs = torch.randn(self.rows, self.width, generator=generator)
+        inputs = inputs.to(self.strategy.device, next(self.model.parameters()).dtype)
         return self.model(inputs).float().square().mean()
 
 

@@ -17,7 +17,7 @@ import lightstep
 from lightstep.optimizer.arithmetic import BaseArithmetic
 from tests import optimizer_classes
 from tests.covering import every_value
-from tests.optimizer_classes import BEGIN, END, Finding, examine, table, write
+from tests.optimizer_classes import examine
 from tests.reference.own_classes import EachParameter
 
 _STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.3}
@@ -425,13 +425,3 @@ def test_a_class_that_reads_other_groups_is_refused_if_they_differ() -> None:
 def test_a_class_of_torch(name: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_classes, "STEPS", 3)
     assert examine(name, getattr(torch.optim, name)).outcome == outcome
-
-
-def test_the_page_gets_the_table(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write(page, table({"package 1.0": [Finding("B", "equal"), Finding("A", "equal"), Finding("C", "refused", "why")]}))
-    assert page.read_text() == (
-        f"before\n{BEGIN}\n| package | outcome | classes |\n|---|---|---|\n| package 1.0 | equal (2) | A, B |\n"
-        f"| package 1.0 | refused (1) | C |\n{END}\nafter\n"
-    )

@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import lightstep
 from lightstep.optimizer.managed_parameters import ManagedParameters
@@ -684,3 +685,75 @@ def test_a_parameter_starts_anew_with_its_master(backend: str) -> None:
     pair.optimizer.state[parameter]["master"] = master
     del pair.reference.optimizer.state[pair.reference.masters[other]]
     pair.train(3)
+
+
+# -- before the first update a master is what the user gave
+
+
+GIVEN = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def given() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+class FromGiven:
+    """A model under one backend and the same in plain torch, with fp32 masters of the given weights."""
+
+    def __init__(self, kind: str) -> None:
+        self.strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": EVERY_TIME[kind]})
+        self.model = self.strategy.prepare_model(given())
+        self.optimizer: Any = self.strategy.create_optimizer(self.model, **GIVEN)
+        self.masters = [nn.Parameter(parameter.detach()) for parameter in given().parameters()]
+        self.plain = torch.optim.AdamW(self.masters, fused=True, **GIVEN)
+
+    def check(self, model: nn.Module, optimizer: Any, layers: tuple[int, ...] = (0, 2)) -> None:
+        """Two more steps of these layers are those of plain torch."""
+        masters = dict(zip(self.model.state_dict(), self.masters, strict=True))
+        for step in range(2):
+            for name, parameter in model.named_parameters():
+                if int(name[0]) in layers:
+                    parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
+                    masters[name].grad = parameter.grad.float()
+            optimizer.step()
+            self.plain.step()
+            self.plain.zero_grad()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, masters[name].to(parameter.dtype)), name
+            if parameter in optimizer.state:
+                assert torch.equal(optimizer.state[parameter]["master"].cpu(), masters[name]), name
+
+
+kinds = pytest.mark.parametrize("kind", ["resident", "stream-in-backward-and-forward"])
+
+
+@kinds
+def test_state_that_torch_makes_to_look_at_takes_no_master_away(kind: str) -> None:
+    run = FromGiven(kind)
+    get_state_dict(run.model, run.optimizer)  # makes state by a step with zero gradients
+    run.check(run.model, run.optimizer)
+
+
+@kinds
+def test_plain_torchs_state_is_that_of_the_weights_that_were_given(kind: str) -> None:
+    """It holds no masters."""
+    run = FromGiven(kind)
+    for master in run.masters:
+        master.grad = torch.full_like(master, 0.3)
+    run.plain.step()
+    model = given()
+    model.load_state_dict(dict(zip(model.state_dict(), run.masters, strict=True)))
+    model = run.strategy.prepare_model(model)
+    optimizer = run.strategy.create_optimizer(model, **GIVEN)
+    optimizer.load_state_dict(copy.deepcopy(run.plain.state_dict()))
+    run.check(model, optimizer)
+
+
+def test_looking_leaves_the_optimizer_free_to_be_sharded() -> None:
+    run = FromGiven("resident")
+    state = run.optimizer.state_dict()
+    assert sorted(state["state"]) == [0, 1, 2, 3] and all([*own] == ["master"] for own in state["state"].values())
+    run.optimizer.load_state_dict(state)
+    assert not run.optimizer.is_set_up and not run.optimizer.state
+    run.check(run.model, run.optimizer)

@@ -23,7 +23,7 @@ from tests.reference.own_classes import Adding
 from tests.reference.pair import DTYPES, FP16_SCALE, IN_BACKWARD, TWO_GROUPS, Pair, same, scale_for, strategy_values
 from tests.reference.plain_loop import ReferenceScale
 from tests.reference.tiny_model import TinyModel, loss_of
-from tests.training import random_delays, random_sleeps
+from tests.training import made, random_delays, random_sleeps
 
 MAX_NORM = 0.35
 SOME_BACKENDS = ["resident", "stream", "stream-overlap"]
@@ -235,16 +235,6 @@ def adamw(parameters: str, backend: str, **settings: Any) -> Pair:
     return Pair(*TWO_GROUPS["AdamW"], parameters=parameters, backend=backend, max_norm=MAX_NORM, **scale, **settings)
 
 
-def test_the_two_ways_of_adding_differ() -> None:
-    def weights(reduce: str) -> torch.Tensor:
-        sgd = TWO_GROUPS["SGD-momentum"]
-        pair = Pair(*sgd, parameters="bfloat16", micro_batches=4, reduce=reduce, **scale_for("bfloat16"))
-        pair.train(5)
-        return pair.reference.masters[pair.reference_model.hidden.weight]
-
-    assert not torch.equal(weights("float32"), weights("parameters"))
-
-
 @every_pair(norm_type=[1.0, 3.0, float("inf")], parameters=DTYPES, backend=AT_SOME_TIME)
 def test_other_norms(norm_type: float, parameters: str, backend: str) -> None:
     pair = Pair(
@@ -437,10 +427,11 @@ def test_a_gradient_that_backward_could_not_know_of_is_refused(kind: str, late: 
 @pytest.mark.parametrize("backend", ["resident", "stream-in-backward-and-forward", "stream-in-backward"])
 def test_a_parameter_that_leaves_its_group_and_comes_back_keeps_its_state(backend: str) -> None:
     scope = "unit" if backend in IN_BACKWARD else "global"
-    strategy = lightstep.Strategy.load(strategy_values("float32", backend, scope=scope))
-    expected: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(strategy.device)
-    model: Any = strategy.prepare_model(copy.deepcopy(expected))
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    expected: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    strategy, model, optimizer = made(
+        strategy_values("float32", backend, scope=scope), copy.deepcopy(expected), lr=1e-2
+    )
+    expected = expected.to(strategy.device)
     reference = torch.optim.AdamW(expected.parameters(), lr=1e-2, fused=True)
 
     def train() -> None:

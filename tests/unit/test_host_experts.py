@@ -131,13 +131,6 @@ class Stacked(MoE):
         self.blocks = nn.ModuleList(StackedBlock(width) for _ in range(BLOCKS))
 
 
-class StackedByWeights(Stacked):
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.by_weights = True
-
-
 class Routed(Training):
     """Every micro-batch may use other experts than the one before: some get tokens in a step's first alone."""
 
@@ -165,7 +158,7 @@ def expected_of(in_backward: bool, limit: str, model: type[nn.Module]) -> tuple[
     limit=LIMITS,
     mib=[0.001, 64.0],
     recompute=[False, True, "host"],
-    model=[MoE, ByWeights, Stacked, StackedByWeights],
+    model=[MoE, ByWeights, Stacked],
 )
 def test_the_same_bits(
     home: str, time: str, limit: str, mib: float, recompute: bool | str, model: type[MoE], inputs_leave: None

@@ -290,22 +290,6 @@ def test_two_optimizers_keep_weights_of_one_block(monkeypatch: pytest.MonkeyPatc
     assert_same(finals[1], finals[0])
 
 
-def test_what_the_model_waits_is_measured_in_each_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device alone: on the CPU time says nothing about a link."""
-    run = make("stream", "overlap", "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0})
-    run.train(3)
-    told: list[bool] = []
-    monkeypatch.setattr(HostWeights, "measure_waits", lambda self, begin: told.append(begin))
-    run.train(1)
-    assert not told
-    share = run.optimizer.engine.queue.early._link_share
-    monkeypatch.setattr(share, "device", torch.device("cuda"))
-    monkeypatch.setattr(share, "mark", lambda lane: None)
-    run.train(2)
-    assert told == [True, False] * 2
-    run.optimizer.close()
-
-
 def test_a_write_between_backward_and_step_that_nobody_counts() -> None:
     """The reader of a weight may write through ``p.data``: the step must not begin from what is on the device."""
     run = make("stream", "overlap", "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0})

@@ -27,6 +27,24 @@ FAILURES = ["no room", "a copy", "interrupt"]
 pytestmark = pytest.mark.usefixtures("small_units")
 
 
+class Saved:
+    """A run as it is now, in a checkpoint and in state dicts."""
+
+    def __init__(self, run: Training, folder: Path) -> None:
+        self.folder, self.steps = folder, run.steps
+        run.strategy.save_checkpoint(folder, run.model, run.optimizer)
+        self.weights, self.state = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+
+    def load(self, run: Training, through_strategy: bool = True) -> None:
+        """From one of the two."""
+        if through_strategy:
+            run.strategy.load_checkpoint(self.folder, run.model, run.optimizer)
+        else:
+            run.optimizer.load_state_dict(self.state)
+            run.model.load_state_dict(self.weights)
+        run.steps = self.steps
+
+
 @every_value(time=TIMES, kind=FAILURES, gib=[0, 1])
 def test_a_run_goes_on_after_a_failure(
     time: str, kind: str, gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -35,7 +53,7 @@ def test_a_run_goes_on_after_a_failure(
     weights = {"placement": "host", "device_mib": 0.02, "gradients_gib": gib}
     run = make("stream", time, "clipped", "bfloat16", weights)
     run.train(2)
-    run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)
+    saved = Saved(run, tmp_path / "c")
     wanted, left = run.train(3), 0
     bring, lock = Field.bring, threading.Lock()
 
@@ -67,8 +85,7 @@ def test_a_run_goes_on_after_a_failure(
                 messages.append(str(error))
         with suppress(LaneError):  # the second try may have been that of an update in its lane, which failed too
             run.optimizer.zero_grad()
-        run.strategy.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
-        run.steps = 2
+        saved.load(run)
         assert run.train(2) == wanted[:2], f"{count}: {messages[-1]}"
     assert run.train(1) == wanted[2:]
     known = {
@@ -78,24 +95,6 @@ def test_a_run_goes_on_after_a_failure(
     }
     assert len(messages) > 2 and all(re.search(known[kind], message) for message in messages), messages
     run.optimizer.close()
-
-
-class Saved:
-    """A run as it is now, in a checkpoint and in state dicts."""
-
-    def __init__(self, run: Training, folder: Path) -> None:
-        self.folder, self.steps = folder, run.steps
-        run.strategy.save_checkpoint(folder, run.model, run.optimizer)
-        self.weights, self.state = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
-
-    def load(self, run: Training, through_strategy: bool) -> None:
-        """From one of the two."""
-        if through_strategy:
-            run.strategy.load_checkpoint(self.folder, run.model, run.optimizer)
-        else:
-            run.optimizer.load_state_dict(self.state)
-            run.model.load_state_dict(self.weights)
-        run.steps = self.steps
 
 
 @every_value(
@@ -179,7 +178,7 @@ def test_a_failure_while_gradients_are_added_leaves_no_module_in_backward(
     """What is loaded then would be written to weights on the device that the next forward drops."""
     run = make("stream", "at_step", "clipped", "bfloat16", {"placement": "host", "device_mib": 0.001})
     run.train(2)
-    run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)
+    saved = Saved(run, tmp_path / "c")
     wanted, bring = run.train(2), Field.bring
 
     def failing(field: Field) -> None:
@@ -192,8 +191,7 @@ def test_a_failure_while_gradients_are_added_leaves_no_module_in_backward(
         with pytest.raises(error):
             run.train(1)
     run.optimizer.zero_grad()
-    run.strategy.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
-    run.steps = 2
+    saved.load(run)
     assert run.train(2) == wanted
     run.optimizer.close()
 
@@ -203,7 +201,7 @@ def test_what_is_loaded_after_an_interrupted_forward_counts(part: bool, tmp_path
     """torch tells nobody that a forward was interrupted."""
     run = make("stream", "at_step", "clipped", "bfloat16", {"placement": "host", "device_mib": 0.02})
     run.train(2)
-    run.strategy.save_checkpoint(tmp_path / "c", run.model, run.optimizer)
+    saved = Saved(run, tmp_path / "c")
     wanted, block = run.train(2), run.model.blocks[1]
 
     def interrupted(*_: Any) -> None:
@@ -213,7 +211,6 @@ def test_what_is_loaded_after_an_interrupted_forward_counts(part: bool, tmp_path
     with pytest.raises(KeyboardInterrupt):
         block(torch.zeros(1, 7, dtype=torch.bfloat16)) if part else run.loss()
     handle.remove()
-    run.strategy.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
-    run.steps = 2
+    saved.load(run)
     assert run.train(2) == wanted
     run.optimizer.close()

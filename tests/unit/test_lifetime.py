@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-import lightstep
 from tests.covering import every_value
 from tests.python import python
 from tests.reference.pair import EVERY_TIME, IN_BACKWARD
+from tests.training import made
 from tests.unit.test_edits import Setup
 
 EVERY = {**EVERY_TIME, **IN_BACKWARD}
@@ -45,15 +45,9 @@ def hooks_on(model: nn.Module) -> int:
 
 @every_value(scale=["none", {"kind": "constant", "scale": 1024.0}], parameters=["bfloat16", "float32"], kind=EVERY)
 def test_everything_is_freed_at_once(kind: str, parameters: str, scale: Any) -> None:
-    strategy = lightstep.Strategy.load(
-        {
-            "precision": {"parameters": parameters, "loss_scale": scale},
-            "clipping": {"max_norm": None},
-            "optimizer_state": EVERY[kind],
-        }
-    )
-    model = strategy.prepare_model(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)))
-    optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+    precision = {"parameters": parameters, "loss_scale": scale}
+    values = {"precision": precision, "clipping": {"max_norm": None}, "optimizer_state": EVERY[kind]}
+    strategy, model, optimizer = made(values, nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     for micro in (0, 1, 1):
         with strategy.accumulate(model, last=micro == 1):

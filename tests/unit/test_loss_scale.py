@@ -98,27 +98,11 @@ def test_a_saved_scale_goes_on_as_if_nothing_happened(
     assert scales(copy, after) == scales(original, after)
 
 
-def test_a_state_dict_is_a_snapshot() -> None:
-    loss_scale = DynamicLossScale(**DYNAMIC)
-    saved = loss_scale.state_dict()
-    before = dict(saved)
-    scales(loss_scale, [False] * 5)
-    assert saved == before
-
-
 def test_good_steps_of_a_longer_interval_count_in_a_shorter_one() -> None:
     original, shorter = (DynamicLossScale(**DYNAMIC | {"growth_interval": interval}) for interval in (4, 2))
     scales(original, [GOOD] * 3)
     shorter.load_state_dict(original.state_dict())
     assert scales(shorter, [GOOD, GOOD, GOOD]) == [512, 512, 1024]
-
-
-def test_a_constant_scale_is_constant() -> None:
-    loss_scale = ConstantLossScale(scale=1024.0)
-    assert scales(loss_scale, [True, False, True, False]) == [1024.0] * 4
-    copy = ConstantLossScale(scale=1024.0)
-    copy.load_state_dict(through_bytes(loss_scale.state_dict()))
-    assert float(copy.scale) == 1024.0
 
 
 def test_a_run_without_scaling_leaves_a_dynamic_scale_where_it_starts() -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 import time
 from collections.abc import Callable
-from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,19 +82,6 @@ def test_step_returns_at_once_and_each_block_waits_for_its_own() -> None:
     assert not any(thread.is_alive() for thread in waiting)
 
 
-READERS: dict[str, Callable[[Training, Path], Any]] = {
-    "load_state_dict": lambda training, _: training.model.load_state_dict(training.model.state_dict()),
-    "optimizer.state_dict": lambda training, _: training.optimizer.state_dict(),
-    "an entry": lambda training, _: training.optimizer.state[training.model.head.weight]["exp_avg"],
-    "save": lambda training, folder: training.strategy.save_checkpoint(folder, training.model, training.optimizer),
-    "unwrap_model": lambda training, _: training.strategy.unwrap_model(training.model),
-    "evaluate": lambda training, _: look(training),
-    "synchronize": lambda training, _: training.optimizer.synchronize(),
-    "backward": lambda training, _: training.optimizer.backward(torch.ones(1, requires_grad=True).sum()),
-    "step": lambda training, _: training.optimizer.step(),
-}
-
-
 class NamedStream(CallerLane):
     """The calling thread, as if it were a stream of an accelerator."""
 
@@ -154,19 +138,6 @@ def test_a_stream_that_gathers_waits_for_updates_that_another_one_has_waited_for
         stream = "of forward"
         training.optimizer.wait_on_stream(parameters)
         assert waited == ["of gathering"]
-
-
-@pytest.mark.parametrize("read", READERS)
-def test_who_reads_the_weights_or_state_waits(read: str, tmp_path: Path) -> None:
-    training = Training(OVERLAP)
-    training.train(2)
-    with Held(training, "blocks.2") as held:
-        training.step()
-        waiting = beside(lambda: READERS[read](training, tmp_path / "checkpoint"), 0.05)
-        assert waiting is not None
-        held.release()
-        waiting.join(PATIENCE)
-    assert not waiting.is_alive()
 
 
 # -- forwards of all kinds
@@ -278,12 +249,6 @@ BETWEEN = [
 ]
 
 
-@functools.cache
-def expected_between(between: Callable[[Training], Any], parameters: str) -> tuple[list[Any], dict[str, Tensor]]:
-    expected = Training({"backend": "resident"}, parameters, Skipping, **UNCLIPPED)
-    return run(expected, None, 5, between), expected.snapshot()
-
-
 UNCLIPPED: dict[str, Any] = {"clipping": {"max_norm": None}, "loss_scale": {"kind": "constant", "scale": 1024.0}}
 
 
@@ -291,19 +256,16 @@ UNCLIPPED: dict[str, Any] = {"clipping": {"max_norm": None}, "loss_scale": {"kin
     ("between", "parameters", "update"),
     [
         (skip_layers, "float32", "next_forward"),
-        *zip(
-            BETWEEN,
-            cycle(["bfloat16", "float16", "float32"]),
-            cycle(["in_backward", "next_forward"]),  # not where a backward fails that has updated layers
-            strict=False,
-        ),
+        (skip_layers, "bfloat16", "in_backward"),
+        (fail_in_forward, "float16", "next_forward"),
     ],
 )
-def test_whatever_happens_between_steps(between: Callable[[Training], Any], parameters: str, update: str) -> None:
-    wanted, snapshot = expected_between(between, parameters)
+def test_what_happens_between_steps(between: Callable[[Training], Any], parameters: str, update: str) -> None:
+    """More of it are programs of ``test_programs.py``; all of it happens on a GPU."""
+    expected = Training({"backend": "resident"}, parameters, Skipping, **UNCLIPPED)
     tested = Training({**OVERLAP, "update": update}, parameters, Skipping, **UNCLIPPED)
-    assert run(tested, BETWEEN.index(between), 5, between) == wanted
-    assert_same(tested.snapshot(), snapshot)
+    assert run(tested, 3, 5, between) == run(expected, None, 5, between)
+    assert_same(tested.snapshot(), expected.snapshot())
     tested.optimizer.close()
 
 

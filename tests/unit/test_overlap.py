@@ -605,14 +605,6 @@ def test_where_the_ring_has_no_room_for_weights_they_do_not_travel(
     assert_same(tested.snapshot(), expected.snapshot())
 
 
-def test_what_is_complete_last_stays_on_the_device_first() -> None:
-    tested = Training({**OVERLAP, "resident_gib": 1}, clipping=NEVER)
-    tested.train(3)
-    backend = tested.optimizer._backend
-    last = tested.optimizer.engine.queue.early._arrivals.last_in_backward()
-    assert last and [record.unit for record in backend._residency._front(backend._records)][: len(last)] == last
-
-
 def test_recomputing_takes_nothing_back(verdicts: Counter[str]) -> None:
     tested, expected = pair(recompute=True)
     assert tested.train(5) == expected.train(5)

@@ -68,19 +68,20 @@ scaled = pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_a_backward_that_was_not_scaled_is_refused_before_anything_happens(values: dict[str, Any]) -> None:
     _, model, optimizer = prepared(values)
     _, other_model, other = prepared(values)
-    for step in range(3):
-        optimizer.backward(loss_of(model, step))
-        other.backward(loss_of(other_model, step))
-        assert optimizer.step() and other.step()
+
+    def train(steps: range) -> None:
+        for step in steps:
+            for one, its_model in ((optimizer, model), (other, other_model)):
+                one.backward(loss_of(its_model, step))
+                assert one.step()
+
+    train(range(3))
     loss_of(model, 3).backward()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"call optimizer\.backward\(loss\)"):
             optimizer.step()
     optimizer.zero_grad()
-    for step in range(4, 6):
-        optimizer.backward(loss_of(model, step))
-        other.backward(loss_of(other_model, step))
-        assert optimizer.step() and other.step()
+    train(range(4, 6))
     optimizer.synchronize()
     other.synchronize()
     for mine, theirs in zip(model.parameters(), other_model.parameters(), strict=True):

@@ -51,6 +51,7 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
         ("backward", 2, False, None), ("zero_grad", True), ("train", 3),
     ],
     "steps of plain backwards": [TRAIN, TRAIN, ("backward", 2, True, "own"), STEP, TRAIN],
+    "a graph that is kept": [TRAIN, ("backward", 2, True, "retain"), STEP, TRAIN],
     "some micro-batches overflow": [TRAIN, ("backward", 2, False, None), ("backward", 1, True, "inf"), STEP, TRAIN],
     "an error in backward": [TRAIN, ("fail", "mix.weight", True, True), TRAIN, ("fail", "gain", False, True), TRAIN],
     "a gradient that is refused in the step": [TRAIN, BACKWARD, ("fail_in_step",), TRAIN],

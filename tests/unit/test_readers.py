@@ -21,13 +21,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightstep import Strategy
 from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.sharding.parameter_reads import DeferredUpdates
 from lightstep.state import host_fields, host_weights, versions
 from tests.covering import every_value
 from tests.patience import PATIENCE
-from tests.training import random_delays, random_sleeps
+from tests.training import OnVectors, random_delays, random_sleeps
 
 _STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.02}
 DEFERRED = ["next_forward", "overlap", "in_backward"]
@@ -50,8 +49,10 @@ class AdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-class Run:
-    """A small network; batches depend on the step alone."""
+class Run(OnVectors):
+    """A small network; ``slowness`` is a seed of delays in its lanes."""
+
+    rows, width = 4, 24
 
     def __init__(
         self,
@@ -61,34 +62,28 @@ class Run:
         layers: int = 5,
         weights: str = "device",
     ) -> None:
-        weights = "host" if name == "on the host" else weights
-        torch.manual_seed(0)
-        values = {"clipping": {"max_norm": max_norm}, "optimizer_state": STATES[name]}
-        self.strategy = Strategy.load({**values, "weights": {"placement": weights}})
-        modules = [nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(layers)]
-        self.model = self.strategy.prepare_model(nn.Sequential(*modules))
-        self.optimizer: Any = self.strategy.create_optimizer(self.model, AdamW, lr=1e-2)
-        self.steps, self.delays = 0, delays
+        super().__init__(
+            STATES[name],
+            make=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(layers))),
+            optimizer_class=AdamW,
+            clipping={"max_norm": max_norm},
+            weights={"placement": "host" if name == "on the host" else weights},
+        )
+        self.slowness = delays
 
-    def step(self) -> None:
-        batch = torch.randn(4, 24, generator=torch.Generator().manual_seed(self.steps))
-        batch = batch.to(self.strategy.device, torch.bfloat16)
+    def step(self) -> Any:
         with self.strategy.accumulate(self.model, last=True):
-            self.optimizer.backward(self.model(batch).float().square().mean())
+            self.optimizer.backward(self.loss())
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
         backend = self.optimizer.engine.backend
-        if self.delays is not None and backend.supports_lanes:
+        if self.slowness is not None and backend.supports_lanes:
             slow_down = random_sleeps if self.strategy.device.type == "cuda" else random_delays
-            slow_down(backend.lanes, self.delays + self.steps)
+            slow_down(backend.lanes, self.slowness + self.steps)
 
     def ones(self) -> Tensor:
         return torch.ones(2, 24, dtype=torch.bfloat16, device=self.strategy.device)
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.step()
 
     def weights(self) -> list[Tensor]:
         return [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]

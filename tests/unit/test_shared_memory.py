@@ -46,15 +46,6 @@ def test_another_process_reads_and_writes_it() -> None:
     assert view.tolist() == [9] * 5 and slab.place_of(view) == 3 and slab.place_of(torch.ones(1)) is None
 
 
-def test_a_second_mapping_has_what_was_there() -> None:
-    memory = created(4096)
-    first = HostSlab(4096, shared=memory).tensor(torch.uint8, 4096)
-    first.fill_(7)
-    found = SharedMemory.find(memory.address)
-    second = HostSlab(4096, shared=found)
-    assert second.nbytes == memory.address.nbytes and bool((second.tensor(torch.uint8, 4096) == 7).all())
-
-
 def test_what_has_another_name_is_not_found() -> None:
     """The same number of process and descriptor on another host."""
     memory = created(4096)

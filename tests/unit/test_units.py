@@ -10,7 +10,7 @@ import torch
 
 from lightstep.state import units as units_module
 from lightstep.state.schema import Managed, Unit
-from lightstep.state.units import CUT_ELEMENTS, RingError, group_by_layer, plan_units
+from lightstep.state.units import CUT_ELEMENTS, RingError, plan_units
 
 
 @pytest.fixture(autouse=True)
@@ -56,51 +56,12 @@ def assert_a_partition(units: list[Unit], items: list[Managed], capacity: int) -
     assert all(covered[item] == item.local.numel() for item in items)
 
 
-def test_one_unit_for_each_layer_in_model_order() -> None:
-    items = [managed(f"{layer}.{part}", 1000, layer) for layer in "abc" for part in ("w", "b")]
-    assert names(plan_units(items, ten, 1 << 20)) == [["a.w", "a.b"], ["b.w", "b.b"], ["c.w", "c.b"]]
-
-
 def test_small_layers_that_follow_each_other_are_staged_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units_module, "SMALL_UNIT", 50_000)
     sizes = [1000, 2000, 1500, 2000, 9000, 100, 100]
     items = [managed(f"p{number}", size, number) for number, size in enumerate(sizes)]
     assert names(plan_units(items, ten, 1 << 20)) == [["p0", "p1", "p2"], ["p3"], ["p4"], ["p5", "p6"]]
     assert names(plan_units(items, ten, 100_000))[0] == ["p0"], "at most a quarter of a slot"
-
-
-def test_layers_are_gathered_across_parameter_groups() -> None:
-    """Weights in one group, biases in another: the layers are the same."""
-    items = [managed(f"{layer}.{part}", 1000, layer) for part in ("w", "b") for layer in "ab"]
-    assert names(plan_units(items, ten, 1 << 20)) == [["a.w", "a.b"], ["b.w", "b.b"]]
-
-
-def test_the_remainder_is_grouped_before_and_behind_the_layers() -> None:
-    items = [
-        managed("embed", 9),
-        managed("position", 9),
-        managed("0.w", 9, 0),
-        managed("1.w", 9, 1),
-        managed("norm", 9),
-        managed("head", 9),
-    ]
-    assert [[item.name for item in group] for group in group_by_layer(items)] == [
-        ["embed", "position"],
-        ["0.w"],
-        ["1.w"],
-        ["norm", "head"],
-    ]
-
-
-def test_a_layer_called_like_the_remainder_is_another_one() -> None:
-    items = [managed("embed", 9), managed("w", 9, ("remainder", 0))]
-    assert len(group_by_layer(items)) == 2
-
-
-def test_tied_parameters_come_once() -> None:
-    embed = managed("embed", 100)
-    head = Managed(embed.param, embed.local, {}, "head")
-    assert names(plan_units([embed, managed("w", 100, 0), head], ten, 1 << 20)) == [["embed"], ["w"]]
 
 
 def test_no_unit_is_left_almost_empty() -> None:
@@ -114,25 +75,11 @@ def test_no_unit_is_left_almost_empty() -> None:
     assert len(units) == -(-10 * sum(sizes) // capacity)
 
 
-def test_whole_tensors_are_not_cut() -> None:
-    items = [whole(f"w{i}", elements, 0) for i, elements in enumerate((500, 2000, 700, 100, 3000))]
-    units = plan_units(items, ten, 30_000)
-    assert names(units) == [["w0", "w1"], ["w2", "w3"], ["w4"]]
-    assert_a_partition(units, items, 30_000)
-
-
 def test_tensors_that_are_not_contiguous_are_not_cut() -> None:
     window = managed("window", 0, 0, shape=(50, 40))
     window.local = window.local[:, :30]
     units = plan_units([managed("w", 4000, 0), window], ten, 16_000)
     assert [(start, stop) for unit in units for owner, start, stop in unit.parts if owner is window] == [(0, 1500)]
-
-
-def test_an_empty_shard_is_a_part_of_its_layers_unit() -> None:
-    items = [managed("w", 100, 0), managed("empty", 0, 0), managed("alone", 0, 1)]
-    units = plan_units(items, ten, 2000)
-    assert names(units) == [["w", "empty"], ["alone"]]
-    assert units[1].parts[0][1:] == (0, 0)
 
 
 def test_a_slot_too_small_for_a_piece_is_refused_with_the_numbers() -> None:
