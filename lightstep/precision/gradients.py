@@ -163,13 +163,9 @@ class ScaledBackward:
         """Check the gradients of exactly these parameters; returns those that it has not checked before."""
         self._scale = scale
         wanted = [p for p in parameters if p.is_floating_point()]
-        swapped = self._hooks.restore()
-        if len(wanted) == len(self._watched) and all(map(operator.is_, wanted, self._watched)):
-            return swapped
-        missed = {*wanted}.difference(self._watched).union(swapped)
+        missed = {*wanted}.difference(self._watched).union(self._hooks.restore())
         self._watched = wanted
-        reference = weakref.ref(self)
-        self._hooks.set_parameters(wanted, after=_make_hook(reference))
+        self._hooks.set_parameters(wanted, after=_make_hook(weakref.ref(self)))
         return missed
 
     @contextlib.contextmanager
@@ -286,8 +282,8 @@ class GradientAccumulator:
         """``None``: the sums are in ``p.grad`` as soon as autograd has added a gradient."""
         self._hooks, self.scaled = LeafHooks(), ScaledBackward()
         self._watched: list[Tensor] = []
-        self._kinds: list[tuple[torch.dtype, bool]] = []
-        self._identities: list[Any] = []
+        self._kinds: list[Any] = []  # what the last `watch` depended on
+        self._seen: list[Any] = []
         self._watched_set: frozenset[Tensor] = frozenset()
         self._reduction: ReducedGradients | None = None
         self._collected: list[Tensor] = []
@@ -305,28 +301,30 @@ class GradientAccumulator:
         In the first step after a cast or a swap a user's own ``loss.backward()`` may have run before anybody watched.
         """
         parameters = [p for group in groups for p in group["params"]]
-        not_summed = self._watch_sums(parameters)
+        several = initialized() and self._elsewhere is None
+        kinds = [several, loss_scale.is_identity, *[(p.dtype, p.requires_grad) for p in parameters]]
+        seen = [loss_scale, *[one for p in parameters for one in (p, p.__dict__)]]  # a swap takes p from its attributes
+        if kinds == self._kinds and all(map(operator.is_, seen, self._seen)):
+            return
+        not_summed = self._watch_sums(parameters, several)
         not_checked = () if loss_scale.is_identity else self.scaled.watch(parameters, loss_scale)
         if not_summed or not_checked:
             _warn_unwatched(not_summed, not_checked, loss_scale)
+        self._kinds, self._seen = kinds, seen  # last: after an interrupt all of it is done again
 
-    def _watch_sums(self, watched: list[Tensor]) -> Collection[Tensor]:
-        """Returns those whose gradients it has not summed before: they are new, or have been cast or swapped."""
-        elsewhere = self._elsewhere
-        if elsewhere is not None:
-            elsewhere.set_parameters(watched)
+    def _watch_sums(self, watched: list[Tensor], several: bool) -> Collection[Tensor]:
+        """Returns those whose gradients it has not summed before: they are new, or have been cast or swapped.
+
+        Args:
+            several: gradients are summed where they are reduced over ranks.
+        """
+        if self._elsewhere is not None:
+            self._elsewhere.set_parameters(watched)
         else:
             watched = [p for p in watched if p.dtype in _LOW] if self.float32 else []
-        kinds = [(p.dtype, p.requires_grad) for p in watched]
-        identities = [one for p in watched for one in (p, p.__dict__)]  # a swap takes the tensor from its attributes
-        several = initialized() and elsewhere is None
+        before = self._watched_set.difference(self._hooks.restore())
+        self._watched, self._watched_set = watched, frozenset(watched)
         same_sums = isinstance(self._sums, SumsAside) is several
-        if same_sums and kinds == self._kinds and all(map(operator.is_, identities, self._identities)):
-            return ()
-        swapped = self._hooks.restore()
-        before = self._watched_set.difference(swapped)
-        self._watched, self._kinds, self._watched_set = watched, kinds, frozenset(watched)
-        self._identities = identities
         if not same_sums:
             self._hooks.set_parameters(())
             self._sums = SumsAside(self._hooks.restore) if several else None
@@ -452,8 +450,7 @@ class GradientAccumulator:
     def close(self) -> None:
         """Drop all sums and remove the hooks."""
         self.clear()
-        self._watched, self._kinds, self._watched_set = [], [], frozenset()
-        self._identities = []
+        self._watched, self._watched_set, self._kinds = [], frozenset(), []
         self._hooks.set_parameters(())
         self.scaled.close()
         if self._sums is not None:
