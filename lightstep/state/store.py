@@ -774,16 +774,14 @@ class Store:
     def changed(self, items: Iterable[Managed]) -> list[Managed]:
         """The parameters that no longer equal their rounded masters, because somebody else wrote to them. May wait for
         the device."""
-        if not self._fingerprinted:
-            for record in self._records.by_unit.values():
-                if record.slot is not None and record.slot.arriving:
-                    self._settle(record)
-        items = list(items)
-        for lanes in self._lanes.values() if items else ():
+        items, weights = list(items), self.host_weights
+        if not items:
+            return []
+        for record in () if self._fingerprinted else self._records.by_unit.values():
+            self._settle(record)
+        for lanes in self._lanes.values():
             lanes.caller_waits_for_updates()  # they gather weights in the same memory
-        if self.host_weights is None or not items:
-            return changed_weights(self._compared, items)
-        with self.host_weights.holding(groups_of(item.home for item in items)):
+        with contextlib.nullcontext() if weights is None else weights.holding(groups_of(item.home for item in items)):
             return changed_weights(self._compared, items)
 
     def pin(
