@@ -185,17 +185,8 @@ def _newest_first(root: Path, entries: list[Path]) -> list[Path]:
     return sorted(found, key=lambda path: (found[path], path.name), reverse=True)
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether the manifest exists, and every file that it lists exists with the listed size."""
-    try:
-        read_manifest(folder)
-    except CheckpointError:
-        return False
-    return True
-
-
-def has_complete_checkpoint(path: Path) -> bool:
-    """Whether a complete checkpoint is at ``path``, or under a temporary name that a crash left."""
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint with all of its files is at ``path``, or under a temporary name that a crash left."""
     try:
         find_checkpoint(path)
     except CheckpointError:

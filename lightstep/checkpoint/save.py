@@ -301,13 +301,7 @@ def _collect(
     refuse_partly_loaded(model)
     if hasattr(optimizer, "refuse_half_updated"):
         optimizer.refuse_half_updated("Load a checkpoint before saving one")
-    state = {
-        "extra": dict(extra or {}),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "modules": extra_states(model),
-    }
-    for key, value in state.items():
-        check_loadable(key, value)
+    state = small_state(scheduler, extra, modules=extra_states(model))
     content = _Content([], state, {"scheduler": None if scheduler is None else type(scheduler).__name__})
     saved = tensors
     if trainable_only or (trainable_only is None and has_adapters(model)):
@@ -323,6 +317,19 @@ def _collect(
     if optimizer is not None:
         _collect_optimizer(content, OptimizerContent(optimizer, tensors))
     return content
+
+
+def small_state(scheduler: Any, extra: Mapping[str, Any] | None, **others: Any) -> dict[str, Any]:
+    """What is saved beside model and optimizer.
+
+    Raises:
+        TypeError: something in it could not be loaded again.
+    """
+    scheduled = None if scheduler is None else scheduler.state_dict()
+    state = {"extra": dict(extra or {}), "scheduler": scheduled, **others}
+    for key, value in state.items():
+        check_loadable(key, value)
+    return state
 
 
 def _collect_optimizer(content: _Content, optimizer: OptimizerContent) -> None:
@@ -353,12 +360,7 @@ def _sources(key: str, tensor: Tensor) -> list[Source]:
 
 def _finish(temporary: Path, target: Path, content: _Content, parts: Sequence[dict[str, Any]], index: Index) -> None:
     """Join what all ranks know, and finish the checkpoint. Called by the first rank."""
-    if len({part["extra"] for part in parts}) > 1:
-        logger.warning(
-            "extra differs over the ranks, and only the first rank's is saved to %s; to keep the others', pass a "
-            "dictionary with those of all ranks (torch.distributed.all_gather_object)",
-            target,
-        )
+    warn_if_different([part["extra"] for part in parts], target)
     state = {**content.state, "random": [part["random"] for part in parts]}
     groups = None
     if "optimizer" in state:
@@ -370,6 +372,16 @@ def _finish(temporary: Path, target: Path, content: _Content, parts: Sequence[di
         "aliases": {alias: name for part in parts for alias, name in part["aliases"].items()},
     }
     finish_checkpoint(temporary, target, index, state, manifest, len(parts))
+
+
+def warn_if_different(extras: Iterable[int], target: Path) -> None:
+    """Log a warning if the ranks have given different ``extra``, of which these are the fingerprints."""
+    if len(set(extras)) > 1:
+        logger.warning(
+            "extra differs over the ranks, and only the first rank's is saved to %s; to keep the others', pass a "
+            "dictionary with those of all ranks (torch.distributed.all_gather_object)",
+            target,
+        )
 
 
 def _union(names: Iterable[Iterable[str]]) -> list[str]:

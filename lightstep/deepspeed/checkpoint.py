@@ -48,10 +48,10 @@ from lightstep.checkpoint.layout import (
     write_manifest,
 )
 from lightstep.checkpoint.run_state import OptimizerContent, entry_key, loading, refuse_partly_loaded, stored_entries
-from lightstep.checkpoint.save import Retention
+from lightstep.checkpoint.save import Retention, small_state, warn_if_different
 from lightstep.checkpoint.saved import (
     SavedCheckpoint,
-    check_loadable,
+    fingerprint,
     random_states,
     read_state,
     set_random_states,
@@ -140,9 +140,12 @@ class EngineCheckpoints(Checkpoints):
                 state, manifest = ranks.together(lambda: _content(model, engine_optimizer, scheduler, extra))
                 with new_shared_folder(target, CHECKPOINT, ranks) as temporary:
                     files = _write_engine(temporary, manifest[_SECTION]["tag"], engine_optimizer, ranks, state)
-                    parts = ranks.gather((random_states(), files))
-                    state["random"] = [random for random, _ in parts]
-                    all_files = {name: entry for _, written in parts for name, entry in written.items()}
+                    parts = ranks.gather((random_states(), files, fingerprint(state["extra"])))
+                    random, written, extras = zip(*parts, strict=True)
+                    state["random"] = list(random)
+                    all_files = {name: entry for of_rank in written for name, entry in of_rank.items()}
+                    if ranks.is_first:
+                        warn_if_different(extras, target)
                     ranks.together(lambda: _finish(temporary, target, state, manifest, all_files), only_first=True)
         logger.info("saved %s", path)
         return None
@@ -223,13 +226,7 @@ def _content(
     optimizer.prepare_for_checkpoint()
     tensors = named_tensors(model)
     content = OptimizerContent(optimizer, tensors)
-    state = {
-        "extra": dict(extra or {}),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "optimizer": {"groups": content.hyperparameters()},
-    }
-    for key, value in state.items():
-        check_loadable(key, value)
+    state = small_state(scheduler, extra, optimizer={"groups": content.hyperparameters()})
     manifest = {
         "scheduler": None if scheduler is None else type(scheduler).__name__,
         "optimizer": optimizer.optimizer_class.__name__,

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightstep.checkpoint.background import PendingSave, writer_group
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
 from lightstep.checkpoint.huggingface import shards_with_other_dtypes
-from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
+from lightstep.checkpoint.layout import holds_checkpoint, is_complete
 from lightstep.checkpoint.run_state import loading
 from lightstep.checkpoint.saved import CHECKPOINT, FILE_LIST, check_listed_files, read_file_list, write_file_list
 from lightstep.checkpoint.storage import (
@@ -79,7 +79,7 @@ class SavedFolders:
         except CheckpointError:
             return False
         checkpoint = folder / CHECKPOINT
-        return self.has_files(folder) and (not holds_checkpoint(checkpoint) or has_complete_checkpoint(checkpoint))
+        return self.has_files(folder) and (not holds_checkpoint(checkpoint) or is_complete(checkpoint))
 
     def own_files(self, folder: Path) -> set[str]:
         """The files that a save has written, by their paths in ``folder``: those in its list and in the checkpoint.

@@ -38,7 +38,7 @@ from lightstep.checkpoint.layout import (
     Manifest,
     checkpoints_in,
     find_checkpoint,
-    has_complete_checkpoint,
+    is_complete,
     read_manifest,
 )
 from lightstep.checkpoint.saved import is_undamaged
@@ -56,7 +56,7 @@ def newest_checkpoint(folder: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    newest = next(filter(has_complete_checkpoint, _checkpoints(folder)), None)
+    newest = next(filter(is_complete, _checkpoints(folder)), None)
     if newest is None:
         raise ConfigError(f"--resume: {folder} holds no complete checkpoint; start without --resume")
     return newest

@@ -594,3 +594,17 @@ def test_a_save_raises_the_error_of_the_one_that_was_pending(rank: int, world_si
     strategy.save_checkpoint(tmp_path / "step-1", model, optimizer)
     strategy.load_checkpoint(tmp_path / "step-1", model, optimizer)
     optimizer.close()
+
+
+@on_ranks(2)
+@_alone
+def test_ranks_are_told_that_their_extra_is_not_saved(rank: int, world_size: int, tmp_path: Path) -> None:
+    strategy = _strategy(1)
+    model, optimizer, _ = _made(strategy)
+    with mock.patch("lightstep.checkpoint.save.logger.warning") as warning:
+        strategy.save_checkpoint(tmp_path / "a", model, optimizer, extra={"rank": 0})
+        assert not warning.called
+        strategy.save_checkpoint(tmp_path / "a", model, optimizer, extra={"rank": rank})
+        assert warning.called == (rank == 0)
+    assert strategy.load_checkpoint(tmp_path / "a", model, optimizer) == {"rank": 0}
+    optimizer.close()
