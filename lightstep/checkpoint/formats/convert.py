@@ -313,7 +313,7 @@ def read_lightstep(folder: Path) -> TrainingState:
         state.notes.append("it also holds averages of the weights, which are not converted; export_model writes them")
     if saved.optimizer is not None:
         _read_optimizer(state, saved)
-    state.scheduler = saved.state.get("scheduler")
+    state.scheduler, state.scheduler_class = saved.state.get("scheduler"), saved.manifest.get("scheduler")
     state.extra = dict(saved.state.get("extra") or {})
     state.random = list(saved.state.get("random") or [])
     state.modules = dict(saved.state.get("modules") or {})
@@ -401,7 +401,7 @@ def _small_state(state: TrainingState) -> dict[str, Any]:
 
 def _manifest(state: TrainingState) -> dict[str, Any]:
     return {
-        "scheduler": None,
+        "scheduler": state.scheduler_class,
         "optimizer": state.optimizer_class,
         "groups": None if state.groups is None else [group.names for group in state.groups],
         "aliases": state.aliases,

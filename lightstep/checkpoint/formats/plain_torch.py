@@ -74,6 +74,7 @@ def _read_rest(
         state.optimizer_class, state.loss_scale = content.get("optimizer_class"), content.get("loss_scale")
         state.random, state.modules = list(content.get("random") or []), dict(content.get("modules") or {})
         state.extra, state.world_size = dict(content.get("extra") or {}), content.get("world_size")
+        state.scheduler_class = section.get("scheduler_class")
         _cast_back(state, section.get("trained_in") or {})
     else:
         state.extra = own_extra({key: value for key, value in content.items() if key not in used})
@@ -276,8 +277,9 @@ def is_conversion(path: Path) -> bool:
 def _content(state: TrainingState) -> dict[str, Any]:
     """The file's content. The model's weights are the masters, for a loop with fp32 weights."""
     weights = {name: state.master(name) for name in state.weights}
+    mark = {"version": __version__, "converted_from": state.format, "trained_in": _dtypes(state)}
     content: dict[str, Any] = {
-        MARK: {"version": __version__, "converted_from": state.format, "trained_in": _dtypes(state)},
+        MARK: {**mark, "scheduler_class": state.scheduler_class},
         "model": {**weights, **{alias: weights[name] for alias, name in state.aliases.items() if name in weights}},
     }
     if state.groups is not None:

@@ -88,6 +88,7 @@ class TrainingState:
         aliases: further names of tied tensors -> the name in ``weights``.
         loss_scale: ``scale``; for a dynamic scale also ``good_steps``, ``hysteresis_left`` and, if known, ``settings``.
         scheduler: the scheduler's state dict.
+        scheduler_class: the name of its class, if known.
         extra: what the user saved with the run.
         random: random states per rank, as :func:`~lightstep.checkpoint.saved.random_states` returns them.
         modules: extra states of modules, in lightstep's format.
@@ -106,6 +107,7 @@ class TrainingState:
     aliases: dict[str, str] = field(default_factory=dict)
     loss_scale: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
+    scheduler_class: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     random: list[Any] = field(default_factory=list)
     modules: dict[str, Any] = field(default_factory=dict)

@@ -458,7 +458,7 @@ def read_engine_checkpoint(folder: Path) -> TrainingState:
         Group([name for name in names if name in trained], dict(settings))
         for names, settings in zip(manifest["groups"], small["optimizer"]["groups"], strict=True)
     ]
-    state.scheduler = small.get("scheduler")
+    state.scheduler, state.scheduler_class = small.get("scheduler"), manifest.get("scheduler")
     state.extra = {**(small.get("extra") or {}), SECTION: state.extra[SECTION]}
     state.random = list(small.get("random") or [])
     state.optimizer_class = manifest.get("optimizer")
