@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,7 @@ from typer.testing import CliRunner
 
 from lightstep import Strategy
 from lightstep.checkpoint import CheckpointError
-from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
+from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, read_checkpoint, zero
 from lightstep.checkpoint.formats import dcp as from_dcp
 from lightstep.checkpoint.formats.files import load_file
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState
@@ -605,3 +606,10 @@ def test_a_scheduler_of_another_class_does_not_get_the_state(tmp_path: Path, cap
         run.strategy.load_checkpoint(tmp_path / name, run.model, run.optimizer, other)
         assert "scheduler state is not of a ExponentialLR" in caplog.text, name
         assert other.state_dict() == before, name
+
+
+def test_what_is_no_tensor_in_the_files_of_deepspeed_is_named() -> None:
+    module = {"weight": torch.ones(2), "norm._extra_state": {"scale": 1.0}}
+    opened: Any = SimpleNamespace(model_states=[{"module": module}], stage=2, dtype=torch.bfloat16, notes=[])
+    assert set(zero._weights(opened, {})) == {"weight"}
+    assert opened.notes == ["norm._extra_state of the model is not a tensor and was left out"]

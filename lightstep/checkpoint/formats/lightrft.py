@@ -60,14 +60,16 @@ def read_lightrft(path: Path, naming: Naming) -> TrainingState:
         index: {**_entries(index, contents), MASTER: _concatenated([own[position] for own in masters])}
         for position, index in enumerate(indices)
     }
-    weights, ordered = _weights(path)
+    found = next((read_dcp(f) for f in (path, path.parent) if (f / METADATA).is_file()), None)
+    weights, ordered = ({}, True) if found is None else (found.weights, found.ordered)  # without: the masters are used
     shapes = {name: weight.shape for name, weight in weights.items()}
     names = name_groups(base["param_groups"], entries_by_index, naming, shapes, [_lightrft_groups], ordered)
     groups = [
         Group(own, {key: value for key, value in group.items() if key not in ("params", "param_names")})
         for own, group in zip(names, base["param_groups"], strict=True)
     ]
-    state = TrainingState("LightRFT FSDPadaptOptimizer", weights, groups=groups, world_size=len(files))
+    notes = [] if found is None else found.notes
+    state = TrainingState("LightRFT FSDPadaptOptimizer", weights, groups=groups, world_size=len(files), notes=notes)
     for index, name in zip(indices, state.optimized(), strict=True):
         entries = entries_by_index[index]
         if state.weights.setdefault(name, entries[MASTER]).dtype == torch.float32:
@@ -146,15 +148,6 @@ def _concatenated(shards: Sequence[Tensor]) -> LazyTensor:
     pieces = [local_tensor(shards[rank]) for rank in order]
     pieces = [piece for piece in pieces if piece.numel()] or pieces[:1]
     return LazyTensor(first.dtype, first.shape, lambda: torch.cat(pieces, dim=placement.dim).view(first.shape))
-
-
-def _weights(path: Path) -> tuple[dict[str, LazyTensor], bool]:
-    """The model's weights from ``path`` or the folder above, and whether they are in the model's order.
-
-    Empty if there are none (the masters are used then).
-    """
-    found = next((read_dcp(f) for f in (path, path.parent) if (f / METADATA).is_file()), None)
-    return ({}, True) if found is None else (found.weights, found.ordered)
 
 
 def _lightrft_groups(order: list[str]) -> list[list[str]]:

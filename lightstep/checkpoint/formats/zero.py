@@ -400,9 +400,11 @@ def _weights(files: ZeroFiles, masters: Mapping[str, LazyTensor]) -> dict[str, L
     frozen = _frozen_parameters(files.model_states) if files.stage == 3 else {}
     weights: dict[str, LazyTensor] = {}
     for name, tensor in module.items():
-        if not isinstance(tensor, Tensor) or name in aliases:
+        if not isinstance(tensor, Tensor):
+            files.notes.append(f"{name} of the model is not a tensor and was left out")
+        elif name in aliases:
             continue
-        if name in masters and (files.stage == 3 or tensor.dtype == torch.float32):
+        elif name in masters and (files.stage == 3 or tensor.dtype == torch.float32):
             weights[name] = masters[name].to(tensor.dtype)
         elif name in frozen:
             weights[name] = frozen[name]
