@@ -188,13 +188,8 @@ class ExpertLoop(ShardedLoop):
         self._same = _groups_of_neighbours(apart=True)
         super().__init__(*arguments, **keywords)
 
-    def _rows(self, whole: Tensor) -> int:
-        return -(-whole.shape[0] // self._same.size()) if whole.dim() == 3 else super()._rows(whole)
-
-    def part(self, whole: Tensor) -> Tensor:
-        if whole.dim() != 3:
-            return super().part(whole)
-        return whole.split(self._rows(whole))[self._same.rank()]
+    def _shards_of(self, whole: Tensor) -> dist.ProcessGroup:
+        return self._same if whole.dim() == 3 else super()._shards_of(whole)
 
     def _average_unit(self, members: list[Tensor], gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         if members[0].dim() != 3:
@@ -205,17 +200,6 @@ class ExpertLoop(ShardedLoop):
             dist.all_reduce(total, group=self._same)  # of two ranks at most, whose order does not matter
             averaged[parameter] = self.part(total) / dist.get_world_size()
         return averaged
-
-    def restore(self, parameter: Tensor, part: Tensor) -> None:
-        if parameter.dim() != 3:
-            super().restore(parameter, part)
-            return
-        rows = self._rows(parameter)
-        padded = parameter.new_zeros((rows, *parameter.shape[1:]))
-        padded[: part.shape[0]] = part
-        gathered = [torch.empty_like(padded) for _ in range(self._same.size())]
-        dist.all_gather(gathered, padded, group=self._same)
-        parameter.copy_(torch.cat(gathered)[: parameter.shape[0]])
 
     def norm(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
         """Of the shards of all ranks, which together are each parameter once: torch has no such norm."""

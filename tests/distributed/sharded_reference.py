@@ -139,7 +139,6 @@ class ShardedLoop(DistributedLoop):
         world_size, rank = dist.get_world_size(), dist.get_rank()
         self.shard = shard or world_size
         self.copies = world_size // self.shard
-        self.place = rank % self.shard
         self.shards, self.replicas = self._groups(rank, world_size)
         device = "cpu" if arguments[0].head.weight.device.type == "cpu" else "cuda"
         self.mesh = init_device_mesh(device, (world_size,) if self.copies == 1 else (self.copies, self.shard))
@@ -152,12 +151,16 @@ class ShardedLoop(DistributedLoop):
         mine = [next(ranks for ranks in kind if rank in ranks) for kind in (rows, columns)]
         return groups[tuple(mine[0])], groups[tuple(mine[1])]
 
+    def _shards_of(self, whole: Tensor) -> dist.ProcessGroup:
+        """The ranks that hold its parts."""
+        return self.shards
+
     def _rows(self, whole: Tensor) -> int:
-        return -(-whole.shape[0] // self.shard)
+        return -(-whole.shape[0] // self._shards_of(whole).size())
 
     def part(self, whole: Tensor) -> Tensor:
-        rows = self._rows(whole)
-        return whole[self.place * rows : (self.place + 1) * rows]
+        rows, place = self._rows(whole), self._shards_of(whole).rank()
+        return whole[place * rows : (place + 1) * rows]
 
     def average(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         averaged: dict[Tensor, Tensor] = {}
@@ -195,8 +198,9 @@ class ShardedLoop(DistributedLoop):
         rows = self._rows(parameter)
         padded = parameter.new_zeros((rows, *parameter.shape[1:]))
         padded[: part.shape[0]] = part
-        gathered = [torch.empty_like(padded) for _ in range(self.shard)]
-        dist.all_gather(gathered, padded, group=self.shards)
+        group = self._shards_of(parameter)
+        gathered = [torch.empty_like(padded) for _ in range(group.size())]
+        dist.all_gather(gathered, padded, group=group)
         parameter.copy_(torch.cat(gathered)[: parameter.shape[0]])
 
     def norm(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:

@@ -28,6 +28,7 @@ from tests.distributed.deepspeed_reference import DeepSpeedLoop
 from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, on_ranks
+from tests.distributed.training import same_tensors
 from tests.faults import forge
 from tests.reference.tiny_llama import VOCABULARY, make_llama
 
@@ -90,12 +91,6 @@ def _everything(model: Any, optimizer: Any) -> dict[str, Tensor]:
     for number, entries in optimizer.state_dict()["state"].items():
         found |= {f"{key}.{names[id(numbered[number])]}": torch.as_tensor(value) for key, value in entries.items()}
     return found
-
-
-def _assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    assert first.keys() == second.keys()
-    different = [name for name in first if not torch.equal(first[name], second[name])]
-    assert not different, different
 
 
 # -- the arithmetic
@@ -183,10 +178,10 @@ def resumes(rank: int, stage: int, dtype: str, folder: str) -> None:
     for _ in range(2):  # an engine that has trained goes back too
         extra = strategy.load_checkpoint(folder, *again)
         assert extra == {"epoch": 3, "numbers": [1.5]} and torch.equal(torch.rand(3), drawn)
-        _assert_same(_everything(*again[:2]), saved)
+        same_tensors(_everything(*again[:2]), saved)
         assert again[2].last_epoch == pieces[2].last_epoch - sum(applied for applied, *_ in whole)
         assert _train(strategy, *again, range(3, 5), rank) == whole
-        _assert_same(_everything(*again[:2]), ends)
+        same_tensors(_everything(*again[:2]), ends)
 
     fresh = _made(strategy)
     strategy.load_checkpoint(folder, fresh[0])  # the weights alone, and masters from them
@@ -231,12 +226,12 @@ def fails_to_save(rank: int, folder: str) -> list[str]:
         strategy.save_checkpoint(folder, *pieces, extra={"step": 2})
     said = [str(caught.value)]
     assert strategy.load_checkpoint(folder, *pieces) == {"step": 1}, "the one before is kept"
-    _assert_same(_everything(*pieces[:2]), before)
+    same_tensors(_everything(*pieces[:2]), before)
     for other in (_strategy(3), _strategy(2, "float32")):
         live = _made(other)
         kept = _everything(*live[:2])
         said.append(_refused(other, folder, *live))
-        _assert_same(_everything(*live[:2]), kept)
+        same_tensors(_everything(*live[:2]), kept)
     groups = strategy.prepare_model(TinyTransformer())
     return [*said, _refused(strategy, folder, groups, strategy.create_optimizer(groups, lr=1e-3))]
 
@@ -448,7 +443,7 @@ def test_an_engine_made_elsewhere_is_checked_and_taken_over(rank: int) -> None:
     model, optimizer = strategy.adopt_engine(engine())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     assert _train(strategy, model, optimizer, schedule, range(2), rank) == expected
-    _assert_same(_everything(model, optimizer), _everything(*own[:2]))
+    same_tensors(_everything(model, optimizer), _everything(*own[:2]))
     accumulating = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}
     for changes, *messages in (
         (
@@ -531,7 +526,7 @@ def test_the_contract_is_kept(rank: int, world_size: int, stage: int) -> None:
     again[1].release_device_memory()
     again[1].release_device_memory()
     assert found + _train(strategy, *again, range(2, 3), rank) == expected
-    _assert_same(_everything(*twin[:2]), _everything(*again[:2]))
+    same_tensors(_everything(*twin[:2]), _everything(*again[:2]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostActivations, "SMALLEST", 1)
         for wanted in (True, "host"):

@@ -13,19 +13,21 @@ from torch import Tensor, nn
 from lightstep import Strategy
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import on_ranks
+from tests.distributed.training import DDP, DEFERRED, FSDP2, STREAM
 
+LIMIT = {"max_norm": 0.5}
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "ddp": {"sharding": {"kind": "ddp", "find_unused_parameters": True}, "clipping": {"max_norm": 0.5}},
+    "ddp": {"sharding": DDP, "clipping": LIMIT},
     "fsdp2 on the host": {
-        "sharding": {"kind": "fsdp2"},
-        "optimizer_state": {"backend": "stream", "ring_mib": 0.05, "update": "next_forward"},
-        "clipping": {"max_norm": 0.5},
+        "sharding": FSDP2,
+        "optimizer_state": DEFERRED,
+        "clipping": LIMIT,
         "weights": {"placement": "host", "device_mib": 0.005},
     },
     "fsdp2 in backward": {
-        "sharding": {"kind": "fsdp2"},
-        "optimizer_state": {"backend": "stream", "update": "in_backward"},
-        "clipping": {"max_norm": 0.5, "scope": "unit"},
+        "sharding": FSDP2,
+        "optimizer_state": {**STREAM, "update": "in_backward"},
+        "clipping": {**LIMIT, "scope": "unit"},
     },
 }
 

@@ -168,6 +168,33 @@ class Heads(nn.Module):
         return self.heads[head](torch.tanh(self.trunk(inputs)))
 
 
+def compare_with_torch(
+    rank: int, sharding: dict[str, Any], update: str, make: Callable[[], nn.Module], loss: Callable[..., Tensor]
+) -> None:
+    """The weights of a plain loop with torch's DDP or FSDP2, after some steps.
+
+    Args:
+        loss: of the step, the model, its optimizer, and inputs [3, 6].
+    """
+    plain, state = make(), {"backend": "stream", "update": update}
+    strategy = load(sharding, precision={"parameters": "float32"}, clipping={"max_norm": None}, optimizer_state=state)
+    model = strategy.prepare_model(make())
+    wrapped: nn.Module = plain
+    if sharding["kind"] == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    else:
+        fully_shard(plain)
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    reference = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    for step in range(6):
+        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        for trained, one, backward in ((wrapped, reference, Tensor.backward), (model, optimizer, optimizer.backward)):
+            backward(loss(step, trained, one, inputs))
+            one.step()
+    optimizer.synchronize()
+    same_tensors(weights_of(strategy, model), {name: full(p) for name, p in plain.named_parameters()})
+
+
 @on_ranks(
     2,
     ("sharding", "update"),
@@ -175,27 +202,11 @@ class Heads(nn.Module):
     cpu=True,
 )
 def test_gradients_that_are_set_to_zero_are_gradients(rank: int, sharding: dict[str, Any], update: str) -> None:
-    """The weights of a plain loop with torch's DDP or FSDP2, after ``zero_grad(set_to_none=False)`` in every step."""
-    state = {"backend": "stream", "update": update}
-    plain: nn.Module = Heads()
-    strategy = load(sharding, precision={"parameters": "float32"}, clipping={"max_norm": None}, optimizer_state=state)
-    model = strategy.prepare_model(Heads())
-    if sharding["kind"] == "ddp":
-        wrapped: nn.Module = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
-    else:
-        wrapped = fully_shard(plain)
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-    reference = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-    for step in range(6):
-        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        for trained, one, backward in ((wrapped, reference, Tensor.backward), (model, optimizer, None)):
-            one.zero_grad(set_to_none=False)
-            loss = trained(inputs, step % 2).square().mean()
-            optimizer.backward(loss) if backward is None else backward(loss)
-            one.step()
-    optimizer.synchronize()
-    expected = {name: full(p) for name, p in plain.named_parameters()}
-    same_tensors(weights_of(strategy, model), expected)
+    def loss(step: int, model: nn.Module, optimizer: Any, inputs: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        return model(inputs, step % 2).square().mean()
+
+    compare_with_torch(rank, sharding, update, Heads, loss)
 
 
 def change_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
@@ -208,28 +219,20 @@ def change_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
         entries["exp_avg_sq"] = entries["exp_avg_sq"] * 2
 
 
+def small_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+
+
 @on_ranks(2, ("sharding", "update"), [(DDP, "at_step"), (FSDP2, "overlap")], cpu=True)
 def test_writes_into_what_was_read_change_the_state(rank: int, sharding: dict[str, Any], update: str) -> None:
-    state = {"backend": "stream", "update": update}
-    torch.manual_seed(0)
-    plain: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
-    given = copy.deepcopy(plain)
-    strategy = load(sharding, precision={"parameters": "float32"}, clipping={"max_norm": None}, optimizer_state=state)
-    model = strategy.prepare_model(given)
-    wrapped = nn.parallel.DistributedDataParallel(plain) if sharding["kind"] == "ddp" else fully_shard(plain)
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
-    reference = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, fused=True)
-    for step in range(5):
-        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        for trained, one in ((wrapped, reference), (model, optimizer)):
-            if step == 3:
-                change_state(one, list(trained.parameters()))
-            one.zero_grad()
-            loss = trained(inputs).square().mean()
-            optimizer.backward(loss) if trained is model else loss.backward()
-            one.step()
-    optimizer.synchronize()
-    same_tensors(weights_of(strategy, model), {name: full(p) for name, p in plain.named_parameters()})
+    def loss(step: int, model: nn.Module, optimizer: Any, inputs: Tensor) -> Tensor:
+        if step == 3:
+            change_state(optimizer, list(model.parameters()))
+        optimizer.zero_grad()
+        return model(inputs).square().mean()
+
+    compare_with_torch(rank, sharding, update, small_net, loss)
 
 
 @on_ranks(None, "ranks", [1, 2])

@@ -18,7 +18,7 @@ from lightstep.config import ConfigError
 from lightstep.distributed import local_tensor
 from tests.distributed.models import Slope, TinyTransformer, loss_of, tiny_llama
 from tests.distributed.ranks import device_of, on_ranks
-from tests.distributed.training import DDP, FSDP2, HSDP, load, same_tensors, train, weights_of
+from tests.distributed.training import DDP, FSDP2, HSDP, Training, load, same_tensors, train, weights_of
 
 # -- weights
 
@@ -232,29 +232,25 @@ def test_compiled_before_and_after(sharding: dict[str, Any]) -> None:
 @on_ranks(2, ("sharding", "update", "whole"), [(FSDP2, "in_backward", True), (DDP, "next_forward", False)])
 def test_compiled_with_deferred_updates(rank: int, sharding: dict[str, Any], update: str, whole: bool) -> None:
     """Forwards that were compiled before there was an optimizer wait for its updates too."""
+    scope = "unit" if update == "in_backward" else "global"
+    values = {"optimizer_state": {"backend": "stream", "update": update}, "clipping": {"max_norm": 0.5, "scope": scope}}
 
-    def run(compiled: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
-        torch._dynamo.reset()
-        strategy = load(
-            sharding,
-            optimizer_state={"backend": "stream", "update": update},
-            clipping={"max_norm": 0.5, "scope": "unit" if update == "in_backward" else "global"},
-        )
-        torch.manual_seed(0)
-        model = compiled(strategy.prepare_model(TinyTransformer()))
-        with torch.no_grad():
-            loss_of(model, 0, 0, rank, strategy.device)
-        optimizer = strategy.create_optimizer(model, lr=1e-2)
-        assert all(train(strategy, model, optimizer, steps=3))
-        return weights_of(strategy, model)
+    class Compiled(Training):
+        def prepare(self, model: nn.Module) -> nn.Module:
+            prepared = super().prepare(model)
+            for block in self.strategy.unwrap_model(prepared).blocks if not whole else ():  # type: ignore[union-attr]
+                block.compile(backend="eager")
+            if whole:
+                prepared = torch.compile(prepared, backend="eager")
+            with torch.no_grad():
+                loss_of(prepared, 0, 0, rank, self.device)
+            return prepared
 
-    def blocks(model: nn.Module) -> nn.Module:
-        for block in lightstep.Strategy.load({}).unwrap_model(model).blocks:  # type: ignore[union-attr]
-            block.compile(backend="eager")
-        return model
-
-    tested = run((lambda model: torch.compile(model, backend="eager")) if whole else blocks)
-    same_tensors(tested, run(lambda model: model))
+    torch._dynamo.reset()
+    whole_model = {"groups": lambda model: None}
+    tested, expected = (kind({"sharding": sharding, **values}, **whole_model) for kind in (Compiled, Training))
+    assert tested.train(3) == expected.train(3)
+    same_tensors(tested.snapshot(), expected.snapshot())
 
 
 def tensor_parallel(model: nn.Module, world_size: int, device: torch.device) -> None:
