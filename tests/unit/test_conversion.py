@@ -44,6 +44,7 @@ from tests.reference.converted_run import (
     make_net,
     tokens,
 )
+from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
@@ -97,34 +98,28 @@ def test_a_plain_loop_loads_the_file_and_follows(saved: tuple[Path, str, Any, An
     scale = Strategy.load({"precision": {"parameters": "float16", "loss_scale": SCALE}}).config.precision.loss_scale
     convert_checkpoint(path, tmp_path / "run.pt", "torch", loss_scale=scale if dtype == "float16" else None)
     file = torch.load(tmp_path / "run.pt", weights_only=True)
-    masters, model = make_net(), make_net().to(getattr(torch, dtype))
-    masters.load_state_dict(file["model"])
-    optimizer = torch.optim.AdamW(make_groups(masters), **ADAMW)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    optimizer.load_state_dict(file["optimizer"])
+    model = make_net()
+    model.load_state_dict(file["model"])
+    masters = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    kind = SCALE if dtype == "float16" else "none"
+    loop = ReferenceLoop(make_groups(model), torch.optim.AdamW, masters=masters, loss_scale=kind, **ADAMW)
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 2)
+    loop.optimizer.load_state_dict(file["optimizer"])
     scheduler.load_state_dict(file["scheduler"])
-    scaler = file["scaler"] or {"scale": 1.0, "_growth_tracker": 0, "growth_interval": 2000}
     if dtype == "float16":
         torchs = torch.amp.GradScaler("cpu", init_scale=2.0)
-        torchs.load_state_dict(scaler)
-        found = torchs.get_scale(), torchs.state_dict()["_growth_tracker"], torchs.get_growth_interval()
+        torchs.load_state_dict(file["scaler"])
+        loop.loss_scale.scale, loop.loss_scale.good_steps = torchs.get_scale(), torchs.state_dict()["_growth_tracker"]
+        found = loop.loss_scale.scale, loop.loss_scale.good_steps, torchs.get_growth_interval()
         assert found == (256.0, 3, SCALE["growth_interval"])
     for step in AFTER:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(masters.get_parameter(name))
-        model.zero_grad()
-        (model(tokens(step)) * scaler["scale"]).backward()
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                masters.get_parameter(name).grad = parameter.grad.float() / scaler["scale"]
-        optimizer.step()
+        loop.backward(model(tokens(step)))
+        assert loop.step()
         scheduler.step()
-        scaler["_growth_tracker"] += 1
-        scaler["scale"] *= 2.0 if scaler["_growth_tracker"] == scaler["growth_interval"] else 1.0
-    expected = {name: entries.get("master") for name, entries in after["state"].items()}
-    for name, master in expected.items():
-        assert torch.equal(masters.get_parameter(name), after["model"][name] if master is None else master), name
+    for name, entries in after["state"].items():
+        assert torch.equal(loop.masters[model.get_parameter(name)], entries.get("master", after["model"][name])), name
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
