@@ -326,6 +326,20 @@ def test_activation_checkpointing_is_the_strategys_unless_it_is_given() -> None:
     assert by_strategy == given < without
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("offload", 1), ("fsdp2-offload", 2)])
+def test_weights_on_the_host_travel_in_each_micro_batch(name: str, ranks: int) -> None:
+    """To its forward and its backward; and the fp32 sum of gradients is brought, added to, and taken back."""
+    profile, limits = PROFILES["H100"], {"ranks": ranks}
+    made = [planned(name, profile=profile, micro_batches=count, limits=limits) for count in (1, 2, 4, 8)]
+    own = made[0].parameters / ranks
+    once, twice, often, most = (plan.memory.link for plan in made)
+    assert twice - once == pytest.approx((2 + 2 + 4) * own) and often - once == pytest.approx(3 * (2 + 2 + 4) * own)
+    times = [plan.time.iteration for plan in made]
+    assert times[3] - times[2] == pytest.approx(2 * (times[2] - times[1]), rel=0.01)
+    rate = profile.link.each_way(ranks) * 1e6
+    assert times[3] - times[2] == pytest.approx((most - often) / rate, rel=0.01), "4096 tokens hide none of it"
+
+
 @pytest.mark.parametrize("reduce", ["float32", "parameters"])
 def test_sums_that_stay_on_the_device_take_memory_and_no_time(reduce: str) -> None:
     """And where the link limits a step, the plan says how many have room."""
@@ -445,6 +459,14 @@ def test_inputs_of_blocks_on_the_host_are_planned(name: str, micro_batches: int)
     assert after.memory.link - before.memory.link == micro_batches * 32 * each
     assert before.time.iteration <= after.time.iteration <= 1.02 * before.time.iteration
     assert after.time.link > before.time.link
+
+
+def test_a_link_that_is_slower_than_a_pass_makes_it_wait() -> None:
+    h100 = PROFILES["H100"]
+    slow = replace(h100, link=replace(h100.link, alone=0.1, both=0.1))
+    config = settings("resident", sharding__activation_checkpointing="host")
+    time = planned(config, profile=slow, micro_batches=2).time
+    assert time.iteration == pytest.approx(2 * time.link + time.update, rel=1e-6)
 
 
 def test_copies_of_a_model_divide_the_ranks() -> None:

@@ -350,15 +350,11 @@ def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:
 
 
 def test_what_a_step_takes_is_said_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ran = Ran(tmp_path, BF16, reports=True, max_steps=2)
+    Ran(tmp_path, BF16, reports=True, max_steps=2)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("planned:", "measured:", "no"))]
     assert [line.split(":")[0] for line in lines] == ["planned", "measured"]
     assert re.search(r"MB of memory for weights, gradients, optimizer state and activations; no time", lines[0])
     assert re.search(r" GB of memory at the peak of the whole process, \d+ ms per step$", lines[1])
-    assert "no plan: the batches have no input_ids" in ran.trainer._step_report._plan_sentence(
-        ran.model, [{"prompt": "a"}], ran.trainer.optimizer
-    )
-    assert list(ran.trainer._step_report._seconds) == list(range(1, ran.trainer.state.global_step + 1))
 
 
 # -- PEFT
