@@ -136,6 +136,8 @@ def delay_lanes(optimizer: Any, seed: int) -> None:
         random_delays(backend.lanes, seed, 2e-4)
     for lanes in backend._lanes.values() if backend.name == "resident" else ():
         random_delays(lanes, seed, 2e-3)
+    if optimizer.engine._host_weights is not None:
+        random_delays(optimizer.engine._host_weights.lanes, seed + 1, 5e-4)
 
 
 @contextlib.contextmanager
