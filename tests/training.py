@@ -46,6 +46,7 @@ class Training:
         recompute: bool | str = False,
         master_weights: bool | str = True,
         reduce: str = "float32",
+        **hyperparameters: Any,
     ) -> None:
         torch.manual_seed(0)
         scale = {"kind": "dynamic", "init_scale": 2.0**10, "growth_interval": 3} if parameters == "float16" else "none"
@@ -65,7 +66,9 @@ class Training:
         )
         self.model = self.strategy.prepare_model(make())
         groups = self.model.split() if hasattr(self.model, "split") else None
-        self.optimizer: Any = self.strategy.create_optimizer(self.model, optimizer_class, param_groups=groups, lr=1e-2)
+        self.optimizer: Any = self.strategy.create_optimizer(
+            self.model, optimizer_class, param_groups=groups, **{"lr": 1e-2, **hyperparameters}
+        )
         self.steps = 0
 
     def loss(self, micro: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from lightstep import Strategy
 from lightstep.optimizer.base import BaseOptimizer
 from tests.distributed.models import Block, TinyTransformer, loss_of
-from tests.training import made
+from tests.training import OnVectors, assert_same
 
 CLIPPED: dict[str, Any] = {"clipping": {"max_norm": 0.5, "scope": "unit"}}
 UPDATES: dict[str, dict[str, Any]] = {
@@ -175,19 +175,18 @@ def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(tmp_path: Path) ->
 def test_compiled_autograd_with_accumulation_gives_the_same_weights(update: str) -> None:
     from torch._dynamo import compiled_autograd
 
-    def trained(around: Callable[[], Any]) -> list[Tensor]:
-        torch.manual_seed(0)
-        state = {"backend": "stream", "update": update}
-        model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Linear(16, 3))
-        strategy, model, optimizer = made({"clipping": {"max_norm": None}, "optimizer_state": state}, model, lr=1e-2)
+    def trained(around: Callable[[], Any]) -> dict[str, Tensor]:
+        run = OnVectors(
+            {"backend": "stream", "update": update},
+            make=lambda: nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3)),
+            clipping={"max_norm": None},
+        )
         for micro in range(6):
-            inputs = torch.randn(2, 6, generator=torch.Generator().manual_seed(micro)).bfloat16()
-            with strategy.accumulate(model, last=micro % 3 == 2), around():
-                optimizer.backward(model(inputs).float().square().mean())
+            with run.strategy.accumulate(run.model, last=micro % 3 == 2), around():
+                run.optimizer.backward(run.loss(micro))
             if micro % 3 == 2:
-                optimizer.step()
-        optimizer.synchronize()
-        return [weight.clone() for weight in model.state_dict().values()]
+                run.optimizer.step()
+        return run.snapshot()
 
     enabled = trained(lambda: compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")))
-    same(enabled, trained(contextlib.nullcontext))
+    assert_same(enabled, trained(contextlib.nullcontext))

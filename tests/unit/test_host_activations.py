@@ -301,24 +301,24 @@ def strategy(wanted: Any, **more: Any) -> Strategy:
     return Strategy.load({"sharding": {"kind": "single", "activation_checkpointing": wanted}, **more})
 
 
+class OfTransformers(Training):
+    def loss(self, micro: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.steps + micro)
+        words = torch.randint(self.model.config.vocab_size, (2, 8), generator=generator)
+        return self.model(input_ids=words, labels=words).loss
+
+
 def test_a_model_of_transformers() -> None:
-    found = []
-    for wanted in (True, "host"):
-        torch.manual_seed(0)
-        own = strategy(wanted, weights={"placement": "host"})
-        model = own.prepare_model(tiny_llama())
-        optimizer = own.create_optimizer(model, lr=1e-2)
-        for seed in range(4):
-            for keeper in host_activations_of(model):
-                random_delays(keeper.lanes, seed)
-            words = torch.randint(model.config.vocab_size, (2, 8), generator=torch.Generator().manual_seed(seed))
-            optimizer.backward(model(input_ids=words, labels=words).loss)
-            optimizer.step()
-        optimizer.synchronize()
-        found.append({name: value.clone() for name, value in model.state_dict().items()})
-    (keeper,) = host_activations_of(model)
-    assert keeper.sent >= 4 * model.config.num_hidden_layers
-    assert_same(found[1], found[0])
+    expected, tested = (
+        OfTransformers({"backend": "stream"}, make=tiny_llama, weights={"placement": "host"}, recompute=how)
+        for how in (True, "host")
+    )
+    found = tested.train(1)
+    tested.delays(0)
+    assert found + tested.train(3) == expected.train(4)
+    assert_same(tested.snapshot(), expected.snapshot())
+    (keeper,) = host_activations_of(tested.model)
+    assert keeper.sent >= 4 * tested.model.config.num_hidden_layers
 
 
 def test_copies_share_the_memory() -> None:

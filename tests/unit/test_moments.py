@@ -47,6 +47,7 @@ from tests.reference.short_moments import (
     stochastically_rounded,
 )
 from tests.reference.tiny_model import TinyModel, loss_of, representable
+from tests.training import OnVectors, assert_same
 
 KINDS = {
     ("bfloat16", "nearest"): NearestMoments,
@@ -474,6 +475,10 @@ class OwnNames(EachParameter):
         p.add_(state["velocity"], alpha=-group["lr"])
 
 
+class Wide(OnVectors):
+    width = 32
+
+
 @pytest.mark.parametrize(
     ("optimizer_class", "given"),
     [(torch.optim.AdamW, {"amsgrad": True}), (torch.optim.RMSprop, {"centered": True, "momentum": 0.9})],
@@ -483,46 +488,30 @@ def test_moments_that_loaded_settings_bring(
     optimizer_class: Any, given: dict[str, Any], moments: str, checkpoint: bool, tmp_path: Path
 ) -> None:
     """They are kept in fewer bits as if the optimizer had been made with these settings, or refused."""
-    strategy = lightstep.Strategy.load(
-        {"precision": {"parameters": "bfloat16"}, "optimizer_state": {"moments": moments, "backend": "bulk"}}
-    )
 
-    def make(**settings: Any) -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
-        model = strategy.prepare_model(nn.Linear(32, 32))
-        return model, strategy.create_optimizer(model, optimizer_class, lr=1e-2, **settings)
+    def make(**settings: Any) -> Wide:
+        state = {"moments": moments, "backend": "bulk"}
+        return Wide(state, make=lambda: nn.Linear(32, 32), optimizer_class=optimizer_class, **settings)
 
-    def train(model: nn.Module, optimizer: Any, seeds: range) -> None:
-        for seed in seeds:
-            generator = torch.Generator().manual_seed(seed)
-            optimizer.backward(model(torch.randn(4, 32, generator=generator).bfloat16()).float().square().sum())
-            optimizer.step()
-
-    def load_expected(model: nn.Module, optimizer: Any) -> None:
+    def load_expected(run: Wide) -> None:
         if checkpoint:
-            strategy.load_checkpoint(tmp_path, model, optimizer)
+            run.strategy.load_checkpoint(tmp_path, run.model, run.optimizer)
         else:
-            optimizer.load_state_dict(expected[1].state_dict())
-            model.load_state_dict(expected[0].state_dict())
+            run.optimizer.load_state_dict(expected.optimizer.state_dict())
+            run.model.load_state_dict(expected.model.state_dict())
+        run.steps = 2
 
     expected, resumed, late = make(**given), make(), make()
-    train(*expected, range(2))
-    strategy.save_checkpoint(tmp_path, *expected)
-    load_expected(*resumed)
-    train(*late, range(1))
-    before = copy.deepcopy(late[1].state_dict())
-    with pytest.raises(
-        (ValueError, CheckpointError), match=f"moments: {moments} cannot keep it in fewer bits any more"
-    ):
-        load_expected(*late)
-    assert str(late[1].state_dict()) == str(before)
-    train(*expected, range(2, 8))
-    train(*resumed, range(2, 8))
-    for one, other in zip(expected[0].parameters(), resumed[0].parameters(), strict=True):
-        assert torch.equal(one, other)
-        kept, loaded = expected[1].state[one], resumed[1].state[other]
-        assert kept.keys() == loaded.keys()
-        assert all(torch.equal(kept[key], loaded[key]) and kept[key].dtype == loaded[key].dtype for key in kept)
+    expected.train(2)
+    expected.strategy.save_checkpoint(tmp_path, expected.model, expected.optimizer)
+    load_expected(resumed)
+    late.train(1)
+    before, message = late.snapshot(), f"moments: {moments} cannot keep it in fewer bits any more"
+    with pytest.raises((ValueError, CheckpointError), match=message):
+        load_expected(late)
+    assert_same(late.snapshot(), before)
+    assert resumed.train(6) == expected.train(6)
+    assert_same(resumed.snapshot(), expected.snapshot())
 
 
 def test_a_class_says_what_its_moments_are() -> None:

@@ -64,6 +64,12 @@ def test_small_layers_that_follow_each_other_are_staged_together(monkeypatch: py
     assert names(plan_units(items, ten, 100_000))[0] == ["p0"], "at most a quarter of a slot"
 
 
+def test_tied_parameters_come_once() -> None:
+    embed = managed("embed", 100)
+    head = Managed(embed.param, embed.local, {}, "head")
+    assert names(plan_units([embed, managed("w", 100, 0), head], ten, 1 << 20)) == [["embed"], ["w"]]
+
+
 def test_no_unit_is_left_almost_empty() -> None:
     """A step in a stream changes copies at each unit, so a few KiB in a slot of their own cost as much as a slot."""
     hidden, wide = 2048, 7168
