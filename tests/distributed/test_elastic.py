@@ -56,9 +56,9 @@ def run_elastic(options: Options) -> None:
 
 @pytest.fixture(scope="module")
 def expected(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, int]:
-    """The checksum after each step of a run that nobody kills."""
+    """The checksum after each step of a run that nobody kills, on the CPU as the others."""
     options = _options(tmp_path_factory.mktemp("whole"))
-    pool.run(run_elastic, 2, group=False, options=options)
+    pool.run(run_elastic, 2, group=False, cpu=True, options=options)
     return checksums(elastic_run.steps_of(Path(options.notes)))
 
 
@@ -137,7 +137,7 @@ def test_lightstep_train_goes_on_by_itself(pool: Pool, tmp_path: Path) -> None:
     found = re.findall(r"SIGTERM: stopped after step (\d+); continue from \S*checkpoint-\1 with --resume", said)
     assert len(found) == said.count("continuing from") == said.count("validation loss before") - 1 == 1, said
     values = {**yaml.safe_load(config.read_text()), "name": "whole", "strategy": "fsdp2", "checkpoint": {"every": 0}}
-    pool.run(run, 2, group=False, values=values, stop=int(found[0]))
+    pool.run(run, 2, group=False, cpu=True, values=values, stop=int(found[0]))
     runs = [tmp_path / "runs" / name / f"checkpoint-{found[0]}" for name in ("whole", "killed")]
     assert _contents(runs[0]) == _contents(runs[1])
 
