@@ -103,7 +103,7 @@ def load_checkpoint(
     """
     ranks = Ranks(group)
     wait_for_pending()
-    with checkpoint_errors(f"{path} was not loaded"), _suggesting_older(location(path), ranks, optimizer is not None):
+    with checkpoint_errors(f"{path} was not loaded"), suggesting_older(location(path), ranks, optimizer is not None):
         optimizers = list(PreparedModel.of(model).optimizers) if optimizer is None else [optimizer]
         tensors = live_tensors(model, optimizer, ranks, for_load=True)
         content = ranks.together(lambda: None if optimizer is None else OptimizerContent(optimizer, tensors))
@@ -151,7 +151,7 @@ def _warn_of_divided_groups(matched: Match) -> None:
 
 
 @contextmanager
-def _suggesting_older(path: Path, ranks: Ranks, with_state: bool) -> Iterator[None]:
+def suggesting_older(path: Path, ranks: Ranks, with_state: bool) -> Iterator[None]:
     """If the block finds damage, the first rank's error names an older checkpoint that is undamaged."""
     try:
         yield

@@ -174,7 +174,8 @@ class EngineCheckpoints(Checkpoints):
         self._refuse_part(trainable_only)
         ranks, source = Ranks(), location(path)
         wait_for_pending()
-        with checkpoint_errors(f"{path} was not loaded"):
+        advising = load.suggesting_older(source, ranks, with_state=not weights_only)
+        with checkpoint_errors(f"{path} was not loaded"), advising:
             ranks.together(engine_optimizer.prepare_for_checkpoint)
             folder, manifest = ranks.together(lambda: _find(source), only_first=True)
             if manifest.get(_SECTION):

@@ -603,3 +603,20 @@ def test_ranks_are_told_that_their_extra_is_not_saved(rank: int, world_size: int
         assert warning.called == (rank == 0)
     assert strategy.load_checkpoint(tmp_path / "a", model, optimizer) == {"rank": 0}
     optimizer.close()
+
+
+@on_ranks(2)
+@_alone
+def test_the_error_of_a_damaged_checkpoint_names_an_older_one(rank: int, world_size: int, tmp_path: Path) -> None:
+    strategy = _strategy(1)
+    model, optimizer, _ = _made(strategy)
+    for step in (1, 2):
+        strategy.save_checkpoint(tmp_path / f"step-{step}", model, optimizer)
+    if rank == 0:
+        (tmp_path / "step-2" / "state.pt").write_bytes(b"damaged")
+    dist.barrier()
+    message = "step-1 is undamaged: load that one" if rank == 0 else "step-2 is not a complete checkpoint"
+    with pytest.raises(CheckpointError, match=message):
+        strategy.load_checkpoint(tmp_path / "step-2", model, optimizer)
+    strategy.load_checkpoint(tmp_path / "step-1", model, optimizer)
+    optimizer.close()
