@@ -253,7 +253,7 @@ class Queue:
         self._end: Any = None  # of the last work in the lane, once a stream has waited for it
         self._streams_behind_end: list[Any] = []
         self._completing_job: dict[Managed, int] = {}  # the job with which all of a parameter is updated
-        self._arrival_job: dict[Managed, int] = {}  # the same for weights that other replicas send
+        self._arrival_job: dict[Managed, int] = {}  # with which replicas start to send each other a weight
         self.guard = StepGuard(backend, managed)
         self.started = False
         self.redone = self.rolled_back = 0
@@ -547,17 +547,17 @@ class Queue:
             self._streams_behind_end.append(caller.stream)
 
     def _last_job_of(self, items: Iterable[Managed]) -> tuple[list[Managed], int]:
-        """Those of the parameters that other replicas send, and the job that completes the last one (-1: none)."""
+        """Those of the parameters that replicas send, and the job that completes, or sends, the last one (-1: none)."""
         last = -1
         sent: list[Managed] = []
         completing, arrival = self._completing_job, self._arrival_job
         for item in items:
             number = -1
-            if item in completing:
-                number = completing[item]
-            elif item in arrival:
+            if item in arrival:
                 number = arrival[item]
                 sent.append(item)
+            elif item in completing:
+                number = completing[item]
             if number > last:
                 last = number
         return sent, last

@@ -120,7 +120,8 @@ class ReplicaShare:
     def arrival_jobs(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
         """See :meth:`Store.arrival_jobs <lightstep.state.store.Store.arrival_jobs>`.
 
-        Others' weights are received with the next own one in the order, which waits for all own ones before it.
+        Weights are sent in the order, so each own one waits for all own ones before it. Others' are received with the
+        next own one in the order.
 
         Weights that are not contiguous arrive in row-major copies, and are copied at the end of the step.
         """
@@ -131,7 +132,7 @@ class ReplicaShare:
             if item.is_remote:
                 waiting.append(item)
             else:
-                number = max(number, complete_with[item])
+                number = found[item] = max(number, complete_with[item])
                 found.update((other, number) for other in waiting if other.local.is_contiguous())
                 waiting.clear()
         return found
@@ -166,7 +167,7 @@ class ReplicaShare:
                 item.local.copy_(buffer)
 
     def receive(self, items: Iterable[Managed]) -> None:
-        """:meth:`arrive` for some weights whose communication has started."""
+        """:meth:`arrive` for some weights whose communication has started. Own ones have been sent then."""
         self.replicas.wait(self._works.get(item) for item in items)
 
     def nbytes(self) -> int:

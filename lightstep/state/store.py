@@ -583,7 +583,7 @@ class Store:
                 self._share.arrive()
 
     def arrival_jobs(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
-        """The index of the job that starts to receive each weight which another replica updates.
+        """The index of the job that starts to send each own weight, and to receive each one of another replica.
 
         Args:
             complete_with: the index of the job that completes the update of each own parameter.
@@ -592,7 +592,8 @@ class Store:
         return {} if self._share is None else self._share.arrival_jobs(complete_with, end)
 
     def receive(self, managed: Iterable[Managed]) -> None:
-        """Order the caller's next work after the arrival of these weights, whose communication has started."""
+        """Order the caller's next work after the communication of these weights, which has started: it may write to
+        them."""
         if self._share is not None:
             self._share.receive(managed)
 
