@@ -24,6 +24,8 @@ from tests.reference.pair import DTYPES, FP16_SCALE, IN_BACKWARD, TWO_GROUPS, Pa
 from tests.reference.plain_loop import ReferenceScale
 from tests.reference.tiny_model import TinyModel, loss_of
 from tests.training import made, random_delays, random_sleeps
+from tests.unit.test_homes_and_times import HOMES as EVERY_HOME
+from tests.unit.test_homes_and_times import TIMES
 
 MAX_NORM = 0.35
 SOME_BACKENDS = ["resident", "stream", "stream-overlap"]
@@ -59,13 +61,7 @@ CLASSES = {**{name: (*own, {}) for name, own in TWO_GROUPS.items()}, **OTHERS}
 
 # -- the table: every home of the state, every update time, every class, with what may happen in a run ----------------
 
-HOMES: dict[str, dict[str, Any]] = {
-    "resident": {"backend": "resident"},
-    "bulk": {"backend": "bulk"},
-    "stream": {"backend": "stream", "ring_mib": 0.02},
-    "stream, some resident": {"backend": "stream", "ring_mib": 0.02, "resident_gib": 2 / 2**20},
-}
-TIMES = ["at_step", "next_forward", "overlap", "in_backward"]
+HOMES = EVERY_HOME | {"stream, some resident": EVERY_HOME["stream"] | {"resident_gib": 2 / 2**20}}
 DEVICE, HOST = {"placement": "device"}, {"placement": "host", "device_mib": 0.001}
 PLACES = {
     "device": (DEVICE, DEVICE),
