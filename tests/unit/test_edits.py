@@ -511,7 +511,7 @@ def test_a_norm_to_clip_to_may_be_assigned_and_goes_along_in_copies() -> None:
 
 @every_value(
     kind=EVERY_TIME,
-    where=["sparse", "update.Norms.norm", "unit_updater.UnitUpdater.reserve_stage"],
+    where=["update.Norms.norm", "unit_updater.UnitUpdater.reserve_stage"],
     parts=[1, 3],
 )
 def test_a_step_that_fails_before_the_update_may_be_repeated(
