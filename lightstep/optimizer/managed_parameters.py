@@ -473,7 +473,10 @@ class ManagedParameters:
             "after del optimizer.state[parameter] the whole state starts anew"
         )
         self._check_shapes(item, new, remedy)
-        self._check_complete(item, edit.applied_to(lambda: dict.fromkeys(self._backend.describe(item))), {})
+        kept = self._backend.describe(item)
+        if item.is_remote and item.updated:  # another replica keeps them
+            kept = dict(item.schema)
+        self._check_complete(item, edit.applied_to(lambda: kept), {})
 
     def _check_complete(self, item: Managed, names: Collection[str], settings: Mapping[str, Any]) -> None:
         """Refuse state without an entry that the class does not make again: the step would fail halfway."""

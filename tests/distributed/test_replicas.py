@@ -157,6 +157,19 @@ def test_weights_edited_by_the_user() -> None:
         assert all(torch.equal(values[0], value) for value in values), "replicas differ"
 
 
+@on_ranks(2)
+def test_one_entry_of_the_state_is_assigned_on_all_replicas(rank: int, world_size: int) -> None:
+    """The replica that does not keep the other entries knows that they are there."""
+    tested, expected = Run(DDP, CUT), Run(DDP, RESIDENT)
+    for run in (tested, expected):
+        run.train(2)
+        for parameter in run.inner.blocks.parameters():
+            entries = run.optimizer.state[parameter]
+            entries["exp_avg"] = torch.zeros_like(entries["exp_avg"])
+        run.train(1)
+    same_runs("edited", tested, expected)
+
+
 @on_ranks(2, ("sharding", "update"), [(DDP, "next_forward"), (HYBRID, "next_forward"), (HYBRID, "overlap")])
 def test_a_weight_that_is_read_has_been_sent(sharding: dict[str, Any], update: str) -> None:
     """The reader may write to it, and the other replica would get what was written, and write once more."""
