@@ -399,7 +399,7 @@ def test_state_dict_is_complete() -> None:
 
 
 @on_ranks(2, "sharding", [DDP, HYBRID])
-def test_replicas_know_what_backward_has_updated(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+def test_replicas_know_what_backward_has_updated(sharding: dict[str, Any]) -> None:
     """Layers without a gradient, and those that were skipped, get no state. A replica that took them for updated would
     wait for state that the one that keeps it does not send."""
     runs = [Run(sharding, {**state, "update": "in_backward"}, scope="unit") for state in (STREAM, RESIDENT)]
