@@ -24,6 +24,7 @@ from tests.distributed.training import (
     DDP,
     FSDP2,
     HSDP,
+    Training,
     collectives,
     full,
     load,
@@ -438,20 +439,18 @@ def test_a_last_micro_batch_that_was_not_reduced(
         (FSDP2, {"parameters": "bfloat16", "reduce": "parameters"}),
     ],
 )
-def test_an_accumulation_can_be_dropped(rank: int, sharding: dict[str, Any], precision: Any) -> None:
+def test_an_accumulation_can_be_dropped(sharding: dict[str, Any], precision: Any) -> None:
     """``zero_grad`` forgets all micro-batches, whether the last of them was reduced or not."""
-    strategy = load(sharding, precision=precision)
     norms = []
     for lasts in ([], [False, False, True], [False, False], [True, False]):
-        torch.manual_seed(0)
-        model = strategy.prepare_model(TinyTransformer())
-        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        run = Training({"sharding": sharding, "precision": precision})
         for micro, last in enumerate(lasts):
-            with strategy.accumulate(model, last=last):
-                optimizer.backward(loss_of(model, 9, micro, rank, strategy.device) * 100)
-        optimizer.zero_grad()
-        norms.append([float(result.grad_norm) for result in train(strategy, model, optimizer, steps=1)])
-    assert all(found == norms[0] for found in norms)
+            with run.accumulate(last):
+                run.optimizer.backward(run.loss(micro) * 100)
+        run.optimizer.zero_grad()
+        run.step()
+        norms.append(float(run.result.grad_norm))
+    assert norms == norms[:1] * 4
 
 
 # -- optimizers and replicas that were made in another order, or elsewhere
@@ -604,18 +603,14 @@ def test_gradients_that_were_never_reduced(rank: int) -> None:
 
 
 @on_ranks(2, "sharding", [FSDP2, DDP])
-def test_a_backward_that_was_not_scaled_is_refused(rank: int, sharding: dict[str, Any]) -> None:
-    strategy = load(
-        sharding, precision={"parameters": "float16", "loss_scale": {"kind": "dynamic", "init_scale": 256.0}}
-    )
-    torch.manual_seed(0)
-    model = strategy.prepare_model(TinyTransformer())
-    optimizer = strategy.create_optimizer(model, lr=1e-2)
-    train(strategy, model, optimizer)
-    before = weights_of(strategy, model)
-    loss_of(model, 2, 0, rank, strategy.device).backward()
+def test_a_backward_that_was_not_scaled_is_refused(sharding: dict[str, Any]) -> None:
+    scale = {"kind": "dynamic", "init_scale": 256.0}
+    run = Training({"sharding": sharding, "precision": {"parameters": "float16", "loss_scale": scale}})
+    run.train(2)
+    before = run.weights()
+    run.loss().backward()
     with pytest.raises(RuntimeError, match=r"call optimizer\.backward\(loss\)"):
-        optimizer.step()
-    same_tensors(weights_of(strategy, model), before)
-    optimizer.zero_grad()
-    train(strategy, model, optimizer)
+        run.optimizer.step()
+    same_tensors(run.weights(), before)
+    run.optimizer.zero_grad()
+    run.train(2)
