@@ -21,7 +21,17 @@ from lightstep.optimizer import queue
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import on_ranks
-from tests.distributed.training import DDP, FSDP2, full, load, same_on_all_ranks, same_tensors, train, weights_of
+from tests.distributed.training import (
+    DDP,
+    FSDP2,
+    Training,
+    full,
+    load,
+    same_on_all_ranks,
+    same_tensors,
+    train,
+    weights_of,
+)
 
 STATES = {"at_step": {"backend": "stream"}, "next_forward": {"backend": "stream", "update": "next_forward"}}
 
@@ -244,17 +254,14 @@ def test_shards_that_are_written_to() -> None:
     """
     runs = []
     for write, says_so in ((lambda p: p, True), (local_tensor, True), (lambda p: p, False), (local_tensor, False)):
-        strategy = load(FSDP2)
-        torch.manual_seed(0)
-        model = strategy.prepare_model(TinyTransformer())
-        optimizer = strategy.create_optimizer(model, lr=1e-2)
-        assert all(train(strategy, model, optimizer, steps=2))
+        run = Training({"sharding": FSDP2})
+        run.train(2)
         with torch.no_grad():
-            for parameter in strategy.unwrap_model(model).parameters():
+            for parameter in run.inner.parameters():
                 write(parameter).mul_(0.5)
         if says_so:
-            optimizer.refresh_master_weights()
-        assert all(train(strategy, model, optimizer, steps=2))
-        runs.append(weights_of(strategy, model))
-    for run in runs[1:]:
-        same_tensors(run, runs[0])
+            run.optimizer.refresh_master_weights()
+        run.train(2)
+        runs.append(run.snapshot())
+    for found in runs[1:]:
+        same_tensors(found, runs[0])
