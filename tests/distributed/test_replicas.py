@@ -158,9 +158,9 @@ def test_weights_edited_by_the_user() -> None:
 
 
 @on_ranks(2)
-def test_one_entry_of_the_state_is_assigned_on_all_replicas(rank: int, world_size: int) -> None:
+def test_one_entry_of_the_state_is_assigned_on_all_replicas() -> None:
     """The replica that does not keep the other entries knows that they are there."""
-    tested, expected = Run(DDP, CUT), Run(DDP, RESIDENT)
+    tested, expected = Run(DDP, STREAM), Run(DDP, RESIDENT)
     for run in (tested, expected):
         run.train(2)
         for parameter in run.inner.blocks.parameters():
