@@ -20,6 +20,10 @@ class DamagedError(CheckpointError):
     """Files are missing, truncated or changed since they were written. An older checkpoint may be undamaged."""
 
 
+class UnreadableError(CheckpointError):
+    """A network or a disk failed, so what is at the path is not known: it is not skipped for an older checkpoint."""
+
+
 _KINDS = {kind.__name__: kind for kind in (TypeError, DamagedError)}
 """Classes of another rank's error that are kept; every other one becomes a plain :class:`CheckpointError`."""
 

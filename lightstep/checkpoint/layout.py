@@ -21,6 +21,7 @@ they were saved, independent of the clock.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 
-from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, error_text
+from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, UnreadableError, error_text
 from lightstep.checkpoint.storage import (
     FolderKind,
     UrlPath,
@@ -44,6 +45,7 @@ from lightstep.checkpoint.storage import (
     write_file,
 )
 from lightstep.crc32 import crc32
+from lightstep.extras import MissingLibraryError
 from lightstep.version import __version__
 
 _BLOCK = 8 * 2**20
@@ -131,13 +133,15 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: there is none, or it is incomplete.
     """
-    if is_nothing(path):
-        newest = _newest_complete(leftovers(path))
-        if newest is not None:
-            return newest
-        if is_nothing(path):  # else another process has just put it there
-            raise NotFoundError(f"{path} does not exist or is an empty folder")
-    if not (path / MANIFEST).exists() and (newest := latest_checkpoint(path)) is not None:
+    with reading(path):
+        if is_nothing(path):
+            newest = _newest_complete(leftovers(path))
+            if newest is not None:
+                return newest
+            if is_nothing(path):  # else another process has just put it there
+                raise NotFoundError(f"{path} does not exist or is an empty folder")
+        has_manifest = (path / MANIFEST).exists()
+    if not has_manifest and (newest := latest_checkpoint(path)) is not None:
         raise NotFoundError(f"{path} is a folder of checkpoints; the newest is {newest}")
     read_manifest(path)
     return path
@@ -157,6 +161,9 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     Every checkpoint has a counter, so the order does not depend on the clock. Checkpoints without optimizer state are
     skipped: a run that continued from one would lose its own. If all are, the newest one that was not saved with
     ``weights_only`` counts. Other processes may save and remove checkpoints at the same time.
+
+    Raises:
+        CheckpointError: the network or a disk failed, so which one is the newest is not known.
     """
     root = location(folder)
     while True:
@@ -189,6 +196,8 @@ def is_complete(path: Path) -> bool:
     """Whether a checkpoint with all of its files is at ``path``, or under a temporary name that a crash left."""
     try:
         find_checkpoint(path)
+    except UnreadableError:
+        raise
     except CheckpointError:
         return False
     return True
@@ -198,6 +207,8 @@ def _is_resumable(path: Path, also: Callable[[Path], bool] = lambda path: True) 
     """Whether the checkpoint is complete, was not saved with ``weights_only``, and fulfils another condition."""
     try:
         return not is_weights_only(path) and also(path)
+    except UnreadableError:
+        raise
     except CheckpointError:  # incomplete, or another process has removed it
         return False
 
@@ -217,7 +228,8 @@ def is_weights_only(path: Path) -> bool:
 
 def _folders(root: Path) -> list[Path]:
     try:
-        return [entry for entry in root.iterdir() if entry.is_dir()]
+        with reading(root):
+            return [entry for entry in root.iterdir() if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -230,11 +242,47 @@ def _newest_complete(folders: Iterable[Path]) -> Path | None:
 def _counters(folders: Iterable[Path], read: Callable[[Path], Manifest]) -> Iterator[tuple[Path, int]]:
     """The checkpoints among ``folders``, each with the counter that orders them."""
     for folder in folders:
-        with suppress(CheckpointError):
+        try:
             yield folder, read(folder)["counter"]
+        except UnreadableError:
+            raise
+        except CheckpointError:
+            continue
 
 
 # -- the manifest ------------------------------------------------------------------------------------------------------
+
+_ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, MissingLibraryError)
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Tell a failure of the network or of a disk from an answer: that a file is gone, or something else.
+
+    A local folder that may not be read is another user's, who has one beside the run's. At a URL the credentials may
+    have expired.
+
+    Raises:
+        UnreadableError: it failed.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # the libraries of servers have errors of their own (gcsfs's are no OSError)
+        if isinstance(error, _ANSWERS if isinstance(file, UrlPath) else (*_ANSWERS, PermissionError)):
+            raise
+        raise UnreadableError(f"{file} could not be read ({error_text(error)}); try again") from error
+
+
+def _content(file: Path) -> bytes:
+    with reading(file):
+        try:
+            return file.read_bytes()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            return file.read_bytes()  # on a network disk another host has removed or replaced what was being read
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -269,10 +317,10 @@ def read_sealed(file: Path, check_types: Callable[[Manifest], object]) -> Manife
 
     Raises:
         DamagedError: it is damaged.
-        CheckpointError: its format is newer.
+        CheckpointError: its format is newer, or the network or a disk failed.
     """
     try:
-        content, undamaged = unseal(file.read_bytes())
+        content, undamaged = unseal(_content(file))
         version = int(content["format"])
         if version <= FORMAT:
             check_types(content)
@@ -428,7 +476,8 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 def absent_files(folder: Path, manifest: Manifest) -> set[str]:
     """The files of those parts of a save on several disks of which this folder has nothing."""
     parts = [part["files"] for part in manifest.get("parts") or ()]
-    return {name for files in parts if not any((folder / file).exists() for file in files) for name in files}
+    with reading(folder):
+        return {name for files in parts if not any((folder / file).exists() for file in files) for name in files}
 
 
 def refuse_absent_parts(folder: Path, manifest: Manifest) -> None:
@@ -446,9 +495,10 @@ def _check_size(folder: Path, name: str, size: int) -> None:
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"{folder / MANIFEST} lists {name!r}, which is not a file name")
     try:
-        found = (folder / name).stat().st_size
-        if found != size:
-            found = _size_on_server(folder / name)
+        with reading(folder / name):
+            found = (folder / name).stat().st_size
+            if found != size:
+                found = _size_on_server(folder / name)
     except OSError:
         raise DamagedError(f"{folder} is not a complete checkpoint: {name} is missing") from None
     if found != size:

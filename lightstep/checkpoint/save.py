@@ -48,7 +48,7 @@ from lightstep.checkpoint.background import (
     writer_group,
 )
 from lightstep.checkpoint.disks import Disks
-from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
+from lightstep.checkpoint.errors import CheckpointError, UnreadableError, checkpoint_errors
 from lightstep.checkpoint.layout import (
     CHECKPOINT,
     INDEX,
@@ -565,13 +565,17 @@ class Retention:
         if not saved and len(earlier) <= count:
             return
         is_usable: Callable[[Path], bool] = is_complete if saved else is_undamaged
-        kept = list(islice((entry for entry in earlier if is_usable(entry)), count))
-        if not saved and not kept:
+        try:
+            kept = list(islice((entry for entry in earlier if is_usable(entry)), count))
+            if not saved and not kept:
+                return
+            if self.keep_every:
+                kept += [entry for entry in earlier if _number(entry) % self.keep_every == 0 and is_complete(entry)]
+        except UnreadableError as error:  # the next save removes what is too much: the new checkpoint is whole
+            logger.warning("no older checkpoint was removed: %s", error)
             return
         for entry in earlier:
-            if entry not in kept and not (
-                self.keep_every and _number(entry) % self.keep_every == 0 and is_complete(entry)
-            ):
+            if entry not in kept:
                 remove_checkpoint(entry)
 
 

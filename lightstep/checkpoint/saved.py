@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightstep.checkpoint.background import workers
-from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, error_text
+from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, UnreadableError, error_text
 from lightstep.checkpoint.layout import (
     FORMAT,
     INDEX,
@@ -394,6 +394,8 @@ def is_undamaged(path: Path) -> bool:
     """Whether :func:`verify` finds a checkpoint without damage."""
     try:
         return not verify(path).damage
+    except UnreadableError:
+        raise
     except CheckpointError:
         return False
 

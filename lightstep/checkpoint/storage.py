@@ -220,16 +220,21 @@ class UrlPath:
         return self
 
     def exists(self) -> bool:
-        system, path = self.fsspec()
-        return bool(system.exists(path))
+        return self._kind() is not None
 
     def is_file(self) -> bool:
-        system, path = self.fsspec()
-        return bool(system.isfile(path))
+        return self._kind() == "file"
 
     def is_dir(self) -> bool:
+        return self._kind() == "directory"
+
+    def _kind(self) -> str | None:
+        """``None`` if nothing is there. (fsspec's ``exists`` and ``isdir`` also say no if the network fails.)"""
         system, path = self.fsspec()
-        return bool(system.isdir(path))
+        try:
+            return str(system.info(path)["type"])
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def iterdir(self) -> Iterator[UrlPath]:
         system, path = self.fsspec()

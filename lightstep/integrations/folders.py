@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightstep.checkpoint.background import PendingSave, writer_group
-from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
+from lightstep.checkpoint.errors import CheckpointError, UnreadableError, checkpoint_errors, list_names
 from lightstep.checkpoint.huggingface import shards_with_other_dtypes
 from lightstep.checkpoint.layout import holds_checkpoint, is_complete
 from lightstep.checkpoint.run_state import loading
@@ -76,6 +76,8 @@ class SavedFolders:
         try:
             if read_file_list(folder) is not None:
                 return True
+        except UnreadableError:
+            raise
         except CheckpointError:
             return False
         checkpoint = folder / CHECKPOINT
@@ -141,7 +143,11 @@ class SavedFolders:
             return
         numbers = self.numbered(saved.parent)
         earlier = [path for path, number in reversed(numbers.items()) if number <= numbers[saved]]
-        whole = [path for path in earlier if path == saved or self.is_whole(path)]
+        try:
+            whole = [path for path in earlier if path == saved or self.is_whole(path)]
+        except UnreadableError as error:  # the next save removes what is too much: the new folder is whole
+            logger.warning("lightstep: no older folder was removed: %s", error)
+            return
         if len(whole) <= limit:
             return
         kept = {saved, *(path for path in whole if is_same(path, best)), *list(filter(self.is_resumable, whole))[:1]}

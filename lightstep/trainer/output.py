@@ -33,6 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from torch.utils.tensorboard import SummaryWriter
 
 from lightstep.checkpoint import CheckpointError
+from lightstep.checkpoint.errors import UnreadableError
 from lightstep.checkpoint.layout import (
     MANIFEST,
     Manifest,
@@ -101,6 +102,8 @@ def _manifest_of_undamaged(path: Path) -> Manifest | None:
     """``None`` if the checkpoint is damaged, or another process removes it."""
     try:
         return read_manifest(find_checkpoint(path)) if is_undamaged(path) else None
+    except UnreadableError:
+        raise
     except CheckpointError:
         return None
 

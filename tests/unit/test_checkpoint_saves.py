@@ -9,11 +9,13 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
@@ -31,6 +33,8 @@ from lightstep.checkpoint import (
 )
 from lightstep.checkpoint import tensors as write_module
 from lightstep.checkpoint.background import Background
+from lightstep.checkpoint.saved import newest_undamaged_before
+from lightstep.checkpoint.storage import location
 from lightstep.state.device_copies import DeviceCopies
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostMemoryError
@@ -471,5 +475,102 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, monk
     saved(tmp_path, 1)
     stale = OSError(errno.ESTALE, "stale file handle")
     monkeypatch.setattr(Path, "iterdir", lambda _: (_ for _ in ()).throw(stale))
-    with pytest.raises(OSError, match="stale"):
+    with pytest.raises(CheckpointError, match=r"could not be read \(stale.*; try again"):
         latest_checkpoint(tmp_path)
+
+
+class ServerError(Exception):
+    """gcsfs's errors are no ``OSError`` either."""
+
+
+@contextmanager
+def failing_reads(place: str, name: str, error: BaseException, question: str = "cat_file") -> Iterator[None]:
+    """Every read of a manifest in the folder ``name`` fails; at a URL with ``"info"`` every question about it."""
+    url = "://" in place
+    owner, method = (type(fsspec.core.url_to_fs(place)[0]), question) if url else (Path, "read_bytes")
+    read = getattr(owner, method)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if f"/{name}/lightstep.json" in f"{args[-1]}" or (question == "info" and str(args[-1]).endswith(name)):
+            raise error
+        return read(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, failing)
+        yield
+
+
+TIMED_OUT = OSError(errno.ETIMEDOUT, "Connection timed out")
+FORBIDDEN = PermissionError(errno.EACCES, "The token has expired")
+FAILURES: list[tuple[str, BaseException, str]] = [
+    ("", TIMED_OUT, "cat_file"),
+    *(
+        (scheme, error, question)
+        for scheme in STORAGES[1:]
+        for error in (TIMED_OUT, FORBIDDEN, ServerError("503"))
+        for question in ("cat_file", "info")
+    ),
+]
+
+
+@pytest.mark.parametrize(("storage", "error", "question"), FAILURES)
+def test_a_newest_checkpoint_that_a_network_hides_is_not_skipped(
+    place: str, error: BaseException, question: str
+) -> None:
+    """A run would go on from step-2, and the next save would have the counter of step-3."""
+    saved(place, 1, 2, 3)
+    file = r"step-3/lightstep\.json " if question == "cat_file" else ""
+    hidden = rf"{file}could not be read \(.*{error.args[-1]}"
+    with failing_reads(place, "step-3", error, question):
+        with pytest.raises(CheckpointError, match=rf"{hidden}.*; try again"):
+            latest_checkpoint(place)
+        with pytest.raises(CheckpointError, match=rf"step-4 was not saved: .*{hidden}"):
+            saved(place, 4)
+        with pytest.raises(CheckpointError, match=rf"{hidden}.*; try again"):
+            newest_undamaged_before(location(f"{place}/step-4"), with_state=True)
+    assert str(latest_checkpoint(place)) == f"{place}/step-3"
+    saved(place, 4)
+    assert str(latest_checkpoint(place)) == f"{place}/step-4"
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_checkpoint_that_a_network_hides_is_not_removed(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It would count as incomplete, and an older one would stay in its place. The save itself is whole."""
+    saved(place, 1, 2)
+    finish = save.finish_checkpoint
+    with ExitStack() as stack, mock.patch.object(save, "finish_checkpoint") as finished:
+
+        def finish_and_fail(*args: Any) -> None:
+            finish(*args)
+            stack.enter_context(failing_reads(place, "step-2", TIMED_OUT))
+
+        finished.side_effect = finish_and_fail
+        saved(place, 3, keep_last=2)
+    assert left(place) == [1, 2, 3] and "no older checkpoint was removed" in caplog.text
+    saved(place, 4, keep_last=2)
+    assert left(place) == [3, 4]
+
+
+def test_what_is_another_users_or_gone_is_skipped(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    for error in (FORBIDDEN, FileNotFoundError(errno.ENOENT, "gone"), NotADirectoryError(errno.ENOTDIR, "gone")):
+        with failing_reads(str(tmp_path), "step-2", error):
+            assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
+    (tmp_path / "step-2" / "lightstep.json").unlink()
+    (tmp_path / "step-2" / "lightstep.json").mkdir()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
+
+
+def test_a_handle_that_another_host_made_stale_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has replaced the checkpoint, or removed it."""
+    saved(tmp_path, 1, 2)
+    read, stale = Path.read_bytes, [tmp_path / "step-2"]
+
+    def reads(file: Path) -> bytes:
+        if file.parent in stale:
+            stale.remove(file.parent)
+            raise OSError(errno.ESTALE, "stale file handle")
+        return read(file)
+
+    monkeypatch.setattr(Path, "read_bytes", reads)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-2" and not stale
