@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightstep.config import ConfigError, FSDP2Sharding, StrategyConfig, parse_config
 from lightstep.extras import needs
 from lightstep.optimizer_class import optimizer_class
@@ -24,7 +22,6 @@ from lightstep.plan.report import draw, report
 from lightstep.plan.timing import (
     Network,
     Profile,
-    cached_profile,
     find_profile,
     measure_profile,
     profile_here,
@@ -233,8 +230,6 @@ def _profile(options: PlanOptions) -> Profile:
         return measure_profile()
     if options.profile is not None:
         return find_profile(options.profile)
-    if torch.cuda.is_available() and (measured := cached_profile()) is not None:
-        return with_own_memory(measured)
     if (known := profile_here()) is not None:
         return known
     taken = with_own_memory(find_profile(_DEFAULT))

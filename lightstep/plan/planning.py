@@ -281,7 +281,7 @@ def plan_one(
     optimizer: StateBytes = ADAMW,
     on_cpu: bool = False,
 ) -> Plan:
-    """Plan one strategy. Default profile: this machine's GPU, if it is known; none ``on_cpu``.
+    """Plan one strategy. Default profile: this machine's GPU, if it is known or was measured; none ``on_cpu``.
 
     Raises:
         ConfigError: the profile is not known.

@@ -161,8 +161,13 @@ def profile_of_device(name: str) -> Profile | None:
 
 
 def profile_here() -> Profile | None:
-    """The profile of this process's GPU, with the memory that this one has; None without a known one."""
-    known = profile_of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    """The profile of this process's GPU, with the memory that this one has; None without a known one.
+
+    Rates that were measured here (``lightstep plan --measure``) come before those of its name.
+    """
+    if not torch.cuda.is_available():
+        return None
+    known = cached_profile() or profile_of_device(torch.cuda.get_device_name())
     return None if known is None else with_own_memory(known)
 
 

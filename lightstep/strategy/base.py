@@ -593,7 +593,7 @@ class Strategy(ABC):
             gpus: the number of devices.
             gpu_memory: bytes of one device; default: the profile's.
             profile: the machine's, for example ``"H100"`` or ``"A100+pcie5"``. Default: this machine's GPU if it has a
-                profile; otherwise no times are estimated.
+                profile, or ``lightstep plan --measure`` has saved one; otherwise no times are estimated.
             loss_chunk: tokens whose logits are in memory at a time, if the loss is fused; default: all.
             rules: of the optimizer, as in :meth:`create_optimizer`. Default: AdamW. Times are estimated for Adam and
                 AdamW only.

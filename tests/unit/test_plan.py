@@ -7,7 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from lightstep import Rule, Strategy, available_strategies
 from lightstep.cli import app
 from lightstep.config import ConfigError, merge_overrides
-from lightstep.plan import command, planning
+from lightstep.plan import command, planning, timing
 from lightstep.plan.cost import cost
 from lightstep.plan.memory import memory, shard_count, state_by_rules, state_of
 from lightstep.plan.model import SHAPES, load_shape, model_sizes, run_on_meta
@@ -673,7 +673,7 @@ def test_a_gpu_is_known_by_its_name_and_has_the_memory_that_it_has(tiny: Path, m
     found = [profile_of_device(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Quadro")]
     assert [profile and profile.name for profile in found] == ["H100", "A100", None]
     assert find_profile("h200+nvlink-c2c").link == LINKS["nvlink-c2c"]
-    monkeypatch.setattr(command, "cached_profile", lambda: None)
+    monkeypatch.setattr(timing, "cached_profile", lambda: None)
     for name, gigabytes, expected in (
         ("NVIDIA A100 80GB PCIe MIG 1g.10gb", 10.2, 10.2),
         ("H100", 99.0, 85.0),
@@ -684,8 +684,28 @@ def test_a_gpu_is_known_by_its_name_and_has_the_memory_that_it_has(tiny: Path, m
         assert limit() == pytest.approx(expected), name
     assert limit("--gpu-memory", 60) == pytest.approx(60.0)
     assert limit("--profile", "A100") == pytest.approx(85.0), "another machine's"
-    monkeypatch.setattr(command, "cached_profile", lambda: find_profile("H200"))
+    monkeypatch.setattr(timing, "cached_profile", lambda: find_profile("H200"))
     assert limit() == pytest.approx(42.4), "measured, and a part of the GPU since"
+
+
+def test_rates_that_were_measured_here_are_those_of_every_later_plan(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the command, and of ``Strategy.plan`` and the sentence at the start of a run, which call ``plan_one``."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _pretend_gpu(monkeypatch, "NVIDIA H100 80GB HBM3", 85.0)
+
+    def updates() -> tuple[float, float]:
+        by_command = _values(tiny, "--tokens", 64, "--sequence", 32, "--strategy", "resident")["profile"]["update_ms"]
+        time = plan_one("resident", settings("resident"), load_shape(str(tiny)), 64, {"sequence": 32}).time
+        assert time is not None
+        return by_command, time.update
+
+    of_its_name, rates = updates(), asdict(find_profile("H100"))
+    (tmp_path / "lightstep").mkdir()
+    file = tmp_path / "lightstep" / "rates-nvidia-h100-80gb-hbm3.json"
+    file.write_text(json.dumps({**rates, "update_ms": 2 * rates["update_ms"]}))
+    assert updates() == pytest.approx([2 * each for each in of_its_name])
 
 
 def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, name: str, gigabytes: float) -> None:
