@@ -1,4 +1,4 @@
-"""What a user gives accelerate or the Trainer, against the strategy: contradictions are refused in one sentence."""
+"""Checks of what a user gives accelerate or the Trainer: what contradicts the strategy is refused in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Gradients that arrive in backward: which layers they complete, and what is known of updates that use them at once."""
+"""Gradients that arrive in backward, and updates that use them at once.
+
+:class:`Arrivals` knows which layers are complete, :class:`Verdict` whether the updates that used their gradients were
+right, and :class:`LinkShare` how many units the link can carry meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -221,8 +225,8 @@ class Verdict(dict[Managed, tuple[Tensor, int]]):
 
     Gradients are kept with their versions: most writes increment these. Writes through ``p.grad.data``, or by kernels
     of other libraries, do not: checksums at two moments show them, whose memory is kept for all steps. Nobody else
-    writes to gradients that go to the host; in place of a version they have the number of those that have gone there,
-    with this one.
+    writes to gradients that go to the host. In place of a version they have the number of gradients that have gone
+    there, including this one.
     """
 
     def __init__(self) -> None:
@@ -344,9 +348,9 @@ class LinkShare:
     """The fraction of units to update in backward: as many as the link can carry meanwhile. The forward has the rest.
 
     The fraction is adapted after each backward, by how far the compute lane was behind at its end: the next forward has
-    to wait for that. Units whose state stays on the device may be the last ones, and leave the link time until then.
-    Weights and gradients that rest on the host cross the same link, and the lane may be in time because backward itself
-    waits for them: so what the model waited in backward counts, too. Three measurements are left out:
+    to wait for that. If the state of the last units stays on the device, the link has time until backward ends. Weights
+    and gradients that rest on the host cross the same link, and the lane may be in time because backward itself waits
+    for them: so what the model waited in backward counts, too. Three measurements are left out:
 
     - units that are complete with the very last layer: they cross the link after backward in any case;
     - the first backward, which compiles kernels and allocates memory;
@@ -369,7 +373,7 @@ class LinkShare:
 
     @contextlib.contextmanager
     def measuring(self, lane: Lane) -> Iterator[None]:
-        """A backward, whose work is queued in this lane, runs in the body."""
+        """A backward runs in the body; its work is queued in this lane."""
         host_weights = self._backend.host_weights
         if host_weights is not None:
             host_weights.measure_waits(begin=True)

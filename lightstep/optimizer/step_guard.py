@@ -15,7 +15,7 @@ that does not exist. So it is refused before any lock is touched. Data loaders f
 may ask for ``model.dtype``. The updates under way go on in the parent alone. So in a child that was forked meanwhile
 the parameters have shapes and dtypes, wait for nothing, and refuse whatever needs their values.
 
-``torch.compile`` and inference mode are kept out of the library's own work, too.
+The library's own work runs outside of autograd, inference mode and ``torch.compile``.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ class UnitUpdater:
         self._record(elsewhere)
 
     def write_back(self, values: GroupValues) -> None:
-        """See :meth:`GroupClasses.write_back`; for classes that may write to groups alone."""
+        """See :meth:`GroupClasses.write_back`. Needed only if ``classes.may_write_groups``."""
         try:
             self.classes.write_back(values)
         except BaseException as error:

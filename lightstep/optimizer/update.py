@@ -1,7 +1,7 @@
 """One step's update: which gradients, by which factor, with which hyper-parameters, and how it ended.
 
-Gradients are multiplied by one over the loss scale, times the clip coefficient. Norms are those of unscaled gradients,
-with the bits that they have if the scale is divided out first.
+Gradients are multiplied by one over the loss scale, times the clip coefficient. Norms are those of unscaled gradients:
+they have the same bits as if the scale were divided out first.
 
 The norm is that of all gradients together, or with ``clip_layers`` that of each layer. A layer is a part of the model
 (a transformer block, or a module outside the blocks), however its state is cut into units.
@@ -287,7 +287,7 @@ def same_value(now: Any, then: Any) -> bool:
 
 
 class Norms:
-    """The norms of one optimizer's gradients, and the factors by which they are multiplied.
+    """The norms of one optimizer's gradients, and the factors by which the gradients are multiplied.
 
     A new object is made when its parameters change.
 
@@ -298,7 +298,7 @@ class Norms:
         norm_type: p of the norms.
         everywhere: whether all ranks of the process group agree on overflow; ``None`` decides by the parameters.
         clip_layers: clip each layer by its own norm.
-        layer_by_layer: gradients exist one layer at a time: :meth:`add_norm` and :meth:`layer_factors` are used.
+        layer_by_layer: gradients exist one layer at a time: :meth:`add_norms` and :meth:`layer_factors` are used.
 
     Attributes:
         layers: the parameters of each layer.
@@ -334,7 +334,7 @@ class Norms:
         Norms that have been stored are not measured again.
 
         Args:
-            layer: of this one's gradients alone; ``None``: of all.
+            layer: that of this layer's gradients; ``None``: that of all.
         """
         norm_of, items = self._global_norm, self._managed
         if layer is not None:

@@ -123,7 +123,8 @@ class AdamBatch:
             :meth:`~lightstep.precision.split.Splitter.fingerprints`. ``None``: no fingerprints are kept.
 
     ``kernels.update(batch, gradients, steps, call)`` updates each run once, with ``kernels`` that
-    :func:`~lightstep.precision.adam_kernel.runs_in_one_pass` has accepted for their kind:
+    :func:`~lightstep.precision.adam_kernel.runs_in_one_pass` has accepted for their kind. It sets :attr:`marks` to zero
+    before, and increments the versions of :attr:`written` afterwards. Its arguments:
 
     - ``gradients``: one for each run, contiguous, with its number of elements, all bf16, fp16 or fp32, as backward left
       them. They are only read.
@@ -131,8 +132,8 @@ class AdamBatch:
 
     Attributes:
         launches: what the kernels keep from step to step.
-        marks: the fingerprints that the kernels add to, so that they must be zero before.
-        written: weights, or masters, whose versions are to be incremented: autograd then refuses older graphs.
+        marks: the fingerprints, to which the kernels add.
+        written: the weights, or masters, that are updated: autograd refuses graphs that need earlier versions.
     """
 
     __slots__ = ("fingerprints", "launches", "marks", "memories", "written")

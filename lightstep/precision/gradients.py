@@ -1,4 +1,4 @@
-"""The gradients of a step: sums of micro-batches in fp32, and whether all of them are of scaled losses.
+"""The gradients of a step: sums of micro-batches in fp32, and whether all of them come from scaled losses.
 
 Autograd adds the gradients of several micro-batches in the parameter's dtype. :class:`GradientAccumulator` adds them in
 fp32: ``grad32 = float(g1) + float(g2) + ...``, in this order, and leaves the sum in ``p.grad``. So user code which

@@ -34,8 +34,8 @@ __all__ = ["Splitter"]
 
 _CHUNK = 1 << 18  # elements per pass: the scratch memory stays small; a multiple of 8 for the bitmap
 _CHUNK_ON_CPU = 1 << 15  # elements per thread and pass: they stay in the cache of its core
-# Constants of the fingerprint: odd 31-bit numbers without structure.
 _SIGN = 1 << 31
+# Constants of the fingerprint: odd 31-bit numbers without structure.
 _PLACE, _CODE, _FIRST_MIX, _SECOND_MIX = 0x1E3779B1, 0x05EBCA77, 0x7FEB352D, 0x046CA68B
 
 

@@ -20,11 +20,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightstep.rollout.transport import (
-    Bucket,
-    WeightInfo,
-    WeightTransferError,
-)
+from lightstep.rollout.transport import Bucket, WeightInfo, WeightTransferError
 
 # -- what servers are told over HTTP -----------------------------------------------------------------------------------
 

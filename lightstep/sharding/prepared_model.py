@@ -1,9 +1,6 @@
 """The record of one prepared model: its wrapper, role, optimizers, gates and initial masters.
 
-Gates, which wait for deferred updates: those of forwards, and those of FSDP2's all-gathers.
-
-Each transformer block waits only for its own updates.
-
+Gates make forwards and FSDP2's all-gathers wait for deferred updates. Each transformer block waits only for its own.
 Units are updated in the order in which a forward reads them, so waiting for a block includes everything in front of it.
 A call of the model waits for the parameters before the first block; the end of the last block waits for the rest.
 Modules with parameters outside the blocks wait for these when they are called. Reads of parameters wait by themselves

@@ -1,9 +1,9 @@
 """Segments: runs of a unit's parts that the base optimizer updates as one parameter.
 
 An element-wise optimizer class sees one flat fp32 tensor per segment. The weights of its parts are gathered into one
-row, joined to masters, updated, split and scattered, each by one operation. A part is a segment of its own if it is
-large (its weight is then read and written in place), if the class needs whole tensors, or if a flat update would not
-give torch's own bits.
+row, joined to masters, updated, split and scattered, each by one operation, in memory that all units share
+(:class:`Staging`). A part is a segment of its own if it is large (its weight is then read and written in place), if the
+class needs whole tensors, or if a flat update would not give torch's own bits.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
 from lightstep.state.staging import Splitters, StagingOfDevices
 from lightstep.state.units import RingPlan, pack_whole
 from lightstep.state.versions import Versions
-from lightstep.state.weight_comparison import Kept, changed_weights, was_edited
+from lightstep.state.weight_comparison import KeptRecords, changed_weights, was_edited
 
 __all__ = ["AHEAD", "Store"]
 
@@ -155,7 +155,7 @@ class Store:
         self._staging = StagingOfDevices(self._lanes)
         # What follows must not refer to the store: that would be a reference cycle.
         self._entries = Entries(self._splitters)
-        self._compared = Kept(self._records, self._entries, self._staging, self._splitters)
+        self._compared = KeptRecords(self._records, self._entries, self._staging, self._splitters)
         self._device: torch.device | None = None  # the one that all parameters are on
         self._ring: Ring | None = None
         self._computed: Any = None
@@ -592,8 +592,8 @@ class Store:
         return {} if self._share is None else self._share.arrival_jobs(complete_with, end)
 
     def receive(self, managed: Iterable[Managed]) -> None:
-        """Order the caller's next work after the communication of these weights, which has started: it may write to
-        them."""
+        """Order the caller's next work after the communication of these weights, which has started: the work may write
+        to them."""
         if self._share is not None:
             self._share.receive(managed)
 

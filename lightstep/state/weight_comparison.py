@@ -15,7 +15,7 @@ from lightstep.state.schema import Managed
 from lightstep.state.segment import Segment, segments_of
 from lightstep.state.staging import MasterSplitter, StagingOfDevices
 
-__all__ = ["Kept", "changed_weights", "was_edited"]
+__all__ = ["KeptRecords", "changed_weights", "was_edited"]
 
 
 class Compared(NamedTuple):
@@ -26,8 +26,8 @@ class Compared(NamedTuple):
     parts: Sequence[Part]
 
 
-class Kept(NamedTuple):
-    """The records that weights are compared with, and what that needs.
+class KeptRecords(NamedTuple):
+    """The records that weights are compared with, and what the comparison needs.
 
     Attributes:
         entries: reads and writes the records.
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
     splitters: Mapping[torch.device, MasterSplitter]
 
 
-def changed_weights(kept: Kept, items: Iterable[Managed]) -> list[Managed]:
+def changed_weights(kept: KeptRecords, items: Iterable[Managed]) -> list[Managed]:
     """The parameters that no longer equal their rounded masters, because somebody else wrote to them.
 
     Nothing may be under way on records that live on the device. May wait for the device.
@@ -58,7 +58,7 @@ def changed_weights(kept: Kept, items: Iterable[Managed]) -> list[Managed]:
     return [item for item in wanted if item in found]
 
 
-def was_edited(kept: Kept, part: Part) -> bool:
+def was_edited(kept: KeptRecords, part: Part) -> bool:
     """Whether somebody else wrote to the weight. A weight that is still to be loaded does not count."""
     alone = Compared(kept.records.of_part[part], [Segment([part])], [part])
     return part.expected_weight is None and bool(_differing_parts(kept, [alone]))
@@ -71,7 +71,7 @@ def _compared_parts(record: Record, wanted: Collection[Managed]) -> Compared:
     return Compared(record, segments, parts)
 
 
-def _differing_parts(kept: Kept, compared: Sequence[Compared]) -> list[Part]:
+def _differing_parts(kept: KeptRecords, compared: Sequence[Compared]) -> list[Part]:
     """The parts whose weights are not those that their records belong to. The host waits once for each device."""
     if compared[0].record.fingerprints is None:
         return [part for one in compared for part in _parts_with_other_masters(kept, one)]
@@ -88,7 +88,7 @@ def _differing_parts(kept: Kept, compared: Sequence[Compared]) -> list[Part]:
     return differing
 
 
-def _differs(kept: Kept, record: Record, segments: Sequence[Segment]) -> Tensor:
+def _differs(kept: KeptRecords, record: Record, segments: Sequence[Segment]) -> Tensor:
     """For each of the record's parts, whether its weight's fingerprint is another one; only for these segments."""
     staging, splitter = kept.staging[record.device], kept.splitters[record.device]
     known = record.fingerprints
@@ -100,7 +100,7 @@ def _differs(kept: Kept, record: Record, segments: Sequence[Segment]) -> Tensor:
     return found != known
 
 
-def _parts_with_other_masters(kept: Kept, compared: Compared) -> list[Part]:
+def _parts_with_other_masters(kept: KeptRecords, compared: Compared) -> list[Part]:
     """The parts whose weights are not their masters, which are whole, rounded."""
     record, segments, parts = compared
     if record.bytes is None:
