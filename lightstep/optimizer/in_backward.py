@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightstep.optimizer.queue import AT_STEP, Early, EarlyStep, Job, Queue, UpdateTime, refuse_older_graphs
@@ -169,9 +168,8 @@ class FinalUpdates(Early):
 
     def _complete(self, step: EarlyStep, managed: Sequence[Managed]) -> None:
         queue, self._step = self._queue, step
-        with torch.no_grad():
-            for item in managed:
-                self._take_gradient(step, item)
+        for item in managed:
+            self._take_gradient(step, item)
         for layer in reversed(range(len(self._arrivals.layers))):
             if not self._arrivals.is_complete(layer):
                 self._complete_layer(layer)
