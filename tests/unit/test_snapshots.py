@@ -159,7 +159,7 @@ def test_training_meanwhile_changes_nothing_that_is_saved(
     resident_gib: float,
     spare_host_gib: Any,
 ) -> None:
-    """Saves beside updates at the step: ``tests/distributed/test_snapshots.py``."""
+    """Saves beside updates at the step: ``tests/distributed/test_update_times.py``."""
     state = {**STREAM, "update": update, "resident_gib": resident_gib, "spare_host_gib": spare_host_gib}
     tested = Training(state, **settings(update, parameters))
     tested.train(1)
