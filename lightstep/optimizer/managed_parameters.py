@@ -96,6 +96,7 @@ class ManagedParameters:
         self._initial_masters = initial_masters
         self._loaded_masters: dict[Tensor, Tensor] = {}  # loaded before the set-up, without other state
         self._seen: dict[Managed, tuple[int, int]] = {}  # version and address
+        self._loaded: dict[Managed, tuple[int, int]] = {}  # the same when state was loaded that no step has used
         self.changed: ChangedWeights | None = None
         self._has_lost_masters = False
         self.provisional: list[Managed] = []
@@ -246,6 +247,8 @@ class ManagedParameters:
         resting = [item.local if item.home is None else item.home.on_host for item in listed]
         found = zip(versions_of(listed), map(Tensor.data_ptr, resting), strict=True)
         self._seen.update(zip(listed, found, strict=True))
+        for item in listed if self._loaded else ():
+            self._loaded.pop(item, None)
 
     def _record_written(self, items: Collection[Managed]) -> None:
         """:meth:`record` after somebody else has written the parameters."""
@@ -408,20 +411,25 @@ class ManagedParameters:
         """
         entries = self._backend.entries(item) if kept_only else self._backend.gather(item)
         if "master" in entries and self._was_edited(item, entries["master"]):
-            entries["master"] = local_tensor(item.param).detach().to(torch.float32, copy=True)
+            place = entries["master"].device
+            entries["master"] = local_tensor(item.param).detach().to(place, torch.float32, copy=True)
         return {key: _as_parameter(item, value) for key, value in entries.items()}
 
     def _was_edited(self, item: Managed, master: Tensor) -> bool:
         """Whether the weight is no longer its master rounded. What is read and saved then follows the weight.
 
         The master itself is not changed: the weights may be replaced for a while only (averages swapped in and out), or
-        state has just been loaded and its weights come next.
+        state has just been loaded and its weights come next. Until somebody writes to the weight, that state is read as
+        it was loaded, so that it may be copied or loaded back meanwhile.
         """
         look = self._look([item])
         if not look.compared and not look.touched:
             return False
         local = local_tensor(item.param)
-        if self._backend.compares_weights and local.data_ptr() == item.resting.data_ptr():
+        if item in self._loaded:
+            if self._loaded[item] == _version_and_address(item):
+                return False
+        elif self._backend.compares_weights and local.data_ptr() == item.resting.data_ptr():
             return False  # the backend has compared them itself
         return not equals_rounded(local, master)
 
@@ -523,6 +531,7 @@ class ManagedParameters:
             self._backend.set_initial_master(item, initial.detach().float().clone())
         # The next step compares master and weight: the model may be loaded before or after its optimizer.
         self._seen.pop(item, None)
+        self._loaded[item] = _version_and_address(item)
         self._mark([item])
 
     def _log_lost_masters(self) -> None:
@@ -558,6 +567,10 @@ def _groups_and_trained(groups: Sequence[dict[str, Any]]) -> list[Any]:
         found.append(group)
         found += [parameter for parameter in group["params"] if parameter.requires_grad or parameter.grad is not None]
     return found
+
+
+def _version_and_address(item: Managed) -> tuple[int, int]:
+    return versions_of([item])[0], local_tensor(item.param).data_ptr()
 
 
 def _as_parameter(item: Managed, value: Any) -> Any:

@@ -674,6 +674,49 @@ def test_writes_are_found_by_their_versions_too(
     assert [key for key, value in found[0].items() if not torch.equal(value, found[1][key])] == []
 
 
+def deep_copy(setup: Setup) -> None:
+    setup.model, setup.optimizer = copy.deepcopy((setup.model, setup.optimizer))
+
+
+def assign_what_was_read(setup: Setup) -> None:
+    for parameter in setup.model.parameters():
+        setup.optimizer.state[parameter] = dict(setup.optimizer.state[parameter])
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+@pytest.mark.parametrize("between", [load_its_own_state, deep_copy, assign_what_was_read])
+def test_loaded_state_is_read_as_it_was_loaded_until_its_weights_come(
+    backend: str, between: Callable[[Setup], None]
+) -> None:
+    """Else masters would lose the bits that weights do not have, if state is copied before its weights are loaded."""
+    other, setup = Setup(backend).train(7, 8), Setup(backend).train(0, 1)
+    saved = other.optimizer.state_dict()
+    setup.optimizer.load_state_dict(saved)
+    for index, entries in setup.optimizer.state_dict()["state"].items():
+        assert torch.equal(entries["master"].cpu(), saved["state"][index]["master"].cpu())
+    between(setup)
+    setup.model.load_state_dict(other.weights())
+    setup.train(2)
+    assert_same(setup, other.train(2))
+
+
+@every_value(backend=BACKENDS, loaded_first=["weights", "state"])
+def test_what_is_read_follows_a_weight_that_was_written_after_its_state_was_loaded(
+    backend: str, loaded_first: str
+) -> None:
+    """No step has been between."""
+    other, setup = Setup(backend).train(7, 8), Setup(backend).train(0, 1)
+    saved, weights = other.optimizer.state_dict(), other.weights()
+    for what in (loaded_first, {"weights": "state", "state": "weights"}[loaded_first]):
+        setup.model.load_state_dict(weights) if what == "weights" else setup.optimizer.load_state_dict(saved)
+    write_in_place(setup)
+    written, *others = setup.model.parameters()
+    assert torch.equal(setup.optimizer.state[written]["master"].cpu(), written.detach().float().cpu())
+    for parameter, theirs in zip(others, list(other.model.parameters())[1:], strict=True):
+        read, expected = setup.optimizer.state[parameter]["master"], other.optimizer.state[theirs]["master"]
+        assert torch.equal(read.cpu(), expected.cpu())
+
+
 @pytest.mark.parametrize("backend", ["resident", "stream-in-backward-and-forward"])
 def test_a_parameter_starts_anew_with_its_master(backend: str) -> None:
     """What docs/streaming.md says: the master is part of the state, and can be assigned again."""
