@@ -36,7 +36,11 @@ class Splitters(dict[torch.device, MasterSplitter]):
 
 
 class StagingOfDevices(dict[torch.device, Staging]):
-    """The staging memory of each device, allocated before a step or at its first use, and kept for the next steps."""
+    """The staging memory of each device, allocated before a step or at its first use, and kept for the next steps.
+
+    Attributes:
+        is_kept: :meth:`prepare` was called after the last :meth:`free`.
+    """
 
     def __init__(self, lanes: LanesOfDevices) -> None:
         super().__init__()

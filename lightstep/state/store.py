@@ -561,7 +561,7 @@ class Store:
         if self._device in self._lanes:
             self._computed = self.lanes.event() if self._computed is None else self._computed
             self.lanes.caller().record(self._computed)
-        is_complete = self._staging.is_steady and not self._one_slot_each
+        is_complete = self._staging.is_steady and self._staging.is_kept and not self._one_slot_each
         self._prepared = is_complete and not (self._on_host and self._residency.has_to_choose)
         if self._one_slot_each:
             if self._ring is not None:
