@@ -216,6 +216,8 @@ class Engine(BetweenSteps):
     def _complete(self, loss: Any) -> StepResult:
         """Complete a step whose updates began in backward."""
         assert self._norms is not None
+        if self._host_weights is not None:
+            self._host_weights.rest()
         self._refuse_late_edits()
         self._refuse_late_parameters()
         assert self.queue.early is not None

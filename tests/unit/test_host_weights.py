@@ -735,6 +735,17 @@ def test_modules_that_get_a_weight_later_read_that_of_the_last_step(time: str, h
     assert torch.equal(found[0], kept.weight) and torch.equal(found[1], 2 * kept.weight)
 
 
+def test_a_forward_without_a_backward_before_step_is_no_write_to_weights() -> None:
+    """It leaves them on the device: they are not where updates in backward have left them."""
+    expected, tested = (
+        make("stream", "in_backward", "not clipped", "bfloat16", {"placement": "host", "device_mib": 0.001})
+        for _ in range(2)
+    )
+    tested.before_step = lambda: tested.loss(7)
+    assert tested.train(3) == expected.train(3)
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
 @pytest.mark.parametrize("time", ["next_forward", "in_backward"])
 def test_what_is_written_to_data_after_a_step_counts(time: str) -> None:
     """PEFT merges adapters so. The weights that an update has left on the device are not used for the next forward."""
