@@ -312,8 +312,10 @@ def _is_named(folder: Path, path: Path, kind: FolderKind) -> bool:
     """Whether what is at ``path`` consists of files in ``folder``, or this cannot be found out."""
     try:
         return any(name.startswith(f"{folder.name}/") for name in kind.own_files(path))
-    except OSError as error:
-        return not isinstance(error, FileNotFoundError)
+    except FileNotFoundError:
+        return False
+    except Exception:  # an error of the network, of whatever library
+        return True
 
 
 def _remove(folder: Path) -> None:

@@ -605,6 +605,8 @@ class StepResult:
 
     Attributes:
         grad_norm: 0-dim fp32 tensor on the gradients' device: the global norm, unscaled, before clipping.
+        overflow: 0-dim tensor there; not 0 if the step was skipped.
+        scale: 0-dim fp32 tensor with the loss scale that this step used; ``None`` is 1.
         loss: what the closure returned, or ``None``.
         redone: with ``optimizer_state.update: overlap``, the number of steps before this one whose updates in backward
             were rolled back and run again when the norm was known: mostly because gradients had to be clipped.
@@ -614,8 +616,8 @@ class StepResult:
     """
 
     grad_norm: Tensor
-    _overflow: Tensor
-    _loss_scale: Tensor | None
+    overflow: Tensor
+    scale: Tensor | None
     loss: Any = None
     redone: int = 0
     rolled_back: int = 0
@@ -623,12 +625,12 @@ class StepResult:
     @property
     def applied(self) -> bool:
         """Whether the weights were updated; reading it waits for the device."""
-        return not bool(self._overflow)
+        return not bool(self.overflow)
 
     @property
     def loss_scale(self) -> float:
         """The scale this step used; reading it waits for the device."""
-        return 1.0 if self._loss_scale is None else float(self._loss_scale)
+        return 1.0 if self.scale is None else float(self.scale)
 
     def __bool__(self) -> bool:
         return self.applied
