@@ -663,7 +663,7 @@ class ShardedAfterwards(Training):
     def begin(self, values: Mapping[str, Any]) -> None:
         self.strategy = Strategy.load(values)
         torch.manual_seed(0)
-        self.model = self.make().to(self.device, self.strategy.parameter_dtype)
+        self.model = self.inner = self.make().to(self.device, self.strategy.parameter_dtype)
         groups = self.model.split()
         self.optimizer = self.strategy.create_optimizer(self.model, param_groups=groups, **self.arguments)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -204,7 +204,7 @@ def test_hooks_of_the_user_see_the_result_of_a_reduction_and_leave_it_in_fp32(ra
     runs = [Run(WRAPPED, RESIDENT) for _ in range(3)]
     strategy, seen = runs[0].strategy, []
     torch.manual_seed(0)
-    runs[1].model = strategy.prepare_model(Layers(True))
+    runs[1].model = runs[1].inner = strategy.prepare_model(Layers(True))
     runs[1].layers = runs[1].model.layers
     runs[1].layers[0].set_all_reduce_hook(lambda flat: seen.append(flat.mul_(2)))
     runs[1].optimizer = strategy.create_optimizer(runs[1].model, torch.optim.SGD, lr=0.5)

@@ -89,6 +89,7 @@ class Training:
         self.strategy = lightstep.Strategy.load(values)
         torch.manual_seed(self.seed)
         self.model: Any = self.prepare(self.make())
+        self.inner: Any = self.strategy.unwrap_model(self.model)  # once: this waits for updates
         groups = self.groups(self.inner)
         self.optimizer: Any = self.strategy.create_optimizer(self.model, param_groups=groups, **self.arguments)
         self.spoil(self.inner)
@@ -102,10 +103,6 @@ class Training:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return self.strategy.prepare_model(model)
-
-    @property
-    def inner(self) -> Any:
-        return self.strategy.unwrap_model(self.model)
 
     @property
     def backend(self) -> Any:
