@@ -223,13 +223,13 @@ class UnitUpdater:
             next_order: the order in which the next step is expected to update units; ``None``: that of this step.
         """
         try:
-            self._backend.finish(next_order)
+            written = self._backend.finish(next_order)
         except BaseException as error:
             self.broken.fail("the end of the update", error)
             raise
         for item in elsewhere:
             item.updated = True
-        self._record(elsewhere)
+        self._record([*elsewhere, *written])
 
     def write_back(self, values: GroupValues) -> None:
         """See :meth:`GroupClasses.write_back`. Needed only if ``classes.may_write_groups``."""

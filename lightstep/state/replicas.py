@@ -159,12 +159,13 @@ class ReplicaShare:
         self._send(len(self._order))
         self._begun = False
 
-    def arrive(self) -> None:
-        """Order the next work after the arrival of all weights."""
+    def arrive(self) -> list[Managed]:
+        """Order the next work after the arrival of all weights; returns those that were copied, updated or not."""
         self.replicas.wait(self._works.values())
-        for item, buffer in self._row_major.items():
-            if item.is_remote:
-                item.local.copy_(buffer)
+        copied = [item for item in self._row_major if item.is_remote]
+        for item in copied:
+            item.local.copy_(self._row_major[item])
+        return copied
 
     def receive(self, items: Iterable[Managed]) -> None:
         """:meth:`arrive` for some weights whose communication has started. Own ones have been sent then."""

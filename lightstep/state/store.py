@@ -550,11 +550,14 @@ class Store:
             segment.rebind(slot)
         return slot
 
-    def finish(self, next_order: Sequence[Unit] | None = None) -> None:
+    def finish(self, next_order: Sequence[Unit] | None = None) -> Sequence[Managed]:
         """End the step: order the caller's next work after what is still under way.
 
         Args:
             next_order: the expected order of the next step; ``None``: that of this one.
+
+        Returns:
+            The parameters that were written to because other replicas keep them, updated or not.
         """
         if self._share is not None:
             self._share.send_all()
@@ -572,8 +575,7 @@ class Store:
                 updated = {item for item in self._records.parts if item.updated}
                 self._walk = self._walk_in(next_order, updated)
             self._live_ring().prefetch(self._walk)  # for the next step
-        if self._share is not None:
-            self._share.arrive()
+        return () if self._share is None else self._share.arrive()
 
     def abandon(self) -> None:
         """The step failed: send what other processes wait for. Raises nothing."""

@@ -185,6 +185,34 @@ def test_a_weight_that_is_read_has_been_sent(sharding: dict[str, Any], update: s
     same_runs(update, tested, expected)
 
 
+class TurnedAtTimes(TinyTransformer):
+    """Its weights that are not row-major have no gradient in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.ParameterList(0.1 * torch.randn(5, 7).t() for _ in range(4))
+        self.forwards = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = super().forward(tokens)
+        self.forwards += 1
+        used = self.turned if self.forwards // 2 % 2 == 0 else ()
+        return sum((logits @ weight[:5].t() for weight in used), start=logits)
+
+
+@on_ranks(2, ("update", "scope"), [("at_step", "global"), ("overlap", "global"), ("in_backward", "unit")])
+def test_what_another_replica_has_sent_is_no_write_of_the_user(update: str, scope: str) -> None:
+    """Weights that arrive in copies are written to, also in steps in which they have no gradient."""
+    runs = [Run(DDP, {**home, "update": update}, scope=scope, make=TurnedAtTimes) for home in (STREAM, RESIDENT)]
+    for _ in range(5):
+        for run in runs:
+            run.train(1)
+            run.optimizer.synchronize()
+            managed = run.optimizer.engine.managed
+            assert [item.name for item in managed.find_written(list(managed))] == []
+    same_runs(update, *runs)
+
+
 def _without_blocks(model: Any) -> list[dict[str, Any]]:
     inside = {id(parameter) for parameter in model.blocks.parameters()}
     return [{"params": [parameter for parameter in model.parameters() if id(parameter) not in inside]}]
