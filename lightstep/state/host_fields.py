@@ -325,7 +325,7 @@ class StayingFields:
             self._allowed = self._auto.before_step(self.nbytes)
         leaving, over = [], self.nbytes - self._allowed
         for field in reversed(self._fields):
-            if over > 0 and not field.holds:
+            if over > 0:
                 leaving.append(field)
                 over -= field.nbytes
         return leaving

@@ -607,10 +607,9 @@ class HostWeights:
         field.abandon()
 
     def fit_staying(self) -> None:
-        """A step has begun: what has no room on the device any more leaves."""
-        with self.lock:
-            for field in self.staying.surplus():
-                self._free(field)
+        """A step has begun: what has no room on the device any more leaves, at once or when its update has read it."""
+        for field in self.staying.surplus():
+            self.drop(field)
 
     def free(self) -> None:
         """Free the device memory of all fields that nobody holds."""
