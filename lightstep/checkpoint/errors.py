@@ -21,10 +21,13 @@ class DamagedError(CheckpointError):
 
 
 class UnreadableError(CheckpointError):
-    """A network or a disk failed, so what is at the path is not known: it is not skipped for an older checkpoint."""
+    """What is at the path is not known: a network or a disk failed, or a newer lightstep has written it.
+
+    It is neither skipped for an older checkpoint nor removed.
+    """
 
 
-_KINDS = {kind.__name__: kind for kind in (TypeError, DamagedError)}
+_KINDS = {kind.__name__: kind for kind in (TypeError, DamagedError, UnreadableError)}
 """Classes of another rank's error that are kept; every other one becomes a plain :class:`CheckpointError`."""
 
 

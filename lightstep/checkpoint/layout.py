@@ -87,11 +87,13 @@ def check_file(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
     """Compare a file in ``folder`` with its checksum in the manifest.
 
     Raises:
-        DamagedError: they differ, or the file cannot be read.
+        DamagedError: they differ, or the file is gone.
+        UnreadableError: the network or a disk failed.
     """
     expected = manifest["checksums"][name]
     try:
-        found = crc32_of(_blocks(folder / name))
+        with reading(folder / name, listed=True):
+            found = crc32_of(_blocks(folder / name))
     except OSError as error:
         raise DamagedError(f"{folder / name} cannot be read: {error_text(error)}") from error
     if found != expected:
@@ -102,7 +104,7 @@ def check_files(folder: Path, manifest: Mapping[str, Any], names: Iterable[str])
     """Compare those of these files that have checksums in the manifest with them.
 
     Raises:
-        DamagedError: a file is damaged; it names the first one.
+        DamagedError, UnreadableError: as :func:`check_file`, of the first such file.
     """
     for name in names:
         if name in manifest["checksums"]:
@@ -163,7 +165,8 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     ``weights_only`` counts. Other processes may save and remove checkpoints at the same time.
 
     Raises:
-        CheckpointError: the network or a disk failed, so which one is the newest is not known.
+        CheckpointError: the network or a disk failed, or a newer lightstep has written one, so which one is the newest
+            is not known.
     """
     root = location(folder)
     while True:
@@ -256,11 +259,14 @@ _ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, MissingLib
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[None]:
+def reading(file: Path, listed: bool = False) -> Iterator[None]:
     """Tell a failure of the network or of a disk from an answer: that a file is gone, or something else.
 
     A local folder that may not be read is another user's, who has one beside the run's. At a URL the credentials may
     have expired.
+
+    Args:
+        listed: a manifest that could be read lists the file, so the folder is no other user's.
 
     Raises:
         UnreadableError: it failed.
@@ -270,13 +276,14 @@ def reading(file: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:  # the libraries of servers have errors of their own (gcsfs's are no OSError)
-        if isinstance(error, _ANSWERS if isinstance(file, UrlPath) else (*_ANSWERS, PermissionError)):
+        of_another_user = isinstance(error, PermissionError) and not listed and not isinstance(file, UrlPath)
+        if of_another_user or isinstance(error, _ANSWERS):
             raise
         raise UnreadableError(f"{file} could not be read ({error_text(error)}); try again") from error
 
 
-def _content(file: Path) -> bytes:
-    with reading(file):
+def _content(file: Path, listed: bool = False) -> bytes:
+    with reading(file, listed):
         try:
             return file.read_bytes()
         except OSError as error:
@@ -290,7 +297,8 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedError: the checkpoint is incomplete or damaged.
-        CheckpointError: there is no checkpoint, or its format is newer.
+        UnreadableError: its format is newer, or the network or a disk failed.
+        CheckpointError: there is no checkpoint.
     """
     manifest = _read(folder)
     check_sizes(folder, manifest)
@@ -317,7 +325,7 @@ def read_sealed(file: Path, check_types: Callable[[Manifest], object]) -> Manife
 
     Raises:
         DamagedError: it is damaged.
-        CheckpointError: its format is newer, or the network or a disk failed.
+        UnreadableError: its format is newer, or the network or a disk failed.
     """
     try:
         content, undamaged = unseal(_content(file))
@@ -331,7 +339,9 @@ def read_sealed(file: Path, check_types: Callable[[Manifest], object]) -> Manife
     if not undamaged:
         raise DamagedError(f"{file} is damaged: its text does not have the checksum at its end")
     if version > FORMAT:
-        raise CheckpointError(f"{file} has format {version}; this lightstep reads up to {FORMAT}")
+        raise UnreadableError(
+            f"{file} has format {version}, and lightstep {__version__} reads up to {FORMAT}; install a newer lightstep"
+        )
     return content
 
 
@@ -364,11 +374,12 @@ def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
     """The content of a small file in :func:`data_folder`, compared with its checksum.
 
     Raises:
-        DamagedError: the file cannot be read, or is damaged.
+        DamagedError: the file is gone or damaged.
+        UnreadableError: the network or a disk failed.
     """
     file = data_folder(folder, manifest) / name
     try:
-        content = file.read_bytes()
+        content = _content(file, listed=True)
     except OSError as error:
         raise DamagedError(f"{file} cannot be read: {error_text(error)}") from error
     expected = manifest["checksums"].get(_manifest_name(manifest.get("folder"), name))
@@ -385,6 +396,8 @@ def unreplaced(folder: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
     finally:
         try:
             is_unchanged = _read(folder) == manifest
+        except UnreadableError:
+            raise
         except CheckpointError:
             is_unchanged = False
         if not is_unchanged:

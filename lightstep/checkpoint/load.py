@@ -22,7 +22,14 @@ from torch import Tensor, nn
 
 from lightstep.checkpoint.background import wait_for_pending
 from lightstep.checkpoint.disks import own_part
-from lightstep.checkpoint.errors import CheckpointError, DamagedError, checkpoint_errors, is_damage, list_names
+from lightstep.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    UnreadableError,
+    checkpoint_errors,
+    is_damage,
+    list_names,
+)
 from lightstep.checkpoint.layout import Manifest, find_checkpoint, read_manifest, unreplaced
 from lightstep.checkpoint.run_state import (
     OptimizerContent,
@@ -158,8 +165,11 @@ def suggesting_older(path: Path, ranks: Ranks, with_state: bool) -> Iterator[Non
     except Exception as error:
         if not ranks.is_first or not is_damage(error):
             raise
-        older = newest_undamaged_before(path.resolve(), with_state)
         advice = "no older checkpoint next to it is undamaged"
+        try:
+            older = newest_undamaged_before(path.resolve(), with_state)
+        except UnreadableError as unreadable:
+            older, advice = None, f"which older one is undamaged is not known: {unreadable}"
         if older is not None:
             advice = f"{older} is undamaged: load that one"
         raise DamagedError(f"{error}; {advice}") from error

@@ -278,7 +278,7 @@ def read_file_list(folder: Path) -> Manifest | None:
     Raises:
         DamagedError: the list is damaged, files in it are missing or have other sizes, or the checkpoint is of another
             save.
-        CheckpointError: its format is newer.
+        UnreadableError: its format is newer, or the network or a disk failed.
     """
     listed = read_sealed(folder / FILE_LIST, lambda content: (dict(content["files"]), dict(content["checksums"])))
     if listed is None:
@@ -297,7 +297,7 @@ def check_listed_files(folder: Path) -> bool:
 
     Raises:
         DamagedError: a file is damaged; the message names the first one.
-        CheckpointError: the list's format is newer.
+        UnreadableError: a format is newer, or the network or a disk failed.
     """
     try:
         listed = read_file_list(folder)
@@ -375,7 +375,7 @@ def verify(path: Path) -> Verified:
     """Verify the checkpoint at ``path``, or the one that a crash left under a temporary name.
 
     Raises:
-        CheckpointError: there is none, or a newer version wrote it.
+        CheckpointError: there is none, a newer version wrote it, or the network or a disk failed.
     """
     found = Verified(path)
     try:

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from lightstep.checkpoint.background import Background, Worker, workers
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_text
-from lightstep.checkpoint.layout import INDEX
+from lightstep.checkpoint.layout import INDEX, reading
 from lightstep.checkpoint.storage import storage_for
 from lightstep.crc32 import crc32
 from lightstep.distributed import Ranks, whole_shape
@@ -443,7 +443,7 @@ def read_tensors(folder: Path, index: Index, targets: Sequence[Target], cache: C
         cache: where chunks are looked up first, and added.
 
     Raises:
-        DamagedError: a file cannot be read, or is damaged. Some targets may have been filled.
+        DamagedError, UnreadableError: as :func:`read_chunk`. Some targets may have been filled.
         CheckpointError: a part of a tensor is not in the checkpoint.
     """
     overlaps = [(target, _overlaps(target, index)) for target in targets]
@@ -481,13 +481,15 @@ def read_chunk(folder: Path, key: str, chunk: Chunk) -> Tensor:
     """A chunk's bytes (uint8), compared with their checksum.
 
     Raises:
-        DamagedError: they differ or cannot be read; the message has file, tensor and offset.
+        DamagedError: they differ, or the file is gone; the message has file, tensor and offset.
+        UnreadableError: the network or a disk failed.
     """
     file = folder / chunk.file
     where = f"{file} is damaged: {key.partition('.')[2]} ({key.partition('.')[0]}) at byte {chunk.start}"
     content = torch.empty(chunk.nbytes, dtype=torch.uint8)
     try:
-        found = storage_for(file).read(file, chunk.start, _view(content))
+        with reading(file, listed=True):
+            found = storage_for(file).read(file, chunk.start, _view(content))
     except OSError as error:
         raise DamagedError(f"{where}: {error_text(error)}") from error
     if found < chunk.nbytes:

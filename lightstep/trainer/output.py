@@ -102,8 +102,8 @@ def _manifest_of_undamaged(path: Path) -> Manifest | None:
     """``None`` if the checkpoint is damaged, or another process removes it."""
     try:
         return read_manifest(find_checkpoint(path)) if is_undamaged(path) else None
-    except UnreadableError:
-        raise
+    except UnreadableError as error:
+        raise UnreadableError(f"{error}, or move {path} away to continue from an older one") from error
     except CheckpointError:
         return None
 

@@ -19,6 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightstep import CheckpointError, Strategy, WeightAverage
 from lightstep.checkpoint import save
+from lightstep.checkpoint.errors import UnreadableError
+from lightstep.checkpoint.storage import LocalStorage
 from lightstep.distributed import local_tensor
 from lightstep.state.store import Store
 from tests.checkpoint_runs import (
@@ -268,6 +270,22 @@ def test_a_rank_that_cannot_read_stops_all(rank: int, tmp_path: Path) -> None:
     other.load(tmp_path / "a")
     same(other.content(), run.content())
     other.save(tmp_path / "b")
+
+
+@on_ranks(2)
+def test_a_network_that_fails_one_rank_is_damage_to_none(rank: int, tmp_path: Path) -> None:
+    """No rank is sent to an older checkpoint."""
+    for step in (1, 2):
+        sharded(step).save(tmp_path / f"step-{step}")
+    other = sharded(0)
+    before = other.content()
+    timed_out = mock.patch.object(LocalStorage, "read", side_effect=TimeoutError(110, "Connection timed out"))
+    with timed_out if rank == 1 else nullcontext(), pytest.raises(UnreadableError) as raised:
+        other.load(tmp_path / "step-2")
+    text = str(raised.value)
+    assert "step-2 was not loaded: " in text and text.endswith("could not be read (Connection timed out); try again")
+    same(other.content(), before)
+    dist.barrier()
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightstep
+from lightstep.checkpoint import CheckpointError
+from lightstep.checkpoint.storage import LocalStorage
 from lightstep.config import ConfigError
 from lightstep.distributed import Ranks, RemoteRankError
 from lightstep.trainer.config import TrainConfig
@@ -187,6 +190,10 @@ def check_newest(rank: int, folder: str) -> list[str]:
         patch.setattr("lightstep.checkpoint.disks.is_seen", lambda mark, path: False)
         for step in range(1, 5):
             strategy.save_checkpoint(own / f"checkpoint-{step}", model)
+    timed_out = mock.patch.object(LocalStorage, "read", side_effect=TimeoutError(110, "Connection timed out"))
+    with timed_out if rank == 1 else nullcontext(), pytest.raises((CheckpointError, RemoteRankError)) as raised:
+        newest_undamaged(own, ranks)
+    assert "timed out); try again, or move" in str(raised.value) and "disk1/checkpoint-4 away" in str(raised.value)
     found = [newest_undamaged(own, ranks)]
     if rank == 1:
         (own / "checkpoint-4").rename(own / "lost")

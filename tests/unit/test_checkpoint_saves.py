@@ -33,11 +33,13 @@ from lightstep.checkpoint import (
 )
 from lightstep.checkpoint import tensors as write_module
 from lightstep.checkpoint.background import Background
-from lightstep.checkpoint.saved import newest_undamaged_before
+from lightstep.checkpoint.errors import DamagedError, UnreadableError
+from lightstep.checkpoint.saved import is_undamaged, newest_undamaged_before
 from lightstep.checkpoint.storage import location
 from lightstep.state.device_copies import DeviceCopies
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostMemoryError
+from lightstep.version import __version__
 from tests.checkpoint_runs import (
     DISK_IS_FULL,
     Run,
@@ -531,6 +533,88 @@ def test_a_newest_checkpoint_that_a_network_hides_is_not_skipped(
     assert str(latest_checkpoint(place)) == f"{place}/step-3"
     saved(place, 4)
     assert str(latest_checkpoint(place)) == f"{place}/step-4"
+
+
+@contextmanager
+def failing_content(place: str, name: str, error: BaseException) -> Iterator[None]:
+    """Every read of a file in the folder ``step-3`` whose name ends with ``name`` fails."""
+    url = "://" in place
+    owner = type(fsspec.core.url_to_fs(place)[0]) if url else Path
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("cat_file", "open") if url else ("read_bytes", "open"):
+            read = getattr(owner, method)
+
+            def failing(*args: Any, read: Any = read, **kwargs: Any) -> Any:
+                path = str(args[1] if url else args[0])
+                if "/step-3/" in path and path.endswith(name):
+                    raise error
+                return read(*args, **kwargs)
+
+            patch.setattr(owner, method, failing)
+        yield
+
+
+DEVICE_ERROR = OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("name", ["__0_0_0.distcp", "tensors.json", "state.pt"])
+@pytest.mark.parametrize(
+    ("storage", "error"),
+    [
+        ("", TIMED_OUT),
+        ("", DEVICE_ERROR),
+        ("", PermissionError(errno.EACCES, "Permission denied")),
+        ("", OSError(errno.ESTALE, "stale file handle")),
+        *((scheme, error) for scheme in STORAGES[1:] for error in (TIMED_OUT, FORBIDDEN, ServerError("503"))),
+    ],
+)
+def test_content_that_a_network_hides_is_not_damaged(place: str, name: str, error: BaseException) -> None:
+    """A run would go on from step-2, without a word."""
+    saved(place, 1, 2, 3)
+    model, sentence = model_of(7.0), rf"step-3/.*{name} could not be read \(.*{error.args[-1]}.*; try again"
+    with failing_content(place, name, error):
+        with pytest.raises(UnreadableError, match=rf"step-3 was not loaded: .*{sentence}$"):
+            load_checkpoint(f"{place}/step-3", model)
+        assert values_of(model) == {7.0}
+        with pytest.raises(UnreadableError, match=sentence):
+            is_undamaged(location(f"{place}/step-3"))
+        with pytest.raises(UnreadableError, match=sentence):
+            newest_undamaged_before(location(f"{place}/step-4"), with_state=False)
+        saved(place, 4)
+        damage(f"{place}/step-4")
+        with pytest.raises(DamagedError, match=rf"step-4/.* is damaged.*which older one is undamaged is not .*{name}"):
+            load_checkpoint(f"{place}/step-4", model)
+    load_checkpoint(f"{place}/step-3", model)
+    assert values_of(model) == {3.0}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("name", ["__0_0_0.distcp", "tensors.json", "state.pt"])
+def test_a_file_that_is_gone_is_damage(place: str, name: str) -> None:
+    saved(place, 2, 3)
+    with failing_content(place, name, FileNotFoundError(errno.ENOENT, "gone")):
+        with pytest.raises(DamagedError, match=rf"{name} .*gone; .*step-2 is undamaged: load that one"):
+            load_checkpoint(f"{place}/step-3", model_of(7.0))
+        assert str(newest_undamaged_before(location(f"{place}/step-4"), with_state=False)) == f"{place}/step-2"
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_checkpoint_of_a_newer_version_is_not_skipped(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it removed as incomplete. (A version was installed that is older than the one that the run began with.)"""
+    saved(place, 1, 2)
+    with monkeypatch.context() as newer:
+        newer.setattr(layout, "FORMAT", 2)
+        saved(place, 3)
+    sentence = rf"step-3/lightstep\.json has format 2, and lightstep {__version__} reads up to 1; install a newer"
+    with pytest.raises(CheckpointError, match=sentence):
+        latest_checkpoint(place)
+    with pytest.raises(CheckpointError, match=rf"step-3 was not loaded: .*{sentence}"):
+        load_checkpoint(f"{place}/step-3", model_of(7.0))
+    with pytest.raises(CheckpointError, match=rf"step-4 was not saved: .*{sentence}"):
+        saved(place, 4, keep_last=1)
+    assert left(place) == [1, 2, 3]
+    monkeypatch.setattr(layout, "FORMAT", 2)
+    assert str(latest_checkpoint(place)) == f"{place}/step-3"
 
 
 @pytest.mark.parametrize("storage", STORAGES)
