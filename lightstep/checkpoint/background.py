@@ -1,9 +1,4 @@
-"""Asynchronous saves: a thread writes while training continues. One save is pending at a time.
-
-Its threads have a low priority while training goes on, and normal priority once somebody waits. On Linux each thread
-has its own priority. It inherits that of the thread that starts it, and without privileges it can only lower it. So the
-priority of a thread is not raised: a new thread takes its place after the present task.
-"""
+"""Asynchronous saves: a thread writes while training continues. One save is pending at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +6,10 @@ import atexit
 import contextvars
 import itertools
 import logging
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -28,62 +21,20 @@ from lightstep.distributed import Ranks, new_group
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 10
-"""How much nicer the threads are than training, if they compete for processors: they get about a tenth of the time."""
-
-
-class Background:
-    """The priority of a save's workers: low until :meth:`hurry`. The threads that use it have normal priority."""
-
-    def __init__(self) -> None:
-        self._is_urgent = False
-        self._workers: set[Worker] = set()
-        self._lock = threading.Lock()
-
-    def hurry(self) -> None:
-        """Somebody waits for the save. Any thread may call this."""
-        with self._lock:
-            if not self._is_urgent:
-                self._is_urgent = True
-                for worker in self._workers:
-                    with suppress(RuntimeError):  # no more threads can be started: the present one goes on
-                        worker.start(low=False)
-
-    def hurry_if_process_ends(self) -> None:
-        if not threading.main_thread().is_alive():
-            self.hurry()
-
-    def add(self, worker: Worker) -> None:
-        with self._lock:
-            worker.start(low=not self._is_urgent)
-            self._workers.add(worker)
-
-    def remove(self, worker: Worker) -> None:
-        with self._lock:
-            self._workers.discard(worker)
-
 
 class Worker:
     """A thread that does tasks in their order. After an error it cancels the others.
 
     Not an executor of ``concurrent.futures``: those take no work while the interpreter shuts down, and a save that is
     running then must still finish.
-
-    Args:
-        background: decides on the priority; ``None``: that of the creator.
     """
 
-    def __init__(self, background: Background | None = None) -> None:
-        self._background = background
+    def __init__(self) -> None:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._failed = False
-        self._context = contextvars.copy_context()  # torch's serialization options are context variables
-        self._thread: threading.Thread | None = None
-        self._is_replaced = False
-        if background is None:
-            self.start(low=False)
-        else:
-            background.add(self)
+        context = contextvars.copy_context()  # torch's serialization options are context variables
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="checkpoint-worker", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Worker:
         return self
@@ -91,10 +42,7 @@ class Worker:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the thread. After an error tasks that have not begun are cancelled."""
         self._failed = self._failed or kind is not None
-        if self._background is not None:
-            self._background.remove(self)
         self._tasks.put(None)
-        assert self._thread is not None
         self._thread.join()
 
     def submit(self, task: Callable[[], Any]) -> Future[Any]:
@@ -102,28 +50,10 @@ class Worker:
         self._tasks.put((future, task))
         return future
 
-    def start(self, low: bool) -> None:
-        """Start a thread, which takes the place of the present one if there is one."""
-        arguments = (self._run, low, self._thread)
-        thread = threading.Thread(
-            target=self._context.copy().run, args=arguments, name="checkpoint-worker", daemon=True
-        )
-        thread.start()
-        self._is_replaced, self._thread = self._thread is not None, thread
-        if self._is_replaced:
-            self.submit(lambda: None)  # wakes the present one
-
-    def _run(self, low: bool, previous: threading.Thread | None) -> None:
-        if previous is not None:
-            previous.join()
-        if low:
-            _lower_priority()
+    def _run(self) -> None:
         while (entry := self._tasks.get()) is not None:
             self._do(*entry)
             del entry  # frees the tensor before the wait for the next one
-            if low and self._is_replaced:
-                return
-        self._tasks.put(None)  # for a thread that takes this one's place just now
 
     def _do(self, future: Future[Any], task: Callable[[], Any]) -> None:
         if self._failed:
@@ -144,14 +74,6 @@ def workers(count: int) -> Iterator[Callable[[Callable[[], Any]], Future[Any]]]:
         yield lambda task: next(started).submit(task)
 
 
-def _lower_priority() -> None:
-    """Lower the priority of the calling thread."""
-    if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
-        thread = threading.get_native_id()
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
-
-
 # -- what a thread does while training goes on -------------------------------------------------------------------------
 
 Result = TypeVar("Result")
@@ -170,14 +92,6 @@ class Pending(Future[Result]):
         self._thread: threading.Thread | None = None
         self._result_seen = False
 
-    def hurry(self) -> None:
-        """Somebody waits."""
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        if timeout != 0 and not self.done():
-            self.hurry()
-        return super().exception(timeout)
-
     def result(self, timeout: float | None = None) -> Result:
         self.exception(timeout)  # raises TimeoutError if the thread is still running
         self._result_seen = True
@@ -187,7 +101,6 @@ class Pending(Future[Result]):
     def join(self) -> None:
         """Wait until it has ended, and its callbacks with it. Its error is kept for later."""
         if self._thread is not None:
-            self.hurry()
             self._thread.join()
 
     def raise_if_failed(self) -> None:
@@ -253,13 +166,8 @@ class PendingSave(Pending[Path]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._background = Background()
         self._hook: Any = None
         """Handle of the step hook that raises the save's error."""
-
-    def hurry(self) -> None:
-        """Somebody waits for the save, or for what follows it."""
-        self._background.hurry()
 
 
 def completed_save(path: Path) -> PendingSave:
@@ -273,18 +181,17 @@ _pending: PendingSave | None = None
 
 
 def start_save(
-    write: Callable[[Background], Path], until_written: ExitStack, optimizer: torch.optim.Optimizer | None
+    write: Callable[[], Path], until_written: ExitStack, optimizer: torch.optim.Optimizer | None
 ) -> PendingSave:
     """Run ``write`` in a thread, which the process waits for when it ends.
 
     Args:
-        write: its argument decides on the priority of its workers.
         until_written: closed when ``write`` has returned or raised.
         optimizer: its next step raises the thread's error.
     """
     global _pending
     pending = PendingSave()
-    start_thread(pending, lambda: write(pending._background), until_written, "checkpoint-save")
+    start_thread(pending, write, until_written, "checkpoint-save")
     _pending = pending
     if optimizer is not None:
         pending._hook = optimizer.register_step_pre_hook(lambda *_: pending.raise_if_failed())

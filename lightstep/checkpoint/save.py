@@ -40,7 +40,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep.checkpoint.background import (
-    Background,
     PendingSave,
     completed_save,
     finish_pending,
@@ -165,7 +164,7 @@ def save_checkpoint(
         if asynchronous:
             with ExitStack() as until_written:
                 if plan.detach(ranks, model, optimizer, until_written):
-                    write = partial(_write, plan, writer_group(ranks))  # with the priority of its workers
+                    write = partial(_write, plan, writer_group(ranks))
                     return start_save(write, until_written, None if ranks.is_distributed else optimizer)
     with ExitStack() as until_written:
         with checkpoint_errors(f"{path} was not saved"):
@@ -214,7 +213,7 @@ class _Plan:
         return True
 
 
-def _write(plan: _Plan, ranks: Ranks, background: Background | None = None) -> Path:
+def _write(plan: _Plan, ranks: Ranks) -> Path:
     disks = replace(plan.disks, ranks=ranks)
     target = disks.path
     with checkpoint_errors(f"{plan.path} was not saved"):
@@ -224,7 +223,7 @@ def _write(plan: _Plan, ranks: Ranks, background: Background | None = None) -> P
         plan.retention.applied(target, ranks, disks.is_lead),
         disks.new_folders(CHECKPOINT) as temporary,
     ):
-        index = ranks.together(lambda: write_tensors(temporary, plan.sources, ranks.rank, background))
+        index = ranks.together(lambda: write_tensors(temporary, plan.sources, ranks.rank))
         indices, values = zip(*ranks.gather((index, plan.content.rank_values)), strict=True)
         if disks.are_several:
             plan.content.manifest["parts"] = disks.parts([file_sizes(index) for index in indices])

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from lightstep.checkpoint.background import Background, Worker, workers
+from lightstep.checkpoint.background import Worker, workers
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_text
 from lightstep.checkpoint.layout import INDEX, reading
 from lightstep.checkpoint.storage import storage_for
@@ -280,15 +280,10 @@ def share(sources: Sequence[Source], ranks: Ranks, disks: Sequence[int]) -> list
     return [source for shard, source in own.items() if writer[disks[ranks.rank], shard] == ranks.rank]
 
 
-def write_tensors(
-    folder: Path, sources: Sequence[Source], rank: int = 0, background: Background | None = None
-) -> Index:
+def write_tensors(folder: Path, sources: Sequence[Source], rank: int = 0) -> Index:
     """Write ``sources`` to files of this rank, and return their index.
 
     At most :data:`IN_FLIGHT_BYTES`, or two tensors, are in host memory at a time, and what the last fetch built.
-
-    Args:
-        background: the priority of fetches and writes; ``None``: that of the caller.
 
     Raises:
         Exception: the first error of a fetch or of the storage. Files may have been written.
@@ -298,18 +293,14 @@ def write_tensors(
     in_flight: deque[tuple[int, Future[Index]]] = deque()
     in_flight_bytes = 0
     with without_torch_crc32(), ExitStack() as stack:
-        writers = [stack.enter_context(_Writer(folder, f"__{rank}_{number}_", background)) for number in range(count)]
-        fetcher = None if background is None else stack.enter_context(Worker(background))
+        writers = [stack.enter_context(_Writer(folder, f"__{rank}_{number}_")) for number in range(count)]
         for source in sources:
             while len(in_flight) > 1 and in_flight_bytes >= IN_FLIGHT_BYTES:
                 nbytes, future = in_flight.popleft()
                 written.append(future.result())
                 in_flight_bytes -= nbytes
             writer = min(writers, key=lambda writer: writer.nbytes)
-            if background is not None:
-                background.hurry_if_process_ends()
-            fetch = partial(_fetch, source)
-            tensor = fetch() if fetcher is None else fetcher.submit(fetch).result()
+            tensor = _fetch(source)
             in_flight.append((source.nbytes, writer.submit(source, tensor)))
             del tensor
             in_flight_bytes += source.nbytes
@@ -322,13 +313,13 @@ def write_tensors(
 class _Writer:
     """A worker that writes one file after another."""
 
-    def __init__(self, folder: Path, prefix: str, background: Background | None) -> None:
+    def __init__(self, folder: Path, prefix: str) -> None:
         self.nbytes = 0
         """Bytes submitted so far."""
         self._folder, self._prefix = folder, prefix
         self._files = 0
         self._file: _ChecksummedFile | None = None
-        self._worker = Worker(background)
+        self._worker = Worker()
 
     def __enter__(self) -> _Writer:
         return self

@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,8 +30,6 @@ from lightstep.checkpoint import (
     save_checkpoint,
     verify_checkpoints,
 )
-from lightstep.checkpoint import tensors as write_module
-from lightstep.checkpoint.background import Background
 from lightstep.checkpoint.errors import DamagedError, UnreadableError
 from lightstep.checkpoint.saved import is_undamaged, newest_undamaged_before
 from lightstep.checkpoint.storage import location
@@ -62,47 +59,18 @@ from tests.unit.test_asynchronous_saves import after_a_step
 __all__ = ["fresh_state", "held", "place"]
 
 
-def niceness() -> int:
-    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
-
-
-@on_linux
-@pytest.mark.parametrize("waits", ["nobody", "result", "exception", "save", "load", "export", "close"])
-def test_training_goes_first_where_processors_are_scarce_unless_it_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: str
-) -> None:
-    """Fetches and writes have a lower priority until somebody waits for the save, and for its callbacks."""
+@pytest.mark.parametrize("waits", ["result", "exception", "save", "load", "export", "close"])
+def test_what_waits_for_a_save_waits_for_its_callbacks_too(tmp_path: Path, held: threading.Event, waits: str) -> None:
     run, other, called = Run(), Run(steps=1), []
     expected = run.content()
-    before, seen, go = niceness(), [], threading.Event()
-    write, fetch, hurry = torch.save, write_module._fetch, Background.hurry
-
-    def written(*arguments: Any, **keywords: Any) -> None:
-        if threading.current_thread().name == "checkpoint-worker":
-            seen.append(niceness())
-            assert go.wait(PATIENCE)
-        write(*arguments, **keywords)
 
     def callback(_: Future[Path]) -> None:
         time.sleep(0.1)
         called.append(latest_checkpoint(tmp_path))
 
-    monkeypatch.setattr(torch, "save", written)
-    monkeypatch.setattr(write_module, "_fetch", lambda source: (seen.append(niceness()), fetch(source))[1])
     pending = run.save(tmp_path / "b", asynchronous=True)
     pending.add_done_callback(callback)
     ways = {
-        "nobody": lambda: (go.set(), wait_until(pending.done)),
         "result": pending.result,
         "exception": pending.exception,
         "save": lambda: run.strategy.save_checkpoint(tmp_path / "c", nn.Linear(2, 2)),
@@ -110,30 +78,15 @@ def test_training_goes_first_where_processors_are_scarce_unless_it_waits(
         "export": lambda: run.strategy.export_model(tmp_path, run.model),  # into the folder of the checkpoints
         "close": run.strategy.close,
     }
-    wait_until(lambda: len(seen) > 2)  # two fetches, and a write
     with pytest.raises(TimeoutError):
-        pending.result(0)  # does not wait
+        pending.result(0)
     assert not pending.cancel() and not pending.done()
-    monkeypatch.setattr(Background, "hurry", lambda background: (hurry(background), go.set()))
+    threading.Timer(0.2, held.set).start()
     ways[waits]()
-    low = min(before + 10, 19)
-    assert set(seen) == ({low} if waits == "nobody" else {low, before}) and seen[0] == low
-    assert seen[-1] == (low if waits == "nobody" else before)
-    assert niceness() == before
-    assert waits not in ("save", "load", "export", "close") or called == [tmp_path / "b"]
+    assert pending.done()
+    assert waits in ("result", "exception") or called == [tmp_path / "b"]
     other.load(tmp_path / "b")
     same(other.content(), expected)
-
-
-@on_linux
-def test_a_save_that_is_waited_for_before_it_writes_has_the_priority_of_training(
-    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, fetch, hurry = [], write_module._fetch, Background.hurry
-    monkeypatch.setattr(write_module, "_fetch", lambda source: (seen.append(niceness()), fetch(source))[1])
-    monkeypatch.setattr(Background, "hurry", lambda background: (hurry(background), held.set()))
-    Run().save(tmp_path / "a", asynchronous=True).result(PATIENCE)
-    assert set(seen) == {niceness()}
 
 
 @pytest.mark.parametrize("late", ["begin", "allocate", "_copy"])
