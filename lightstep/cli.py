@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -68,29 +67,7 @@ def _main(
     pass
 
 
-class _Command(TyperCommand):
-    """Says what is wrong with an option in the words of the other errors; typer says it in pydantic's."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            for theirs, ours in _NEEDED.items():
-                error.message = re.sub(f"^Input should be {theirs}$", ours, error.message)
-            raise
-
-
-_NEEDED = {
-    "a valid integer.*": "a whole number is needed",
-    "a valid number.*": "a number is needed",
-    "a valid boolean.*": "true or false is needed",
-    "greater than or equal to (.*)": r"at least \1 is needed",
-    "greater than (.*)": r"more than \1 is needed",
-    "less than or equal to (.*)": r"at most \1 is needed",
-}
-
-
-class _TrainCommand(_Command):
+class _TrainCommand(TyperCommand):
     """``--resume`` is a flag that accepts the optional value ``auto``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -128,7 +105,7 @@ def train(
         raise typer.Exit(128 + outcome.stopped_by)
 
 
-@app.command(cls=_Command)
+@app.command()
 def strategies(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show the file of this strategy instead.")] = None,
     debug: _Debug = False,
@@ -146,7 +123,7 @@ def strategies(
     sys.stdout.write(text)
 
 
-@app.command(cls=_Command)
+@app.command()
 def params(config: _Config, assignments: _Set = None, debug: _Debug = False) -> None:
     """Show the optimizer class and settings of each parameter under CONFIG. No weights are loaded."""
     with _reporting_errors(debug):
@@ -157,7 +134,7 @@ def params(config: _Config, assignments: _Set = None, debug: _Debug = False) -> 
     sys.stdout.write(f"{text}\n")
 
 
-@app.command(cls=_Command)
+@app.command()
 def plan(
     model: Annotated[
         str | None,
@@ -229,7 +206,7 @@ def plan(
     sys.stdout.write(text)
 
 
-@app.command(cls=_Command)
+@app.command()
 def env() -> None:
     """Print what a bug report needs: versions, devices, host memory. No names, no paths."""
     from lightstep.environment import describe_environment
@@ -250,7 +227,7 @@ def bench(context: typer.Context) -> None:
 
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     paragraphs = (body.__doc__ or "").split("\n\n")  # typer keeps line ends
-    command.command(cls=_Command, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(body)
+    command.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(body)
     command(args=context.args, prog_name="lightstep bench")
 
 
@@ -268,7 +245,7 @@ _Names = Annotated[
 ]
 
 
-@_checkpoints.command(cls=_Command)
+@_checkpoints.command()
 def convert(
     source: _Source,
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder; for torch a file, such as run.pt.")],
@@ -290,7 +267,7 @@ def convert(
     sys.stdout.write(f"{source} ({state.format}) → {destination} ({to})\n")
 
 
-@_checkpoints.command(cls=_Command)
+@_checkpoints.command()
 def inspect(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint's folder, or its file.")],
     model: _Model = None,
@@ -311,7 +288,7 @@ def inspect(
     Console().print(table)
 
 
-@_checkpoints.command(cls=_Command)
+@_checkpoints.command()
 def verify(
     folders: Annotated[list[str], typer.Argument(metavar="DIR", help="Checkpoints, or folders of checkpoints.")],
     debug: _Debug = False,

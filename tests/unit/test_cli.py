@@ -427,20 +427,6 @@ def test_how_the_console_script_ends(body: str, environment: dict[str, str], exp
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("bench --params abc", "Invalid value for '--params': a number is needed"),
-        ("bench --rounds 0", "Invalid value for '--rounds': at least 1 is needed"),
-        ("plan --gpus many", "Invalid value for '--gpus': a whole number is needed"),
-        ("train a.yaml --resme", "No such option: --resme (Possible options: --resume, --set)"),
-    ],
-)
-def test_a_mistake_in_an_option_is_told_in_plain_words(arguments: str, message: str) -> None:
-    result = _run(*arguments.split())
-    assert result.exit_code == 2 and message in result.stderr
-
-
-@pytest.mark.parametrize(
     ("words", "rest", "auto"),
     [
         ("automatic.yaml --resume", ["automatic.yaml", "--resume"], False),
@@ -456,7 +442,7 @@ def test_resume_takes_the_word_auto_and_no_part_of_another(
     monkeypatch: pytest.MonkeyPatch, words: str, rest: list[str], auto: bool
 ) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr(cli._Command, "parse_args", lambda self, ctx, args: seen.append(args) or args)
+    monkeypatch.setattr(cli.TyperCommand, "parse_args", lambda self, ctx, args: seen.append(args) or args)
     context = SimpleNamespace(meta={})
     cli._TrainCommand("train").parse_args(context, words.split())
     assert seen == [rest] and context.meta[cli._AUTO] is auto
