@@ -1,4 +1,8 @@
-"""Asynchronous saves: a thread writes while training continues. One save is pending at a time."""
+"""Asynchronous saves: a thread writes while training continues. One save is pending at a time.
+
+On Linux it and the threads that it starts have a low priority: each thread has its own, inherits that of the thread
+that starts it, and can only lower it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ import atexit
 import contextvars
 import itertools
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -179,6 +185,9 @@ def completed_save(path: Path) -> PendingSave:
 
 _pending: PendingSave | None = None
 
+_NICENESS = 10
+"""How much nicer a save's threads are than training: where processors are scarce, they get a tenth of the time."""
+
 
 def start_save(
     write: Callable[[], Path], until_written: ExitStack, optimizer: torch.optim.Optimizer | None
@@ -190,8 +199,16 @@ def start_save(
         optimizer: its next step raises the thread's error.
     """
     global _pending
+
+    def write_at_low_priority() -> Path:
+        if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
+            thread = threading.get_native_id()
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
+        return write()
+
     pending = PendingSave()
-    start_thread(pending, write, until_written, "checkpoint-save")
+    start_thread(pending, write_at_low_priority, until_written, "checkpoint-save")
     _pending = pending
     if optimizer is not None:
         pending._hook = optimizer.register_step_pre_hook(lambda *_: pending.raise_if_failed())

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from lightstep.checkpoint import (
     load_checkpoint,
     save,
     save_checkpoint,
+    tensors,
     verify_checkpoints,
 )
 from lightstep.checkpoint.errors import DamagedError, UnreadableError
@@ -87,6 +89,27 @@ def test_what_waits_for_a_save_waits_for_its_callbacks_too(tmp_path: Path, held:
     assert waits in ("result", "exception") or called == [tmp_path / "b"]
     other.load(tmp_path / "b")
     same(other.content(), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+def test_training_goes_first_where_processors_are_scarce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def noting(work: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **keywords: Any) -> Any:
+            seen.add((threading.current_thread().name, niceness()))
+            return work(*arguments, **keywords)
+
+        return noted
+
+    seen, own = set[tuple[str, int]](), niceness()
+    for owner, name in ((torch, "save"), (tensors, "_fetch")):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
+    Run().save(tmp_path / "a", asynchronous=True).result(PATIENCE)
+    low = min(own + 10, 19)
+    here = ("MainThread", own)
+    assert seen - {here} == {("checkpoint-save", low), ("checkpoint-worker", low)} and niceness() == own
 
 
 @pytest.mark.parametrize("late", ["begin", "allocate", "_copy"])
