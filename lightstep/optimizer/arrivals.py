@@ -123,7 +123,7 @@ class Arrivals:
             parameters = [item.param for item in self._items.values()]
             self._hooks.set_parameters(parameters, after=_make_hook(self._listeners))
             self._hooked = True
-        self._hooks.put_last()
+        self._hooks.restore(last=True)
         self._newest_streams.clear()
 
         def after_other_streams(item: Managed) -> None:

@@ -16,7 +16,7 @@ from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places
 from lightstep.optimizer.queue import Factors
 from lightstep.optimizer.step_guard import eager_backward
-from lightstep.optimizer.update import Gradients, GroupValues, Norms, StepResult, Update
+from lightstep.optimizer.update import Gradients, GroupValues, Norms, StepResult, Update, factors_of
 from lightstep.precision.gradients import unshared
 from lightstep.state.host_weights import HostWeights
 from lightstep.state.schema import Managed
@@ -66,13 +66,16 @@ class Engine(BetweenSteps):
         if self.gradients.scaled.unscaled:
             self._allow_dropped_gradients()
         scaled: AbstractContextManager[None] = nullcontext()
+        alone: AbstractContextManager[Any] = nullcontext()
         updating: AbstractContextManager[None] = nullcontext()
         if not self.loss_scale.is_identity:
             loss, scaled = loss.float() * self.loss_scale.tensor(loss.device), self.gradients.scaled.running()
-        if self.queue.early is not None:
-            updating = self.queue.updating(self, self.queue.early, retain_graph)
+        # A second backward through a graph that is retained would need weights from before speculative updates.
+        is_last = self.accumulating is False and (self.update_time.in_backward or not retain_graph)
+        if self.queue.early is not None and is_last:  # it may update units: other threads wait until it ends
+            alone, updating = self.guard.backward, self.queue.early.updating(self)
         try:
-            with self.gradients.backward(), scaled, updating, eager_backward():
+            with self.gradients.backward(), scaled, alone, updating, eager_backward():
                 loss.backward(retain_graph=retain_graph)
         except RuntimeError as error:
             self._explain(error)
@@ -112,8 +115,9 @@ class Engine(BetweenSteps):
         if self.edits.readings:
             self.edits.outdate()
         if not final:
-            first = next(iter(self.managed.by_parameter.values()))
-            return norms.layers, norms.unclipped_factors(self.loss_scale, first.local.device)
+            device = next(iter(self.managed.by_parameter.values())).local.device
+            scale = None if self.loss_scale.is_identity else self.loss_scale.tensor(device).clone()
+            return norms.layers, factors_of(scale, self.loss_scale, None)
         norms.reset_norms()
         self._used = []
         return norms.layers, (None, None)
@@ -164,7 +168,7 @@ class Engine(BetweenSteps):
             self._init_state(gradients, overflow)
             return result
         if self._norms is not None:
-            values = GroupValues(self.param_groups)
+            values = GroupValues(self.param_groups, self.update_time.deferred)
             scaled = self._norms.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
             self._start([Update(own, divisor, factor, overflow, values) for own, divisor, factor in scaled])
         if scale is not None:
@@ -285,7 +289,7 @@ class Engine(BetweenSteps):
             self._host_weights.rest()
         if early is not None and early.awaits_step and self.managed.covers(self.param_groups):
             found = self._collect_gradients()
-            if found and early.validate(found, self.param_groups, self.managed.adopt_writes):
+            if found and early.validate(found, self):
                 gradients = found  # else speculative updates are rolled back: there, or by `_prepare`
         if gradients is None:
             norms, gradients = self._prepare(), self._collect_gradients()
@@ -342,7 +346,7 @@ class Engine(BetweenSteps):
             )
         early, gradients = self.queue.early, measured.gradients
         fits = early is not None and early.awaits_step and self.managed.covers(self.param_groups) and bool(gradients)
-        if early is not None and fits and early.validate(gradients, self.param_groups, self.managed.adopt_writes):
+        if early is not None and fits and early.validate(gradients, self):
             return measured
         self._prepare()
         items = ((self.managed.get(item.param), gradient) for item, gradient in measured.gradients.items())

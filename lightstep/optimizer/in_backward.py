@@ -61,13 +61,12 @@ class FinalUpdates(Early):
         if prepared is None:
             yield
             return
-        (layers, _), values = prepared, GroupValues(step.param_groups)
+        (layers, _), values = prepared, GroupValues(step.param_groups, deferred=True)
         try:
             in_lane = self._backend.supports_lanes
             self._arrivals.set_layers(layers, self._backend.units(), batched=in_lane)
             self._backend.prefer_resident(self._arrivals.last_in_backward())
             queue.started, self._step = True, step
-            values.copy_mutable()
             managed, order = self._arrivals.layer_of.keys(), self._arrivals.backward_order()
             queue.guard.work("backward()", queue.begin, managed, values, in_lane, order, ahead=False)
             self._hooks_run = True

@@ -301,14 +301,14 @@ class ManagedParameters:
         found = dict.fromkeys([*look.converted, *look.touched])
         return [*found, *self._backend.changed([item for item in look.compared if item not in found])]
 
-    def adopt_writes(self, items: Iterable[Managed], used: Container[Managed]) -> bool:
-        """Rebuild the masters of those weights that somebody else has written to in place, while others are updated.
+    def adopt_writes(self, written: Sequence[Managed], used: Container[Managed]) -> bool:
+        """Rebuild the masters of weights that somebody else has written to in place, while others are updated.
+
+        Args:
+            written: what :meth:`find_written` returned.
 
         Returns ``False``, and changes nothing, if one of them is in ``used``, or was moved or cast.
         """
-        written = self.find_written(items)
-        if not written:
-            return True
         if any(item in used for item in written) or not self.are_unmoved(written):
             return False
         self._record_written(written)

@@ -43,7 +43,6 @@ from torch import Tensor
 from lightstep.optimizer.arrivals import LinkShare, Verdict, evenly_spaced
 from lightstep.optimizer.queue import (
     NEXT_FORWARD,
-    AdoptWrites,
     Early,
     EarlyStep,
     Factors,
@@ -242,8 +241,7 @@ class SpeculativeUpdates(Early):
         if not plan.owners:
             yield
             return
-        values = GroupValues(step.param_groups)
-        values.copy_mutable()
+        values = GroupValues(step.param_groups, deferred=True)
         assert self._lanes is not None
         share = self._link_share
         measuring = contextlib.nullcontext() if share.device.type == "cpu" else share.measuring(self._lanes.caller())
@@ -492,17 +490,19 @@ class SpeculativeUpdates(Early):
     def awaits_step(self) -> bool:
         return self.speculation is not None and self.speculation.update is None
 
-    def validate(self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites) -> bool:
-        speculation = self.speculation
+    def validate(self, gradients: Gradients, step: EarlyStep) -> bool:
+        speculation, managed = self.speculation, step.managed
         if speculation is None:
             return False
         if self._backend.lanes.device.type == "cpu":  # what others have written is known when the updates are done
             self._wait_for_updates(speculation)
-        if not speculation.values.matches(groups):
+        if not speculation.values.matches(step.param_groups):
             self.roll_back("hyper-parameters were changed")
         elif [item for item in gradients if not item.updated] or not speculation.used.are_in(gradients):
             self.roll_back("gradients were changed")
-        elif speculation.weights_changed or not adopt_writes(gradients, speculation.used):
+        elif speculation.weights_changed:
+            self.roll_back("weights were written to before their update")
+        elif (written := managed.find_written(gradients)) and not managed.adopt_writes(written, speculation.used):
             self.roll_back("weights were written to")
         return self.speculation is not None
 
@@ -630,7 +630,7 @@ class SpeculativeUpdates(Early):
         """Roll back what is speculative. What ``step()`` has submitted since is right under every verdict."""
         lanes = self._backend.lanes
         lanes.caller().wait(lanes.compute.record(speculation.done))
-        self._updater.refuse_written(update, update.gradients)
+        self._updater.complete([update], list(update.gradients), drop=False)
         updated = Job(self._queue.withdraw(), [update], are_done=True)
         self._roll_back_units(speculation)
         self._queue.values = None

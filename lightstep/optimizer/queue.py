@@ -7,7 +7,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -29,7 +29,6 @@ from lightstep.state.store import Store
 __all__ = [
     "AT_STEP",
     "NEXT_FORWARD",
-    "AdoptWrites",
     "Early",
     "EarlyStep",
     "Factors",
@@ -38,9 +37,6 @@ __all__ = [
     "UpdateTime",
     "refuse_older_graphs",
 ]
-
-AdoptWrites = Callable[[Iterable[Managed], Container[Managed]], bool]
-"""Adopts writes to some parameters; returns ``False`` if that is impossible, because others have been used already."""
 
 _ALL = sys.maxsize
 _READ = "a read of weights that are being updated"
@@ -112,7 +108,7 @@ class Early(ABC):
 
     @abstractmethod
     def updating(self, step: EarlyStep) -> contextlib.AbstractContextManager[None]:
-        """The last backward of a step runs in the body.
+        """The last backward of a step runs in the body, which holds :attr:`StepGuard.backward`.
 
         Args:
             step: what the engine does for it.
@@ -132,8 +128,8 @@ class Early(ABC):
         """In ``step()``, if it has started in backward: update what is left."""
         raise AssertionError("no step has started")
 
-    def validate(self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites) -> bool:
-        """Whether a step with these gradients and hyper-parameters may use the speculative updates.
+    def validate(self, gradients: Gradients, step: EarlyStep) -> bool:
+        """Whether a step with these gradients and the present hyper-parameters may use the speculative updates.
 
         If not, they are rolled back.
 
@@ -282,25 +278,6 @@ class Queue:
     def _is_ahead_of_end(self) -> bool:
         return self._end is not None and self.backend.lanes.caller().stream not in self._streams_behind_end
 
-    # -- backward
-
-    @contextlib.contextmanager
-    def updating(self, step: EarlyStep, early: Early, retain_graph: bool) -> Iterator[None]:
-        """A backward runs in the body. If it is a step's last one, ``early`` may update units, and other threads wait
-        until it ends.
-
-        Args:
-            step: what the engine does for it.
-            retain_graph: there may be a second backward through the same graph. Nothing is updated speculatively then:
-                it would need the old weights.
-        """
-        is_last = step.accumulating is False and (self.time.in_backward or not retain_graph)
-        if not is_last:
-            yield
-            return
-        with self.guard.backward, early.updating(step):
-            yield
-
     # -- whole steps
 
     def start(self, updates: Sequence[Update]) -> None:
@@ -330,7 +307,6 @@ class Queue:
         """Update all units in the compute lane, while the caller goes on."""
         values, elsewhere = updates[0].values, [item for update in updates for item in update.elsewhere]
         gradients = [item for update in updates for item in update.gradients]
-        values.copy_mutable()
         self.begin(gradients, values, in_lane=True)
         refuse_older_graphs(gradients)
         for update in updates:

@@ -231,6 +231,25 @@ class UnitUpdater:
             item.updated = True
         self._record([*elsewhere, *written])
 
+    def complete(self, updates: Sequence[Update], items: list[Managed], drop: bool = True) -> None:
+        """The updates of these parameters are done: drop their gradients.
+
+        Args:
+            drop: without it their gradients stay: they will be used again.
+
+        Raises:
+            RuntimeError: somebody has written to gradients or weights meanwhile; the step is marked as broken.
+        """
+        for update in updates:
+            try:
+                if update.versions:
+                    update.refuse_written(items)
+            except BaseException as error:
+                self.broken.fail("the update", error)
+                raise
+            if drop:
+                update.drop_gradients(items)
+
     def write_back(self, values: GroupValues) -> None:
         """See :meth:`GroupClasses.write_back`. Needed only if ``classes.may_write_groups``."""
         try:
@@ -240,21 +259,6 @@ class UnitUpdater:
             raise
 
     # -- speculative updates
-
-    def refuse_written(self, update: Update, items: Iterable[Managed]) -> None:
-        """Mark the step as broken, and raise ``RuntimeError``, if somebody has written to these."""
-        try:
-            update.refuse_written(items)
-        except BaseException as error:
-            self.broken.fail("the update", error)
-            raise
-
-    def complete(self, updates: Sequence[Update], items: list[Managed]) -> None:
-        """The updates of these parameters are done: check and drop their gradients."""
-        for update in updates:
-            if update.versions:
-                self.refuse_written(update, items)
-            update.drop_gradients(items)
 
     def roll_back(self, unit: Unit) -> None:
         """Undo a speculative :meth:`update`."""

@@ -39,6 +39,7 @@ __all__ = [
     "as_row",
     "copied",
     "equal_settings",
+    "factors_of",
     "same_value",
     "scalable_in_place",
     "settings_of",
@@ -140,15 +141,22 @@ class GroupValues:
     All units of a step see the values of its beginning. So a class that counts in its groups (schedule-free methods
     do), in attributes of its own, or in ``self.state["k"]`` (MADGRAD does), counts steps and not units.
 
+    Args:
+        groups: the live groups.
+        deferred: the step ends after ``step()`` has returned, and must not see what is written then to the groups'
+            tensors (a learning rate) and lists (betas): they are copied.
+
     Attributes:
         initial: each group's settings at the beginning, by the group's ``id``; only to be read.
         kinds: what decides how each group's class runs, likewise: its name, ``fused`` and ``foreach``.
         calls: what the kernel of AdamW needs in this step, by the ``id`` of group and scaling; ``None``: it cannot run.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, groups: Sequence[dict[str, Any]], deferred: bool = False) -> None:
         self._groups = list(groups)
         self.initial = {id(group): settings_of(group) for group in groups}
+        for settings in self.initial.values() if deferred else ():
+            settings.update({key: copied(value) for key, value in settings.items() if type(value) not in _PLAIN})
         self.kinds = {id(group): (group.get(CLASS), group.get("fused"), group.get("foreach")) for group in groups}
         self.calls: dict[tuple[int, int], AdamCall | None] = {}
         self._written: dict[int, dict[str, Any]] = {}
@@ -167,11 +175,6 @@ class GroupValues:
                 and not (key in then and same_value(now, then[key]))
             }
         )
-
-    def copy_mutable(self) -> None:
-        """Copy the groups' tensors (a learning rate) and lists (betas): later writes to them do not reach this step."""
-        for settings in self.initial.values():
-            settings.update({key: copied(value) for key, value in settings.items() if type(value) not in _PLAIN})
 
     def settings(self, group: dict[str, Any], tensors: bool = False) -> dict[str, Any]:
         """A copy of one group's settings, lists included: the base optimizer may write into it.
@@ -368,10 +371,6 @@ class Norms:
         exact = self._half and self._norm_type in (1, 2, math.inf)
         return exact and loss_scale.power_of_two
 
-    def unclipped_factors(self, loss_scale: LossScale, device: torch.device) -> tuple[Factor, Factor]:
-        """``(divisor, factor)`` of a step that clips nothing."""
-        return _factors(None if loss_scale.is_identity else loss_scale.tensor(device).clone(), loss_scale, None)
-
     def factors(
         self, gradients: Gradients, norm: Tensor, loss_scale: LossScale, scale: Factor, max_norm: float | None
     ) -> list[tuple[Gradients, Factor, Factor]]:
@@ -385,12 +384,12 @@ class Norms:
         """
         if max_norm is None or not self._clip_layers:
             coefficient = None if max_norm is None else clip_coefficient(norm, max_norm)
-            return [(gradients, *_factors(scale, loss_scale, coefficient))]
+            return [(gradients, *factors_of(scale, loss_scale, coefficient))]
         found = []
         for number, layer in enumerate(self.layers):
             layer_norm = self.norm(gradients, loss_scale, number)[0].to(norm.device)
             own = {item: gradients[item] for item in layer if item in gradients}
-            found.append((own, *_factors(scale, loss_scale, clip_coefficient(layer_norm, max_norm))))
+            found.append((own, *factors_of(scale, loss_scale, clip_coefficient(layer_norm, max_norm))))
         return found
 
     # -- one layer at a time
@@ -428,7 +427,7 @@ class Norms:
         norm = self.norm(gradients, loss_scale, number)[0].to(device)
         scale = None if loss_scale.is_identity else loss_scale.tensor(device)
         coefficient = None if max_norm is None else clip_coefficient(norm, max_norm)
-        return *_factors(scale, loss_scale, coefficient), (~norm.isfinite()).float()
+        return *factors_of(scale, loss_scale, coefficient), (~norm.isfinite()).float()
 
 
 def _measured(items: Sequence[Managed]) -> list[Tensor]:
@@ -443,8 +442,13 @@ def _measured(items: Sequence[Managed]) -> list[Tensor]:
     return found
 
 
-def _factors(scale: Factor, loss_scale: LossScale, coefficient: Factor) -> tuple[Factor, Factor]:
-    """``(divisor, factor)``: one multiplication, unless dividing by the scale is inexact."""
+def factors_of(scale: Factor, loss_scale: LossScale, coefficient: Factor) -> tuple[Factor, Factor]:
+    """``(divisor, factor)``: one multiplication, unless dividing by the scale is inexact.
+
+    Args:
+        scale: 0-dim fp32, the value of ``loss_scale`` in this step; ``None`` is 1.
+        coefficient: by which gradients are clipped; ``None`` is 1.
+    """
     if scale is None:
         return None, coefficient
     if not loss_scale.power_of_two:

@@ -67,24 +67,24 @@ class LeafHooks:
                 self._by_id[id(parameter)], self._attributes[parameter] = parameter, vars(parameter)
                 self._handles[parameter] = self._register(parameter, before, after, sums_only)
 
-    def restore(self) -> list[Tensor]:
+    def restore(self, last: bool = False) -> list[Tensor]:
         """Make autograd call the hooks of parameters that have been swapped (``model.to`` of DTensors): a swap takes
-        the tensor from its hooks, and its attributes too. Returns these parameters."""
+        the tensor from its hooks, and its attributes too. Returns these parameters.
+
+        Args:
+            last: post-accumulate-grad hooks are called after those that others have registered since, which may still
+                change the gradient.
+        """
         swapped = [p for p, attributes in self._attributes.items() if p.__dict__ is not attributes]
         for parameter in swapped:
             _register_again(parameter)
             self._attributes[parameter] = vars(parameter)
-        return swapped
-
-    def put_last(self) -> None:
-        """:meth:`restore`, and have post-accumulate-grad hooks called after those that others have registered since,
-        which may still change the gradient."""
-        self.restore()
-        for parameter, handles in self._handles.items():
+        for parameter, handles in self._handles.items() if last else ():
             hooks = parameter._post_accumulate_grad_hooks
             for handle in handles:
                 if handle.id in hooks and [*hooks][-1] != handle.id:
                     hooks[handle.id] = hooks.pop(handle.id)
+        return swapped
 
     def _register(
         self, parameter: Tensor, before: Hook | None, after: Hook | None, sums_only: bool

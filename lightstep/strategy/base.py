@@ -531,7 +531,8 @@ class Strategy(ABC):
                 "strategy.place_weights(model) if something else has placed or sharded the model"
             )
 
-    def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def accumulate(self, model: nn.Module, last: bool = True) -> Iterator[None]:
         """Context for one micro-batch's forward and backward. With ``last=False`` no gradient is communicated.
 
         Updates in backward start in the last micro-batch. Without this context every micro-batch is the last one.
@@ -539,14 +540,7 @@ class Strategy(ABC):
         optimizers = list(PreparedModel.of(model).optimizers)
         if not optimizers:  # a model that has one is trained
             self.roles.require_trainer("accumulate", "accumulate over the model that is trained", model)
-        return self._micro_batch(self._accumulate(model, last), optimizers, last)
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _micro_batch(
-        context: AbstractContextManager[None], optimizers: Sequence[BaseOptimizer], last: bool
-    ) -> Iterator[None]:
-        with context:
+        with self._accumulate(model, last):
             for optimizer in optimizers:
                 optimizer.accumulating = not last
             try:
