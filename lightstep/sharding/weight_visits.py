@@ -196,6 +196,8 @@ class WeightVisits:
     def begin_backward(self, visitor: _Visitor) -> None:
         if visitor in self._in_backward:
             return
+        if torch.is_grad_enabled():
+            self.weights.refuse_kept_graph()
         if not self._is_final_queued:
             self._is_final_queued = True
             self._backward.start()

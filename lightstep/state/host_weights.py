@@ -550,6 +550,20 @@ class HostWeights:
                 "micro-batches; call optimizer.zero_grad() before the next backward"
             ) from error
 
+    def refuse_kept_graph(self) -> None:
+        """A backward with ``create_graph`` runs. Its own backward reads weights that no module has entered.
+
+        Raises:
+            RuntimeError: they do not all stay on the device.
+        """
+        size = sum(group.weights.nbytes for group in self.groups)
+        if size > self._device_bytes:
+            raise RuntimeError(
+                f"create_graph=True, and of {_mib(size)} of weights that rest on the host (weights.placement: host) "
+                f"the device keeps {_mib(self._device_bytes)}: a second derivative needs all of them there. Set "
+                "weights.device_mib to more than they take, or weights.placement: device"
+            )
+
     def _make_room(self, nbytes: int) -> None:
         """Free fields that nobody holds, until there is room; those that are expected come last."""
         taken = sum(field.nbytes for field in self._present)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightstep.state.host_fields import Field
 from lightstep.state.lanes import LaneError, _Status
@@ -213,4 +214,43 @@ def test_what_is_loaded_after_an_interrupted_forward_counts(part: bool, tmp_path
     handle.remove()
     saved.load(run)
     assert run.train(2) == wanted
+    run.optimizer.close()
+
+
+class Penalty(Training):
+    """With the gradient of its input in the loss."""
+
+    def loss(self, micro: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.steps + micro)
+        inputs = torch.randn(4, 6, generator=generator).requires_grad_()
+        (gradient,) = torch.autograd.grad(self.model(inputs).square().sum(), inputs, create_graph=True)
+        return gradient.square().mean()
+
+
+class Scaled(nn.Module):
+    """Its second derivative reads a view of the weight: without memory behind it the process would end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(6) + 0.5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.sin(inputs * self.scale[None]) * self.scale[None]
+
+
+@pytest.mark.parametrize("update", ["at_step", "next_forward"])
+def test_a_second_derivative_has_all_weights_or_is_refused(update: str) -> None:
+    def penalised(**weights: Any) -> Penalty:
+        state = {"backend": "stream", "update": update}
+        return Penalty(state, "float32", lambda: nn.Sequential(*[Scaled() for _ in range(6)]), weights=weights)
+
+    wanted = penalised().train(2)
+    assert penalised(placement="host", device_mib=1).train(2) == wanted
+    run = penalised(placement="host", device_mib=0.0001)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"^create_graph=True, and of .* MiB of weights .* or .*placement: device$"
+        ):
+            run.train(1)
+        run.optimizer.zero_grad()
     run.optimizer.close()
