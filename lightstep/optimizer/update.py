@@ -105,7 +105,11 @@ class Update:
         self.versions = {item: (gradient._version, weight) for (item, gradient), weight in pairs}
 
     def note_own_writes(self, items: Iterable[Managed]) -> None:
-        """These weights have their present versions from their own update."""
+        """These weights have their present versions from their own update.
+
+        On the CPU, where updates run in a thread, one of them may be from a write of the user that came meanwhile. It
+        cannot be told apart: how many writes an update makes depends on its class and on how the weight is cut.
+        """
         known = [item for item in items if item in self.versions]
         for item, weight in zip(known, versions_of(known), strict=True):
             self.versions[item] = self.versions[item][0], weight
