@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.config import ConfigError, DDPSharding
@@ -46,7 +47,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def _replicate(self, model: nn.Module) -> DistributedDataParallel:
         sharding, record = self._sharding, PreparedModel.of(model)
-        replica = DistributedDataParallel(
+        replica = _Replica(
             model,
             process_group=role_group(),
             bucket_cap_mb=sharding.bucket_mib,
@@ -158,6 +159,24 @@ class DDPStrategy(ProcessGroupStrategy):
                 f"{self.world_size} ranks, which would train apart; call model = strategy.prepare_model(model) on all "
                 "ranks before the first step, and keep what it returns"
             )
+
+
+class _Replica(DistributedDataParallel):
+    """In loops under ``with model.join():`` all ranks may run out of inputs together, and none before the others."""
+
+    def join_hook(self, **keywords: Any) -> JoinHook:
+        hook = super().join_hook(**keywords)
+        hook.main_hook = _refuse_to_shadow
+        return hook
+
+
+def _refuse_to_shadow() -> NoReturn:
+    """Called on a rank that has left ``join()`` while others train: it has no part in their steps."""
+    raise RuntimeError(
+        "this rank has run out of inputs in join() before others, whose optimizer.step() communicates with it and "
+        "would hang: give all ranks the same number of batches, for example by "
+        "DistributedSampler(dataset, drop_last=True)"
+    )
 
 
 def _find_replica(model: nn.Module) -> DistributedDataParallel | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -179,6 +180,28 @@ def test_a_second_backward_after_one_forward_is_refused(rank: int, world_size: i
         backward(sum(parameter.square().sum() for parameter in model.parameters()))  # equal on all ranks
         assert optimizer.step()
         assert same_on_all_ranks(model)
+
+
+@on_ranks(2)
+def test_a_rank_that_runs_out_of_inputs_before_others_says_so(rank: int, world_size: int) -> None:
+    """Under torch's ``join()`` the others' steps would communicate with its part in their reductions."""
+    device = device_of(rank, world_size)
+    strategy, model = prepared("float32", DDP)
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=0.1)
+
+    def train(steps: int) -> None:
+        with model.join():
+            for _ in range(steps):
+                optimizer.backward(model(torch.ones(2, 8, device=device)).square().mean())
+                assert optimizer.step()
+
+    train(2)
+    assert same_on_all_ranks(model)
+    if rank == 0:
+        dist.all_reduce(torch.ones(1, device=device))  # what a forward tells ranks that have run out
+    else:
+        with pytest.raises(RuntimeError, match=r"this rank has run out of inputs.*drop_last=True"):
+            train(0)
 
 
 @on_ranks(2)
