@@ -67,6 +67,11 @@ class HostGradients:
         """Take the gradients of exactly these parameters."""
         self._parameters = frozenset(parameters)
 
+    def takes(self, parameter: Tensor) -> bool:
+        """Whether its gradients leave ``p.grad``: those of a module that came after ``prepare_model`` (an adapter) stay
+        there."""
+        return self._weights.home_of(parameter) is not None
+
     def begin(self) -> None:
         """A backward begins."""
 

@@ -253,6 +253,7 @@ class SumsElsewhere(Protocol):
     is_incomplete: bool
 
     def set_parameters(self, parameters: Sequence[Tensor]) -> None: ...
+    def takes(self, parameter: Tensor) -> bool: ...
     def begin(self) -> None: ...
     def has_gradient(self, parameter: Tensor) -> bool: ...
     def is_own_gradient(self, parameter: Tensor) -> bool: ...
@@ -318,10 +319,12 @@ class GradientAccumulator:
         Args:
             several: gradients are summed where they are reduced over ranks.
         """
-        if self._elsewhere is not None:
-            self._elsewhere.set_parameters(watched)
+        widened = [p for p in watched if p.dtype in _LOW] if self.float32 else []
+        if self._elsewhere is None:
+            watched = widened
         else:
-            watched = [p for p in watched if p.dtype in _LOW] if self.float32 else []
+            self._elsewhere.set_parameters(watched)
+            widened = [p for p in widened if not self._elsewhere.takes(p)]
         before = self._watched_set.difference(self._hooks.restore())
         self._watched, self._watched_set = watched, frozenset(watched)
         same_sums = isinstance(self._sums, SumsAside) is several
@@ -331,8 +334,8 @@ class GradientAccumulator:
         if isinstance(self._sums, SumsAside):
             self._sums.set_parameters(watched)
             self._hooks.set_parameters(watched, *self._sums.hooks)
-        elif self._sums is None:
-            self._hooks.set_parameters(watched, before=_widen_before_sum, sums_only=True)
+        else:
+            self._hooks.set_parameters(widened, before=_widen_before_sum, sums_only=True)
         if self._reduction is not None:
             self.set_reduction(self._reduction)
         return self._watched_set - before

@@ -401,6 +401,15 @@ def parameters_that_change_their_memory_while_they_are_updated(run: Training) ->
         return run.train(3)
 
 
+def an_adapter_comes_in_mid_run(run: Training) -> Any:
+    """Its weights stay on the device, and two micro-batches' gradients of theirs are added up in fp32, too."""
+    losses, block = run.train(1), run.model.blocks[1]
+    block.adapter = nn.Linear(16, 16).to(torch.bfloat16)
+    block.register_forward_hook(lambda block, _, out: out + block.adapter(out))
+    run.optimizer.add_param_group({"params": list(block.adapter.parameters())})
+    return losses + run.train(3)
+
+
 WIDE = partial(TinyTransformer, width=16)
 STORIES: list[tuple[Callable[[Training], Any], str, str, str, str]] = [
     (what_stayed_for_the_step_is_added_to_the_next_micro_batch, "stream", "overlap", "not clipped", "bfloat16"),
@@ -418,6 +427,7 @@ STORIES: list[tuple[Callable[[Training], Any], str, str, str, str]] = [
         "not clipped",
         "bfloat16",
     ),
+    (an_adapter_comes_in_mid_run, "stream", "overlap", "not clipped", "bfloat16"),
     (parameters_that_change_their_memory_while_they_are_updated, "stream", "overlap", "not clipped", "bfloat16"),
     (parameters_that_change_their_memory_while_they_are_updated, "stream", "in_backward", "not clipped", "bfloat16"),
 ]
