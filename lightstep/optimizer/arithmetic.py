@@ -268,6 +268,7 @@ class BaseArithmetic:
         inner.state = defaultdict(dict, {segment.master: segment.state for segment in segments})
         on_device = all(self.skips_on_device(device, seen) for seen in inner.param_groups)
         inner.found_inf, inner.grad_scale = overflow if on_device else None, None  # type: ignore[attr-defined]
+        places = [] if self.is_torchs_own else [segment.master.detach() for segment in segments]
         if not self.is_torchs_own:
             self._restore_kept(inner, device, values)
             for segment in segments:  # what the class sees behaves like the parameter
@@ -280,6 +281,8 @@ class BaseArithmetic:
                 self._raw_step(inner)
             _adopt_state(inner, segments)
             if not self.is_torchs_own:
+                for segment, place in zip(segments, places, strict=True):
+                    _adopt_data(segment, place)
                 self._record_kept(inner, device, values)
                 for (live, seen), before in zip(groups, given, strict=True):
                     values.record_writes(live, before, seen)
@@ -516,6 +519,13 @@ def _adopt_state(inner: torch.optim.Optimizer, segments: Sequence[ParameterLike]
         if state is not segment.state:
             segment.state.clear()
             segment.state.update(state)
+
+
+def _adopt_data(segment: ParameterLike, place: Tensor) -> None:
+    """Copy the new values back if the class has assigned to ``p.data``."""
+    if segment.master.data_ptr() != place.data_ptr():
+        place.copy_(segment.master.detach())
+        segment.master.data = place
 
 
 def _check_class(optimizer_class: Any, hyperparameters: Mapping[str, Any]) -> None:

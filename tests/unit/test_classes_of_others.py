@@ -253,7 +253,16 @@ def assert_same(tested: nn.Module, expected: nn.Module) -> None:
     assert [name for (name, one), other in pairs if not torch.equal(one, other)] == []
 
 
+class AssignsToData(EachParameter):
+    """As classes of before ``torch.no_grad()`` do."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state["total"] = state.get("total", 0) * 0.9 + grad
+        p.data = p.data - group["lr"] * state["total"]
+
+
 ELEMENT_WISE = [
+    AssignsToData,
     CountsInState,
     CountsInStateFromTheStart,
     CountsInAttributes,
