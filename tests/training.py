@@ -32,7 +32,13 @@ def made(
 
 
 class Training:
-    """A tiny transformer under one strategy; batches depend on the step alone."""
+    """A tiny transformer under one strategy; batches depend on the step alone.
+
+    Args:
+        groups: makes the optimizer's parameter groups of the model, which may have a ``split()`` of its own.
+    """
+
+    micro_batches = 2
 
     def __init__(
         self,
@@ -46,6 +52,7 @@ class Training:
         recompute: bool | str = False,
         master_weights: bool | str = True,
         reduce: str = "float32",
+        groups: Callable[[nn.Module], Any] | None = None,
         **hyperparameters: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -65,9 +72,9 @@ class Training:
             }
         )
         self.model = self.strategy.prepare_model(make())
-        groups = self.model.split() if hasattr(self.model, "split") else None
+        made = groups(self.model) if groups else self.model.split() if hasattr(self.model, "split") else None
         self.optimizer: Any = self.strategy.create_optimizer(
-            self.model, optimizer_class, param_groups=groups, **{"lr": 1e-2, **hyperparameters}
+            self.model, optimizer_class, param_groups=made, **{"lr": 1e-2, **hyperparameters}
         )
         self.steps = 0
 
@@ -79,11 +86,11 @@ class Training:
 
     def step(self) -> list[float]:
         losses = []
-        for micro in range(2):
+        for micro in range(self.micro_batches):
             loss = self.loss(micro)
             losses.append(loss.item())
-            with self.strategy.accumulate(self.model, last=micro == 1):
-                self.optimizer.backward(loss / 2)
+            with self.strategy.accumulate(self.model, last=micro == self.micro_batches - 1):
+                self.optimizer.backward(loss / self.micro_batches)
         self.before_step()
         self.optimizer.step()
         self.steps += 1

@@ -16,78 +16,46 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
-import lightstep
 from lightstep.optimizer.managed_parameters import ManagedParameters
+from tests import training
 from tests.covering import every_value
 from tests.reference.own_classes import FailingOnce
 from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD, TWO_GROUPS, Pair
 from tests.reference.tiny_model import representable
-from tests.training import made
+from tests.training import OnVectors, made
 
 backends = pytest.mark.parametrize("backend", ["resident", "stream"])
 
 
-class Setup:
-    """A small model under one strategy; batches depend on their number alone."""
+def small_model() -> nn.Module:
+    return representable(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)))
 
-    def __init__(
-        self,
-        backend: str = "resident",
-        parameters: str = "bfloat16",
-        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
-        groups: Any = None,
-        master_weights: bool = True,
-        clipping: Any = None,
-        state: Any = None,
-        **hyperparameters: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        self.strategy = lightstep.Strategy.load(
-            {
-                "precision": {"parameters": parameters, "master_weights": master_weights},
-                "clipping": clipping or {"max_norm": None},
-                "optimizer_state": state or BACKENDS[backend],
-            }
-        )
-        model = representable(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)))
-        self.model = self.strategy.prepare_model(model)
-        hyperparameters = hyperparameters or {"lr": 1e-2}
-        made = groups(self.model) if groups is not None else None
-        self.optimizer: Any = self.strategy.create_optimizer(
-            self.model, optimizer_class, param_groups=made, **hyperparameters
-        )
+
+class Setup(OnVectors):
+    """A small model under one strategy, which is not told of micro-batches."""
+
+    def __init__(self, backend: str = "resident", parameters: str = "bfloat16", **settings: Any) -> None:
+        defaults = {"state": BACKENDS[backend], "clipping": {"max_norm": None}, "make": small_model}
+        super().__init__(parameters=parameters, **{**defaults, **settings})
 
     def backward(self, number: int, parts: int = 1) -> None:
+        self.steps = number
         for part in range(parts):
-            generator = torch.Generator().manual_seed(100 * number + part)
-            inputs = torch.randn(5, 6, generator=generator).to(self.model[0].weight.dtype)
-            self.optimizer.backward(self.model(inputs).float().square().mean() / parts)
+            self.optimizer.backward(self.loss(part) / parts)
 
-    def step(self, number: int, parts: int = 1) -> None:
-        self.backward(number, parts)
-        assert self.optimizer.step()
-
-    def train(self, *numbers: int) -> Setup:
+    def train(self, *numbers: int) -> Setup:  # type: ignore[override]
         for number in numbers:
-            self.step(number)
+            self.backward(number)
+            assert self.optimizer.step()
         return self
 
     def weights(self) -> dict[str, Tensor]:
-        self.optimizer.synchronize()
-        return {name: value.clone() for name, value in self.model.state_dict().items()}
-
-    def state(self) -> dict[str, Tensor]:
-        named = self.model.named_parameters()
-        found = {f"{n}.{k}": v for n, p in named for k, v in self.optimizer.state[p].items()}
-        return {key: value.clone() for key, value in found.items() if isinstance(value, Tensor)}
+        return copy.deepcopy(self.model.state_dict())
 
 
 def assert_same(tested: Setup, expected: Setup) -> None:
-    for ours, theirs in ((tested.weights(), expected.weights()), (tested.state(), expected.state())):
-        assert ours.keys() == theirs.keys()
-        assert [key for key in theirs if not torch.equal(ours[key].cpu(), theirs[key].cpu())] == []
+    training.assert_same(tested.snapshot(), expected.snapshot())
 
 
 def halve(model: nn.Module) -> None:
@@ -136,17 +104,6 @@ def step_while_frozen(setup: Setup, _: Path) -> None:
     setup.model.requires_grad_(True)
 
 
-def zero_the_model(setup: Setup, _: Path) -> None:
-    setup.backward(7, parts=3)
-    setup.model.zero_grad()
-
-
-def delete_gradients(setup: Setup, _: Path) -> None:
-    setup.backward(7, parts=3)
-    for parameter in setup.model.parameters():
-        parameter.grad = None
-
-
 def assign(name: str, value: Any, error: type[Exception], words: str) -> Callable[[Setup, Path], None]:
     def assigned(setup: Setup, _: Path) -> None:
         with pytest.raises(error, match=words):
@@ -155,9 +112,8 @@ def assign(name: str, value: Any, error: type[Exception], words: str) -> Callabl
     return assigned
 
 
-EVER = [step_while_frozen, zero_the_model, delete_gradients]
 AFTER_A_STEP = [
-    *EVER,
+    step_while_frozen,
     look_under_other_weights,
     cast_to_fp64,
     add_to_a_measured_norm,
@@ -171,7 +127,7 @@ AFTER_A_STEP = [
 
 @every_value(
     backend=["resident", "stream", "stream-overlap"],
-    moment=[*((0, act) for act in EVER), *((1, act) for act in AFTER_A_STEP)],
+    moment=[(0, step_while_frozen), *((1, act) for act in AFTER_A_STEP)],
 )
 def test_what_leaves_no_trace(backend: str, moment: tuple[int, Callable[[Setup, Path], None]], tmp_path: Path) -> None:
     """What is refused, given up or taken back: training goes on with the bits of one that saw none of it."""
@@ -193,7 +149,7 @@ def test_a_parameter_of_another_shape_starts_anew_or_is_refused(kind: str, param
     small = last.weight.data, last.bias.data
     last.weight.data, last.bias.data = (torch.cat([data, data[:2]]) for data in small)
     with pytest.raises(ValueError, match=r"2.weight has shape \(5, 40\) now .* state has \(3, 40\)"):
-        setup.step(2)
+        setup.train(2)
     setup.optimizer.zero_grad()
     large = last.weight.data, last.bias.data
     last.weight.data, last.bias.data = small
@@ -229,18 +185,6 @@ def test_weights_of_before_a_cast_take_no_memory() -> None:
         setups.append(setup)
     gc.collect()
     assert [kind for kind, items in before.items() if any(item() for item in items)] == []
-
-
-@every_value(kind=EVERY_TIME)
-def test_a_cast_between_the_norm_and_the_step_counts(kind: str) -> None:
-    setups = [Setup(state=EVERY_TIME[kind], clipping={"max_norm": 0.1}).train(0, 1) for _ in range(2)]
-    for setup, asks in zip(setups, (True, False), strict=True):
-        setup.backward(2)
-        norm = setup.optimizer.grad_norm() if asks else None
-        setup.model.float()
-        result = setup.optimizer.step()
-        assert norm is None or torch.equal(result.grad_norm, norm)
-    assert_same(*setups)
 
 
 @every_value(backend=BACKENDS, parameters=["bfloat16", "float32"])
@@ -281,26 +225,8 @@ def test_a_model_on_two_devices_is_refused_and_loses_nothing(monkeypatch: pytest
             setup.optimizer.step()
     item.local = here
     assert setup.optimizer.step()
-    expected.step(2)
+    expected.train(2)
     assert_same(setup.train(3), expected.train(3))
-
-
-@every_value(kind=[*EVERY_TIME, *IN_BACKWARD], to=[torch.float32, torch.float16], then=["train", "refresh", "overflow"])
-def test_a_model_that_is_cast_keeps_its_moments(kind: str, to: torch.dtype, then: str) -> None:
-    """Its masters are the new weights, and gradients are measured and clipped in their new dtype."""
-    scope = "unit" if kind in IN_BACKWARD else "global"
-    pair = Pair(*TWO_GROUPS["AdamW"], backend=kind, max_norm=0.1, scope=scope, micro_batches=2)
-    pair.train(2)
-    pair.overflow_at = frozenset({2} if then == "overflow" else {})
-    for model in (pair.model, pair.reference_model):
-        model.to(to)
-    for parameter in pair.reference.parameters:
-        pair.reference.adopt(parameter)
-    if then == "refresh":
-        pair.optimizer.refresh_master_weights()
-        pair.check()
-    pair.train(3)
-    assert pair.reference.clipped_steps > 0 and pair.reference.skipped_steps == (then == "overflow")
 
 
 # -- state
@@ -371,7 +297,7 @@ def test_a_parameter_does_not_move_to_a_group_of_another_class(backend: str) -> 
     first, second = setup.optimizer.param_groups
     second["params"].insert(0, first["params"].pop())
     with pytest.raises(ValueError, match="bias was moved to a parameter group of SGD, and its state is that of AdamW"):
-        setup.step(1)
+        setup.train(1)
     first["params"].append(second["params"].pop(0))
     setup.optimizer.step()
     assert_same(setup.train(2), expected.train(1, 2))
@@ -570,7 +496,7 @@ def test_names_are_kept_and_loaded_into_an_optimizer_without() -> None:
 
 @backends
 def test_an_optimizer_without_state_has_none_in_its_state_dict(backend: str) -> None:
-    setup = Setup(backend, "float32", torch.optim.SGD, lr=1e-2).train(0, 1)
+    setup = Setup(backend, "float32", optimizer_class=torch.optim.SGD).train(0, 1)
     assert setup.optimizer.state_dict()["state"] == {}
 
 
@@ -668,10 +594,9 @@ def test_writes_are_found_by_their_versions_too(
             setup.train(0, 1)
         between(setup)
         setup.train(2, 3)
-        found.append({**setup.weights(), **setup.state()})
+        found.append(setup.snapshot())
         setup.optimizer.close()
-    assert found[0].keys() == found[1].keys()
-    assert [key for key, value in found[0].items() if not torch.equal(value, found[1][key])] == []
+    training.assert_same(*found)
 
 
 def deep_copy(setup: Setup) -> None:
@@ -700,23 +625,6 @@ def test_loaded_state_is_read_as_it_was_loaded_until_its_weights_come(
     assert_same(setup, other.train(2))
 
 
-@every_value(backend=BACKENDS, loaded_first=["weights", "state"])
-def test_what_is_read_follows_a_weight_that_was_written_after_its_state_was_loaded(
-    backend: str, loaded_first: str
-) -> None:
-    """No step has been between."""
-    other, setup = Setup(backend).train(7, 8), Setup(backend).train(0, 1)
-    saved, weights = other.optimizer.state_dict(), other.weights()
-    for what in (loaded_first, {"weights": "state", "state": "weights"}[loaded_first]):
-        setup.model.load_state_dict(weights) if what == "weights" else setup.optimizer.load_state_dict(saved)
-    write_in_place(setup)
-    written, *others = setup.model.parameters()
-    assert torch.equal(setup.optimizer.state[written]["master"].cpu(), written.detach().float().cpu())
-    for parameter, theirs in zip(others, list(other.model.parameters())[1:], strict=True):
-        read, expected = setup.optimizer.state[parameter]["master"], other.optimizer.state[theirs]["master"]
-        assert torch.equal(read.cpu(), expected.cpu())
-
-
 @pytest.mark.parametrize("backend", ["resident", "stream-in-backward-and-forward"])
 def test_a_parameter_starts_anew_with_its_master(backend: str) -> None:
     """What docs/streaming.md says: the master is part of the state, and can be assigned again."""
@@ -733,70 +641,34 @@ def test_a_parameter_starts_anew_with_its_master(backend: str) -> None:
 # -- before the first update a master is what the user gave
 
 
-GIVEN = {"lr": 1e-2, "weight_decay": 0.1}
-
-
-def given() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
-class FromGiven:
-    """A model under one backend and the same in plain torch, with fp32 masters of the given weights."""
-
-    def __init__(self, kind: str) -> None:
-        self.strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": EVERY_TIME[kind]})
-        self.model = self.strategy.prepare_model(given())
-        self.optimizer: Any = self.strategy.create_optimizer(self.model, **GIVEN)
-        self.masters = [nn.Parameter(parameter.detach()) for parameter in given().parameters()]
-        self.plain = torch.optim.AdamW(self.masters, fused=True, **GIVEN)
-
-    def check(self, model: nn.Module, optimizer: Any, layers: tuple[int, ...] = (0, 2)) -> None:
-        """Two more steps of these layers are those of plain torch."""
-        masters = dict(zip(self.model.state_dict(), self.masters, strict=True))
-        for step in range(2):
-            for name, parameter in model.named_parameters():
-                if int(name[0]) in layers:
-                    parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
-                    masters[name].grad = parameter.grad.float()
-            optimizer.step()
-            self.plain.step()
-            self.plain.zero_grad()
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, masters[name].to(parameter.dtype)), name
-            if parameter in optimizer.state:
-                assert torch.equal(optimizer.state[parameter]["master"].cpu(), masters[name]), name
-
-
-kinds = pytest.mark.parametrize("kind", ["resident", "stream-in-backward-and-forward"])
-
-
-@kinds
-def test_state_that_torch_makes_to_look_at_takes_no_master_away(kind: str) -> None:
-    run = FromGiven(kind)
-    get_state_dict(run.model, run.optimizer)  # makes state by a step with zero gradients
-    run.check(run.model, run.optimizer)
-
-
-@kinds
+@pytest.mark.parametrize("kind", ["resident", "stream-in-backward-and-forward"])
 def test_plain_torchs_state_is_that_of_the_weights_that_were_given(kind: str) -> None:
     """It holds no masters."""
-    run = FromGiven(kind)
-    for master in run.masters:
-        master.grad = torch.full_like(master, 0.3)
-    run.plain.step()
-    model = given()
-    model.load_state_dict(dict(zip(model.state_dict(), run.masters, strict=True)))
-    model = run.strategy.prepare_model(model)
-    optimizer = run.strategy.create_optimizer(model, **GIVEN)
-    optimizer.load_state_dict(copy.deepcopy(run.plain.state_dict()))
-    run.check(model, optimizer)
+    expected = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    reference = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+
+    def set_gradients(model: nn.Module, value: float) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+
+    set_gradients(expected, 0.25)
+    reference.step()
+    values = {"clipping": {"max_norm": None}, "optimizer_state": EVERY_TIME[kind]}
+    _, model, optimizer = made(values, copy.deepcopy(expected), lr=1e-2, weight_decay=0.1)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for value in (0.125, 0.5):
+        set_gradients(expected, value)
+        reference.step()
+        set_gradients(model, value)
+        optimizer.step()
+    for parameter, master in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, master.to(parameter.dtype))
+        assert torch.equal(optimizer.state[parameter]["master"].cpu(), master)
 
 
 def test_looking_leaves_the_optimizer_free_to_be_sharded() -> None:
-    run = FromGiven("resident")
-    state = run.optimizer.state_dict()
-    assert sorted(state["state"]) == [0, 1, 2, 3] and all([*own] == ["master"] for own in state["state"].values())
-    run.optimizer.load_state_dict(state)
-    assert not run.optimizer.is_set_up and not run.optimizer.state
-    run.check(run.model, run.optimizer)
+    optimizer = Setup(make=lambda: nn.Linear(6, 3)).optimizer
+    state = optimizer.state_dict()
+    assert sorted(state["state"]) == [0, 1] and all([*own] == ["master"] for own in state["state"].values())
+    optimizer.load_state_dict(state)
+    assert not optimizer.is_set_up and not optimizer.state

@@ -27,6 +27,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim.lr_scheduler import ExponentialLR
 
 import lightstep
@@ -88,7 +89,7 @@ def weights_of(kind: str) -> dict[str, Any]:
     """The strategy's ``weights``."""
     if "on the host" not in kind:
         return {}
-    return {"placement": "host", "device_mib": 0.0005, "gradients_gib": 3e-7}
+    return {"placement": "host", "device_mib": 64.0 if "overlap" in kind else 0.0005, "gradients_gib": 3e-7}
 
 
 MOMENTS = {
@@ -300,18 +301,24 @@ class Programs:
         self.step(False)
 
     def backward(self, micro_batches: int, last: bool, special: str | None) -> None:
-        """Special ones: an inf in a gradient, a loss of 0, ``loss.backward()``."""
+        """Special ones.
+
+        An inf in a gradient, a loss of 0 or NaN, ``loss.backward()``, a kept graph, a key of :data:`LOSSES`, or
+        micro-batches of which the strategy is not told (``untold``).
+        """
         own = special == "own" and self.dtype != "float16"
+        told = special != "untold" or self.in_backward
         hook = self.hooked(HOOKED[self.number % 4], _first_is_inf) if special == "inf" else contextlib.nullcontext()
         with hook:
             for micro in range(micro_batches):
                 final = last and micro == micro_batches - 1
-                with self.strategy.accumulate(self.model, last=final):
-                    losses = [loss_of(model, self.number) for model in (self.model, self.twin)]
+                with self.strategy.accumulate(self.model, last=final) if told else contextlib.nullcontext():
+                    losses = [LOSSES.get(special, loss_of)(model, self.number) for model in (self.model, self.twin)]
                     check_losses(*losses)
                     if not losses[0].requires_grad:
                         return
-                    ours, theirs = (loss * 0 for loss in losses) if special == "zero" else losses
+                    factor = {"zero": 0.0, "nan": torch.nan}.get(special)
+                    ours, theirs = losses if factor is None else (loss * factor for loss in losses)
                     ours.backward() if own else self.optimizer.backward(ours, retain_graph=special == "retain")
                     self.loop.backward(theirs)
                 self.number += 1
@@ -392,6 +399,12 @@ class Programs:
             self.model.load_state_dict(weights)
             self.optimizer.load_state_dict(state)
 
+    def interrupt_forward(self, layer: str) -> None:
+        handle = self.model.get_submodule(layer).register_forward_pre_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(self.model, 4)
+        handle.remove()
+
     def fail_in_step(self) -> None:
         """A gradient that cannot be taken; mended, the step is made again."""
         gradient = self.named["mix.weight"].grad
@@ -419,6 +432,35 @@ class Programs:
         if parameter.grad is not None and total is not None:  # it is not on the host
             parameter.grad = torch.zeros_like(parameter.grad) if how == "exchange" else parameter.grad.mul_(0.5)
             total.mul_(0 if how == "exchange" else 0.5)
+
+    def add_to_gradient(self, name: str) -> None:
+        """By hand, before or after a backward; matrices are in column-major order."""
+        if self.in_backward:
+            return
+        parameter, twin = self.named[name], self.twins[name]
+        own = torch.linspace(0, 1, parameter.numel()).view(parameter.shape[::-1]).to(parameter.dtype).mT
+        total = self.loop.sums.get(twin, torch.zeros_like(own, dtype=torch.float32))
+        if parameter.grad is None:  # there is none, or it is on the host
+            parameter.grad, self.loop.sums[twin] = own, total + own
+        else:
+            parameter.grad = parameter.grad + own
+            self.loop.sums[twin] = parameter.grad.float().clone()
+
+    def give_up_gradients(self, layer: str, how: str) -> None:
+        """Of a part of the model (``""``: all of it), through its modules or, of those that are seen, one by one."""
+        if how == "one by one" and "on the host" in self.kind:
+            how = "zero_grad"
+        for model in (self.model, self.twin):
+            part = model.get_submodule(layer)
+            if how == "one by one":
+                for parameter in part.parameters():
+                    parameter.grad = None
+            else:
+                part.zero_grad(set_to_none=how == "zero_grad")
+        for twin in self.loop.sums.keys() & {*self.twin.get_submodule(layer).parameters()}:
+            total = self.loop.sums.pop(twin)
+            if how == "to zero":
+                self.loop.sums[twin] = torch.zeros_like(total)
 
     # -- settings
 
@@ -464,6 +506,28 @@ class Programs:
             every = [name for name in layers if name != "late" or self.late]
             for parameter in [p for name in (every if layer == "all" else [layer]) for p in layers[name]]:
                 parameter.requires_grad_(not frozen)
+
+    def cast(self, dtype: str) -> None:
+        """The masters are the new weights then."""
+        if self.rounds or "on the host" in self.kind:
+            return
+        self.dtype = dtype
+        for model in (self.model, self.twin):
+            model.to(getattr(torch, dtype))
+        for twin in self.loop.masters:
+            self.loop.adopt(twin)
+
+    def swap(self, how: str) -> None:
+        """Parameters are exchanged for others, as ``model.to()`` does it where there is another device."""
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            if how == "load_state_dict":
+                self.model.load_state_dict({name: value.clone() for name, value in self.model.state_dict().items()})
+            elif "on the host" not in self.kind:
+                self.model._apply(torch.clone)
+                self.model.float().to(getattr(torch, self.dtype))
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
 
     def add_group(self) -> None:
         if not self.late:
@@ -520,6 +584,10 @@ class Programs:
         if how == "evaluate":
             with torch.inference_mode():
                 check_losses(loss_of(self.model, 4), loss_of(self.twin, 4))
+        elif how == "forward":
+            check_losses(loss_of(self.model, 4), loss_of(self.twin, 4))
+        elif how == "get_state_dict":
+            get_state_dict(self.model, self.optimizer)
         elif how == "optimizer.state":
             self.check_state(self.optimizer.state)
         elif how == "optimizer.state_dict":
@@ -718,6 +786,12 @@ READS: dict[str, Any] = {
 }
 
 
+LOSSES: dict[str | None, Any] = {
+    "two forwards": lambda model, number: loss_of(model, number) + loss_of(model, number + 1),
+    "of weights": lambda model, number: loss_of(model, number) + model.mix.weight.float().square().sum(),
+}
+
+
 def _first_is_inf(gradient: Tensor) -> Tensor:
     return gradient.flatten().index_fill(0, torch.tensor([0]), torch.inf).view_as(gradient)
 
@@ -732,6 +806,10 @@ def _in_eight_bits(key: str, value: Tensor) -> Tensor:
 
 def _fail(_: Tensor) -> None:
     raise ZeroDivisionError("in backward")
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 # -- programs

@@ -9,7 +9,7 @@ import random
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -308,17 +308,6 @@ def test_a_write_between_backward_and_step_that_nobody_counts() -> None:
 # ---- one thing at a time, beside a run with weights on the device
 
 
-def what_stayed_for_the_step_is_added_to_the_next_micro_batch(run: Training) -> Any:
-    """Nobody has said that another one follows. Its forward takes the first gradient to the host."""
-    run.train(3)
-    run.delays(3)
-    for count in (1, 2, 1, 1, 1, 3):
-        for _ in range(count):
-            run.optimizer.backward(run.loss())
-        run.optimizer.step()
-        run.steps += 1
-
-
 def what_is_written_to_data_between_two_evaluations_counts(run: Training) -> Any:
     """By somebody who holds the parameter: no read through the model says that it may be written to."""
     head = run.model.head.weight
@@ -354,24 +343,6 @@ def masters_that_are_loaded_into_fp32_weights_stay(run: Training) -> Any:
     run.train(1)
     run.optimizer.load_state_dict(source.optimizer.state_dict())
     run.delays(0, 0.0)
-    return run.train(2)
-
-
-def a_write_while_other_weights_of_the_block_are_updated(run: Training) -> Any:
-    losses = run.train(1)
-    run.delays(0)
-    for step in range(3):
-        with torch.no_grad():
-            run.model.blocks[step].up.weight.mul_(0.5)
-        losses += run.train(1)
-    return losses
-
-
-def what_is_assigned_to_data_between_forward_and_backward_counts(run: Training) -> Any:
-    head = run.model.head.weight
-    run.train(1)
-    run.loss()
-    head.data = torch.full_like(head, 0.5)
     return run.train(2)
 
 
@@ -412,22 +383,13 @@ def an_adapter_comes_in_mid_run(run: Training) -> Any:
 
 WIDE = partial(TinyTransformer, width=16)
 STORIES: list[tuple[Callable[[Training], Any], str, str, str, str]] = [
-    (what_stayed_for_the_step_is_added_to_the_next_micro_batch, "stream", "overlap", "not clipped", "bfloat16"),
     (what_is_written_to_data_between_two_evaluations_counts, "resident", "at_step", "clipped", "bfloat16"),
     (a_refresh_brings_what_was_written_to_data, "resident", "next_forward", "clipped", "bfloat16"),
     (a_refresh_brings_what_was_written_to_data, "stream", "overlap", "clipped", "float32"),
     (masters_that_are_loaded_into_fp32_weights_stay, "resident", "at_step", "clipped", "float32"),
-    (a_write_while_other_weights_of_the_block_are_updated, "stream", "overlap", "clipped", "bfloat16"),
-    (what_is_assigned_to_data_between_forward_and_backward_counts, "resident", "at_step", "clipped", "bfloat16"),
     (a_held_parameter_is_written_to_after_the_step, "resident", "at_step", "not clipped", "bfloat16"),
-    (
-        a_held_parameter_is_written_to_after_the_step,
-        "resident",
-        "in_backward",
-        "not clipped",
-        "bfloat16",
-    ),
     (an_adapter_comes_in_mid_run, "stream", "overlap", "not clipped", "bfloat16"),
+    (a_held_parameter_is_written_to_after_the_step, "resident", "in_backward", "not clipped", "bfloat16"),
     (parameters_that_change_their_memory_while_they_are_updated, "stream", "overlap", "not clipped", "bfloat16"),
     (parameters_that_change_their_memory_while_they_are_updated, "stream", "in_backward", "not clipped", "bfloat16"),
 ]
@@ -451,7 +413,7 @@ def test_beside_weights_on_the_device(
     assert_same(found[1][1], found[0][1])
 
 
-# ---- what users do between the lines of a training loop
+# ---- what users do between the lines of a training loop, here on several ranks: ``test_programs.py`` has one device
 
 
 def evaluate(run: Training, folder: Path) -> None:
@@ -476,15 +438,6 @@ def load_own_weights(run: Training, folder: Path) -> None:
     run.model.load_state_dict(state)
 
 
-def change_gradients(run: Training, folder: Path) -> None:
-    """Before the step, which clips by the norm of what is there then."""
-    for micro in range(2):
-        run.optimizer.backward(run.loss(micro))
-    head = run.model.head.weight
-    head.grad = torch.full_like(head, 0.25) if head.grad is None else head.grad + 0.25
-    run.optimizer.step()
-
-
 def drop_gradients(run: Training, folder: Path) -> None:
     run.optimizer.backward(run.loss(5))
     run.optimizer.zero_grad()
@@ -501,71 +454,22 @@ def zero_gradients(run: Training, folder: Path) -> None:
     run.optimizer.step()
 
 
-def set_gradients_before(run: Training, folder: Path) -> None:
-    weight = run.model.blocks[1].up.weight
-    weight.grad = torch.linspace(0, 1, weight.numel()).view(weight.T.shape).T.to(weight.dtype)  # laid out otherwise
-    run.model.gain.grad = torch.full_like(run.model.gain, 0.125)
-    run.optimizer.backward(run.loss(4))
-    run.loss(5).backward()
-    run.optimizer.step()
-
-
-def zero_gradients_of_modules(run: Training, folder: Path) -> None:
-    """As in plain loops that drop a micro-batch, or the gradients of some modules; what is set later counts."""
-    run.optimizer.backward(run.loss(4))
-    run.model.zero_grad()
-    run.optimizer.backward(run.loss(5))
-    run.model.blocks[1].zero_grad()
-    run.model.head.zero_grad()
-    run.model.head.weight.grad = torch.full_like(run.model.head.weight, 0.125)
-    run.optimizer.step()
-    run.optimizer.backward(run.loss(4))
-    run.model.blocks[0].zero_grad(set_to_none=False)
-    run.optimizer.step()
-
-
-def two_forwards(run: Training, folder: Path) -> None:
+def two_forwards(run: Training) -> None:
     run.optimizer.backward(run.loss(4) + run.loss(5))
     run.optimizer.step()
 
 
-def regularise(run: Training, folder: Path) -> None:
-    """The loss has weights themselves in it."""
-    weight = run.model.head.weight
-    run.optimizer.backward(run.loss(4) + weight.float().square().sum().to(run.loss(4).device))
-    run.optimizer.step()
-
-
-def fail(run: Training, folder: Path, errors: Sequence[type[BaseException]] = (ValueError, KeyboardInterrupt)) -> None:
-    for error in errors:
-
-        def raising(*_: Any, error: type[BaseException] = error) -> None:
-            raise error("a user's hook")
-
-        for register in (run.model.blocks[1].register_forward_hook, run.model.blocks[1].register_full_backward_hook):
-            handle = register(raising)
-            with pytest.raises(error, match="a user's hook"):
-                run.optimizer.backward(run.loss(5))
-            handle.remove()
-            run.optimizer.zero_grad()
-            run.model.zero_grad()
-
-
-def interrupt_and_save(run: Training, folder: Path) -> None:
+def fail(run: Training) -> None:
     def raising(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise ValueError("a user's hook")
 
-    handle = run.model.blocks[1].register_forward_pre_hook(raising)
-    with pytest.raises(KeyboardInterrupt):
-        run.loss(5)
-    handle.remove()
-    before = run.model.state_dict()
-    kept = {name: value.clone() for name, value in before.items()}
-    run.strategy.save_checkpoint(folder / "c", run.model, run.optimizer)
-    run.train(1)
-    run.steps -= 1
-    run.strategy.load_checkpoint(folder / "c", run.model, run.optimizer)
-    assert all(torch.equal(value, kept[name]) for name, value in run.model.state_dict().items())
+    for register in (run.model.blocks[1].register_forward_hook, run.model.blocks[1].register_full_backward_hook):
+        handle = register(raising)
+        with pytest.raises(ValueError, match="a user's hook"):
+            run.optimizer.backward(run.loss(5))
+        handle.remove()
+        run.optimizer.zero_grad()
+        run.model.zero_grad()
 
 
 def freeze(run: Training, folder: Path) -> None:
@@ -646,7 +550,7 @@ def around_two_forwards(run: Training, slows: bool = False) -> tuple[list[list[f
     losses = run.train(2)
     if slows:
         run.delays(1)
-    two_forwards(run, Path())
+    two_forwards(run)
     found = losses + run.train(1), clean(run.snapshot())
     run.optimizer.close()
     return found
@@ -673,42 +577,6 @@ def test_a_forward_that_uses_weights_by_itself(
     expected = expected_around(forward, time == "in_backward")
     assert losses == expected[0]
     assert_same(snapshot, expected[1])
-
-
-ACTIONS: list[Callable[[Training, Path], None]] = [
-    *(evaluate, forward_without_backward, write_in_place, load_own_weights, drop_gradients, zero_gradients),
-    *(set_gradients_before, two_forwards, regularise, fail, freeze, interrupt_and_save, change_gradients),
-    zero_gradients_of_modules,
-]
-"""More of what users do are programs of ``test_programs.py``."""
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_users_do_between_steps(tied: bool, tmp_path: Path) -> None:
-    """One run does all of it, one after the other, each while updates are pending."""
-
-    def content(time: str, mib: float | None) -> Iterator[tuple[str, Any]]:
-        weights, home = ({"placement": "host", "device_mib": mib}, "stream") if mib else (None, "resident")
-        run = make(home, time, "clipped", "bfloat16", weights, make=partial(TinyTransformer, tied=tied))
-        run.train(1)
-        if mib:
-            run.delays(tied)
-        run.train(1)
-        for action in ACTIONS:
-            folder = tmp_path / time / str(mib) / action.__name__
-            folder.mkdir(parents=True)
-            action(run, folder)
-            yield action.__name__, run.train(1)
-        yield "the end", run.snapshot()
-        run.optimizer.close()
-
-    expected = list(content("at_step", None))
-    time, mib = ("overlap", 0.005) if tied else ("next_forward", 64.0)
-    for (name, wanted), (_, found) in zip(expected, content(time, mib), strict=True):
-        if name == "the end":
-            assert_same(found, wanted)
-        else:
-            assert found == wanted, name
 
 
 def test_weights_are_read_on_the_host_between_forward_and_backward() -> None:
@@ -808,7 +676,7 @@ def test_a_model_that_is_given_up_leaves_neither_memory_nor_threads(time: str, f
         run = make("stream", time, "clipped", "bfloat16", {"placement": "host", "device_mib": 0.02})
         run.train(2)
         if failed:
-            fail(run, Path(), [ValueError])
+            fail(run)
         visits = PreparedModel.of(run.model).weight_visits
         assert visits is not None
         fields = [weakref.ref(field) for group in visits.weights.groups for field in group.fields]

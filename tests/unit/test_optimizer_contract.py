@@ -94,22 +94,6 @@ def test_the_result_of_a_step(parameters: str, backend: str) -> None:
     assert "StepResult" in repr(skipped)
 
 
-@every_value(parameters=DTYPES, backend=BACKENDS)
-def test_a_step_without_gradients_moves_nothing(parameters: str, backend: str) -> None:
-    pair = build(parameters, backend)
-    before = [p.detach().clone() for p in pair.model.parameters()]
-    with pytest.warns(UserWarning, match="no gradient"):
-        result = pair.optimizer.step()
-    assert float(result.grad_norm) == 0.0
-    pair.reference.step(result.grad_norm.cpu())
-    assert all(torch.equal(p, q) for p, q in zip(pair.model.parameters(), before, strict=True))
-    pair.train(3)
-    with pytest.warns(UserWarning, match="no gradient"):
-        result = pair.optimizer.step()
-    pair.reference.step(result.grad_norm.cpu())
-    pair.train(3)
-
-
 def test_a_lazy_module_needs_a_forward_first() -> None:
     strategy = lightstep.Strategy.load("fp32")
     model = strategy.prepare_model(nn.Sequential(nn.LazyLinear(4)))
@@ -119,20 +103,6 @@ def test_a_lazy_module_needs_a_forward_first() -> None:
     optimizer = strategy.create_optimizer(model)
     optimizer.backward(model(torch.ones(2, 3)).sum())
     assert optimizer.step()
-
-
-def test_backward_may_keep_the_graph() -> None:
-    pair = build("float32", micro_batches=1)
-    loss, expected = loss_of(pair.model, 0), loss_of(pair.reference_model, 0)
-    pair.optimizer.backward(loss, retain_graph=True)
-    pair.optimizer.backward(loss)
-    for last in (False, True):
-        expected.backward(retain_graph=not last)
-        pair.reference.collect()
-    pair.finish()
-    pair.check()
-    with pytest.raises(RuntimeError, match="second time"):
-        pair.optimizer.backward(loss)
 
 
 @every_value(parameters=DTYPES, backend=BACKENDS)

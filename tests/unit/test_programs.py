@@ -70,6 +70,35 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
         TRAIN, *(("set_gradients_to_zero",), BACKWARD, STEP) * 4, ("set_gradients_to_zero",),
         ("backward", 2, True, "own"), STEP, ("backward", 1, False, None), ("set_gradients_to_zero",), BACKWARD, STEP,
     ],
+    "gradients of parts are given up": [
+        TRAIN, ("backward", 2, False, None), ("give_up_gradients", "blocks.1", "zero_grad"),
+        ("backward", 1, False, None), ("give_up_gradients", "mix", "to zero"), BACKWARD,
+        ("give_up_gradients", "embed", "one by one"), STEP, TRAIN, ("backward", 3, False, None),
+        ("give_up_gradients", "", "zero_grad"), TRAIN, ("backward", 3, False, None),
+        ("give_up_gradients", "", "one by one"), TRAIN,
+    ],
+    "gradients are added by hand": [
+        TRAIN, ("add_to_gradient", "mix.weight"), ("add_to_gradient", "gain"), ("backward", 2, False, None),
+        ("add_to_gradient", "embed.weight"), ("backward", 1, True, "own"), STEP, TRAIN,
+        BACKWARD, ("add_to_gradient", "blocks.1.down.weight"), STEP, TRAIN,
+    ],
+    "nobody says that a micro-batch follows": [
+        ("train", 3), *[call for number in (1, 2, 1, 3) for call in (("backward", number, True, "untold"), STEP)],
+    ],
+    "two forwards before a backward": [
+        TRAIN, ("backward", 1, True, "two forwards"), STEP, TRAIN, ("backward", 2, True, "two forwards"), STEP, TRAIN,
+    ],
+    "weights in the loss": [TRAIN, ("backward", 2, True, "of weights"), STEP, TRAIN],
+    "a loss that is not a number": [("train", 3), ("backward", 1, True, "nan"), STEP, ("train", 2), TRAIN],
+    "a forward without a backward": [
+        TRAIN, ("read", "forward"), TRAIN, BACKWARD, ("read", "forward"), STEP, ("read", "forward"),
+        ("edit", "exchange", 5), TRAIN,
+    ],
+    "an interrupted forward": [
+        TRAIN, ("interrupt_forward", "blocks.1"), ("save", "checkpoint"), TRAIN,
+        ("load", None, False, True, "float32"), TRAIN, ("interrupt_forward", "blocks.2"), ("edit", "copy_", 5), TRAIN,
+    ],
+    "steps without gradients": [STEP, ("train", 3), STEP, TRAIN],
     # -- settings
     "a schedule": [TRAIN, ("schedule",), TRAIN, ("schedule",), BACKWARD, ("lr", 1, 3e-2), ("step", True), TRAIN],
     "a group that is added": [TRAIN, ("edit", "exchange", 2), ("edit", "copy_", 5), ("add_group",), ("train", 2)],
@@ -104,6 +133,9 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "the weights that are there are loaded": [("train", 2), TRAIN, ("edit", "there and back", -1), ("train", 2), TRAIN],
     "an edit before a step that is skipped": [TRAIN, ("edit", "copy_", 2), ("backward", 1, True, "inf"), STEP, TRAIN],
+    "state is looked at before the first step": [
+        ("read", "optimizer.state_dict"), ("load_own_state",), ("read", "get_state_dict"), TRAIN, TRAIN,
+    ],
     "edits before the first step": [("edit", "copy_", -1), TRAIN, ("edit", "there and back", 2), TRAIN, TRAIN],
     **{
         f"weights are edited after the norm was asked for, by {how}": [
@@ -112,6 +144,26 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
         for how in ("copy_", "exchange")
     },
     "edits of a row": [("train", 2), ("edit", "a row", 2), TRAIN, ("edit", "a row", -1), ("train", 2)],
+    **{
+        f"state is loaded, {'after' if model_first else 'before'} its weights, and one of these is edited": [
+            ("train", 2), ("save", "state"), TRAIN, ("load", None, False, model_first, "float32"),
+            ("edit", "copy_", 4), ("read", "optimizer.state"), TRAIN,
+        ]
+        for model_first in (True, False)
+    },
+    **{
+        f"parameters are swapped by {how}": [
+            ("swap", how), TRAIN, ("swap", how), ("backward", 2, True, "own"), STEP, ("swap", how), ("train", 2),
+        ]
+        for how in ("_apply", "load_state_dict")
+    },
+    **{
+        f"the model is cast to {dtype}": [
+            ("train", 2), ("cast", dtype), TRAIN, ("backward", 1, True, "inf"), STEP, ("cast", "bfloat16"),
+            ("refresh",), TRAIN, BACKWARD, ("ask_for_the_norm",), ("cast", dtype), STEP, ("train", 2),
+        ]
+        for dtype in ("float32", "float16")
+    },
     "masters begin again from the weights": [("train", 3), ("refresh",), ("train", 3)],
     # -- memory
     "released before the first step, between and twice": [
