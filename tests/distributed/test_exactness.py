@@ -45,6 +45,7 @@ def values_of(case: dict[str, Any], sharding: dict[str, Any]) -> dict[str, Any]:
         "precision": case.get("precision", {}),
         "clipping": case.get("clipping", {"max_norm": 0.5}),
         "optimizer_state": case.get("optimizer_state", {}),
+        "weights": case.get("weights", {}),
     }
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
@@ -24,8 +23,6 @@ from tests.distributed.ranks import on_ranks
 from tests.distributed.training import (
     DDP,
     FSDP2,
-    Training,
-    full,
     load,
     same_on_all_ranks,
     same_tensors,
@@ -164,104 +161,3 @@ def test_masters_start_from_what_rank_0_was_given(rank: int, world_size: int, sh
         expected = given if sharding["kind"] == "ddp" else given.chunk(world_size)[rank : rank + 1]
         whole = expected if isinstance(expected, Tensor) else torch.cat([*expected, given[:0]])
         assert torch.equal(master, whole.to(master.device)), name
-
-
-class Heads(nn.Module):
-    """Each step uses the trunk and one of the heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.trunk, self.heads = nn.Linear(6, 5), nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4), nn.Linear(5, 4)])
-
-    def forward(self, inputs: Tensor, head: int) -> Tensor:
-        return self.heads[head](torch.tanh(self.trunk(inputs)))
-
-
-def compare_with_torch(
-    rank: int, sharding: dict[str, Any], update: str, make: Callable[[], nn.Module], loss: Callable[..., Tensor]
-) -> None:
-    """The weights of a plain loop with torch's DDP or FSDP2, after some steps.
-
-    Args:
-        loss: of the step, the model, its optimizer, and inputs [3, 6].
-    """
-    plain, state = make(), {"backend": "stream", "update": update}
-    strategy = load(sharding, precision={"parameters": "float32"}, clipping={"max_norm": None}, optimizer_state=state)
-    model = strategy.prepare_model(make())
-    wrapped: nn.Module = plain
-    if sharding["kind"] == "ddp":
-        wrapped = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
-    else:
-        fully_shard(plain)
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-    reference = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-    for step in range(6):
-        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        for trained, one, backward in ((wrapped, reference, Tensor.backward), (model, optimizer, optimizer.backward)):
-            backward(loss(step, trained, one, inputs))
-            one.step()
-    optimizer.synchronize()
-    same_tensors(weights_of(strategy, model), {name: full(p) for name, p in plain.named_parameters()})
-
-
-@on_ranks(
-    2,
-    ("sharding", "update"),
-    [(DDP, "at_step"), (FSDP2, "next_forward"), (DDP, "in_backward"), (FSDP2, "overlap")],
-    cpu=True,
-)
-def test_gradients_that_are_set_to_zero_are_gradients(rank: int, sharding: dict[str, Any], update: str) -> None:
-    def loss(step: int, model: nn.Module, optimizer: Any, inputs: Tensor) -> Tensor:
-        optimizer.zero_grad(set_to_none=False)
-        return model(inputs, step % 2).square().mean()
-
-    compare_with_torch(rank, sharding, update, Heads, loss)
-
-
-def change_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
-    """Every rank does this: reading the state of a parameter may be a collective."""
-    optimizer.state.pop(parameters[0])
-    for parameter in parameters[1:]:
-        entries = optimizer.state[parameter]
-        entries["exp_avg"].mul_(0.5)
-        entries["step"] += 3
-        entries["exp_avg_sq"] = entries["exp_avg_sq"] * 2
-
-
-def small_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
-
-
-@on_ranks(2, ("sharding", "update"), [(DDP, "at_step"), (FSDP2, "overlap")], cpu=True)
-def test_writes_into_what_was_read_change_the_state(rank: int, sharding: dict[str, Any], update: str) -> None:
-    def loss(step: int, model: nn.Module, optimizer: Any, inputs: Tensor) -> Tensor:
-        if step == 3:
-            change_state(optimizer, list(model.parameters()))
-        optimizer.zero_grad()
-        return model(inputs).square().mean()
-
-    compare_with_torch(rank, sharding, update, small_net, loss)
-
-
-@on_ranks(None, "ranks", [1, 2])
-def test_shards_that_are_written_to() -> None:
-    """Masters follow shards that were written to, through the DTensor or through its local tensor.
-
-    torch counts the two at different tensors. Only a device shows a count that is missed: on the CPU all weights are
-    compared with their masters.
-    """
-    runs = []
-    for write, says_so in ((lambda p: p, True), (local_tensor, True), (lambda p: p, False), (local_tensor, False)):
-        run = Training({"sharding": FSDP2})
-        run.train(2)
-        with torch.no_grad():
-            for parameter in run.inner.parameters():
-                write(parameter).mul_(0.5)
-        if says_so:
-            run.optimizer.refresh_master_weights()
-        run.train(2)
-        runs.append(run.snapshot())
-    for found in runs[1:]:
-        same_tensors(found, runs[0])

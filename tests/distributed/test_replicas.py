@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterable
@@ -132,21 +131,10 @@ def test_a_weight_is_sent_when_all_its_parts_are_updated(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_weights_edited_by_the_user() -> None:
-    """Weights that the user writes on all replicas, through torch and behind its back; weights of one replica only."""
-    tested, expected = Run(DDP, STREAM), Run(DDP, RESIDENT)
-    for run in (tested, expected):
-        run.train(2)
-        with torch.no_grad():
-            for index, parameter in enumerate(run.inner.parameters()):
-                local = local_tensor(parameter)
-                if index % 3 == 0:
-                    local.mul_(0.75)
-                elif index % 3 == 1:
-                    local.data.add_(0.125)
-        run.optimizer.refresh_master_weights()
-        run.train(1)
-    same_runs("edited everywhere", tested, expected)
+def test_weights_that_one_replica_alone_edits() -> None:
+    """Edits on all replicas are rows of ``test_programs.py``."""
+    tested = Run(DDP, STREAM)
+    tested.train(2)
     with torch.no_grad():
         for item in tested.optimizer.managed():
             if item.is_remote:
@@ -155,34 +143,6 @@ def test_weights_edited_by_the_user() -> None:
     for item in tested.optimizer.managed():
         values = tested.backend._share.replicas.gather_objects(local_tensor(item.param).detach().cpu())
         assert all(torch.equal(values[0], value) for value in values), "replicas differ"
-
-
-@on_ranks(2)
-def test_one_entry_of_the_state_is_assigned_on_all_replicas() -> None:
-    """The replica that does not keep the other entries knows that they are there."""
-    tested, expected = Run(DDP, STREAM), Run(DDP, RESIDENT)
-    for run in (tested, expected):
-        run.train(2)
-        for parameter in run.inner.blocks.parameters():
-            entries = run.optimizer.state[parameter]
-            entries["exp_avg"] = torch.zeros_like(entries["exp_avg"])
-        run.train(1)
-    same_runs("edited", tested, expected)
-
-
-@on_ranks(2, ("sharding", "update"), [(DDP, "next_forward"), (HYBRID, "next_forward"), (HYBRID, "overlap")])
-def test_a_weight_that_is_read_has_been_sent(sharding: dict[str, Any], update: str) -> None:
-    """The reader may write to it, and the other replica would get what was written, and write once more."""
-    tested, expected = Run(sharding, {**STREAM, "update": update}), Run(sharding, RESIDENT)
-    for run in (tested, expected):
-        for step in range(6):
-            run.train(1)
-            if run is tested:
-                run.delay(step)
-            with torch.no_grad():
-                for parameter in run.inner.blocks[step % 3].parameters():
-                    parameter.mul_(0.5)
-    same_runs(update, tested, expected)
 
 
 class TurnedAtTimes(TinyTransformer):
@@ -401,29 +361,6 @@ def test_weights_wait_for_all_that_is_sent_before() -> None:
 
 
 # -- state seen from outside
-
-
-@on_ranks(4)
-def test_state_dict_is_complete() -> None:
-    """Complete on every rank; every rank loads all of it and keeps its share."""
-    tested, expected = Run(HSDP, STREAM), Run(HSDP, RESIDENT)
-    for run in (tested, expected):
-        run.train(2)
-    saved = tested.optimizer.state_dict()
-    for state, seed in ((STREAM, 3), (RESIDENT, 4)):
-        loaded = Run(HSDP, state, seed=seed)
-        loaded.model.load_state_dict(tested.model.state_dict())
-        loaded.optimizer.load_state_dict(copy.deepcopy(saved))
-        same_runs(f"loaded into {state['backend']}", loaded, expected)
-        loaded.steps = tested.steps
-        loaded.train(1)
-    for run in (tested, expected):
-        run.train(1)
-    same_runs("continued", tested, expected)
-    same_runs("loaded and continued", loaded, expected)
-
-    parameter = next(p for p in tested.inner.parameters() if p in tested.optimizer.state)
-    assert bool(tested.optimizer.kept_state(parameter)) is tested.optimizer.keeps_state(parameter)
 
 
 @on_ranks(2, "sharding", [DDP, HYBRID])

@@ -28,7 +28,6 @@ from lightstep.optimizer.overlap import SpeculativeUpdates
 from lightstep.state.record import Record
 from lightstep.state.ring import Ring, Slot
 from lightstep.state.snapshot import Snapshot
-from tests.covering import every_value
 from tests.distributed.models import CLASSES, Block, TinyTransformer
 from tests.distributed.ranks import on_ranks
 from tests.distributed.training import (
@@ -244,54 +243,6 @@ def test_experts_on_a_mesh_of_their_own(rank: int) -> None:
         assert_same_bits(tested, run(RESIDENT), "step", "step", "step", seed=rank + 4 * number, longest=5e-3)
 
 
-@on_ranks(LAYOUTS, "layout", ["fsdp2", "ddp"])
-def test_readers_between_steps(rank: int, sharding: dict[str, Any], tmp_path: Path) -> None:
-    """Whoever reads between or right after steps sees what an optimizer without deferred updates shows.
-
-    Those who read weights alone: ``test_reads_while_updates_are_deferred``.
-    """
-    folder = tmp_path / sharding["kind"]
-    seen: list[list[Any]] = []
-    for state in (STREAM, DEFERRED):
-        training = Training({"sharding": sharding, "clipping": CLIPPING, "optimizer_state": state})
-        training.step()
-        training.delay(rank)
-        found: list[Any] = []
-        for number, read in enumerate((_optimizer_state, _saved, _resumed)):
-            training.step()
-            found.append(read(training, folder / str(len(seen)) / str(number)))
-        seen.append([*found, training.snapshot()])
-    assert same(*seen)
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return torch.equal(local_tensor(one), local_tensor(other)) if isinstance(one, Tensor) else bool(one == other)
-
-
-def _optimizer_state(training: Training, folder: Path) -> Any:
-    return training.optimizer.state_dict()
-
-
-def _saved(training: Training, folder: Path) -> Any:
-    training.strategy.save_checkpoint(folder, training.model, training.optimizer)
-    training.step()
-    training.strategy.load_checkpoint(folder, training.model, training.optimizer)
-    return training.evaluate()
-
-
-def _resumed(training: Training, folder: Path) -> Any:
-    """A new model and optimizer go on from a checkpoint that was written with updates under way."""
-    training.strategy.save_checkpoint(folder, training.model, training.optimizer)
-    again = Training(training.strategy.config.model_dump())
-    again.strategy.load_checkpoint(folder, again.model, again.optimizer)
-    again.steps = training.steps
-    return [again.step(), again.snapshot()]
-
-
 @on_ranks(LAYOUTS, "layout", ["hsdp"])
 def test_two_optimizers_at_once(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """An actor and a critic: the weights of both are sent while both go on, in an order of each rank's own."""
@@ -405,44 +356,6 @@ def test_writes_to_gradients_and_clipping_are_redone(rank: int, world_size: int)
     check_redone_twice(rank, world_size)
 
 
-@on_ranks(2)
-def test_random_verdicts_and_a_resume(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Steps that are clipped, overflow or do neither, at random, with slow lanes and a resume in the middle."""
-    scale = {"kind": "dynamic", "init_scale": 2.0**8, "growth_interval": 3}
-    values = {"sharding": LAYOUTS["fsdp2-named-units"][1], "clipping": {"max_norm": 1e6}}
-    values |= {"precision": {"parameters": "float16", "loss_scale": scale}}
-    choose = random.Random(0)  # the same on all ranks
-    where = {"previous_weights": choose.choice(["device", "host"])}
-
-    def new(state: dict[str, Any]) -> Training:
-        return Training({**values, "optimizer_state": state})
-
-    tested, expected = new({**OVERLAP, **where}), new(RESIDENT)
-    resumes_at = choose.randrange(5, 7)
-    forced = {2: (1e6, 1.0), 3: (0.05, 1.0), 4: (1e6, float("inf")), 9: (0.05, 1.0)}
-    with NEVER_PAUSES:
-        for step in range(10):
-            if step == resumes_at:
-                tested.strategy.save_checkpoint(tmp_path / "half", tested.model, tested.optimizer)
-                redone = tested.optimizer.engine.queue.redone
-                tested.optimizer.close()
-                tested = new({**OVERLAP, **where})
-                tested.strategy.load_checkpoint(tmp_path / "half", tested.model, tested.optimizer)
-                tested.steps = step
-            if step in (1, resumes_at):
-                tested.delay(world_size * step + rank)
-            max_norm, factor = choose.choice([1e6, 1e6, 0.05]), choose.choice([1.0, 1.0, 1.0, float("inf")])
-            max_norm, factor = forced.get(step, (max_norm, factor))
-            for run in (tested, expected):
-                run.optimizer.max_norm = max_norm
-                run.optimizer.backward(factor * run.loss())
-                run.optimizer.step()
-                run.steps += 1
-    same_tensors(tested.snapshot(), expected.snapshot())
-    assert redone and tested.optimizer.engine.queue.redone, "some steps before the resume, and some after it"
-    tested.optimizer.close()
-
-
 # -- updates in backward that are final
 
 
@@ -549,34 +462,6 @@ def test_each_record_is_fetched_once_in_a_step(update: str, max_norm: float | No
 # -- what happens beside the steps
 
 
-@on_ranks(LAYOUTS, ("layout", "time"), [("fsdp2", "overlap"), ("copies", "next_forward")])
-def test_the_same_bits_whatever_stays(rank: int, sharding: dict[str, Any], time: str, tmp_path: Path) -> None:
-    """Ranks keep different sizes, change them, and lend their memory, each in a step of its own choice."""
-    values = {"sharding": sharding, "clipping": CLIPPING}
-    expected = Training({**values, "optimizer_state": RESIDENT})
-    state = {**STREAM, "resident_gib": (1 + 2 * rank) * KIB, "update": time}
-    tested = Training({**values, "optimizer_state": state})
-    assert tested.train(2) == expected.train(2)
-    tested.delay(rank)
-    for number in range(5):
-        assert tested.step() == expected.step()
-        if number == rank:
-            tested.optimizer.set_residency(1.0)
-        if number in (2, 2 + rank):
-            for training in (tested, expected):
-                training.optimizer.release_device_memory()
-                assert training.optimizer.memory_report()["device_bytes"] == 0
-        if number == 2:
-            tested.strategy.save_checkpoint(tmp_path / time, tested.model, tested.optimizer)
-    assert tested.optimizer.memory_report()["device_bytes"] > 0
-    wanted = expected.snapshot()
-    same_tensors(tested.snapshot(), wanted)
-    tested.strategy.load_checkpoint(tmp_path / time, tested.model, tested.optimizer)
-    tested.steps = 5
-    tested.train(2)
-    same_tensors(tested.snapshot(), wanted)
-
-
 @on_ranks(
     LAYOUTS,
     ("layout", "state"),
@@ -617,54 +502,3 @@ def test_what_is_saved_is_the_moment_of_asking(
             taken.clear()
     assert expected.train(5)[3:] == losses
     same_tensors(tested.snapshot(), expected.snapshot())
-
-
-class Moved(Training):
-    """A model that is moved or cast in mid-run: torch swaps DTensors, and what is known of them must survive that.
-
-    Attributes:
-        moments: at which it is moved.
-    """
-
-    moments = ""
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        prepared = super().prepare(model)
-        self.move(prepared, "before the optimizer")
-        return prepared
-
-    def move(self, model: nn.Module, moment: str) -> None:
-        """To other memory and back; as :meth:`torch.nn.Module.to` does, which on the CPU has nothing to do."""
-        if moment in self.moments:
-            model.cpu()
-            model._apply(torch.clone)
-            model.to(self.device)
-
-    def step(self, overflow: bool = False) -> list[float]:
-        if self.steps == 0:
-            self.move(self.model, "before the first step")
-        losses = super().step()
-        self.move(self.model, "after the step")
-        return losses
-
-
-MOVED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "resident": (FSDP2, RESIDENT, "float16"),
-    "next_forward": (FSDP2, DEFERRED, "float32"),
-    "in_backward": (FSDP2, IN_BACKWARD, "bfloat16"),
-    "overlap": (FSDP2, OVERLAP, "bfloat16"),
-    "copies": (COPIES, DEFERRED, "bfloat16"),
-}
-
-
-@every_value(moves=["before the optimizer, before the first step", "after the step"], run=MOVED)
-@on_ranks(2)
-def test_same_bits_as_a_model_that_stays(rank: int, run: str, moves: str) -> None:
-    sharding, state, dtype = MOVED[run]
-    scope = "unit" if state is IN_BACKWARD else "global"
-    scale = {"loss_scale": {"kind": "constant", "scale": 256.0}} if dtype == "float16" else {}
-    values = {"sharding": sharding, "precision": {"parameters": dtype, **scale}, "optimizer_state": state}
-    values |= {"clipping": {"max_norm": 0.5, "scope": scope}}
-    expected = Training(values)
-    with mock.patch.object(Moved, "moments", moves):
-        assert_same_bits(Moved(values), expected, "step", "step", "step", seed=rank)
