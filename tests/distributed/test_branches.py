@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightstep.distributed import local_tensor
 from tests.distributed.models import CLASSES, TinyTransformer
+from tests.distributed.programs import Program
 from tests.distributed.ranks import on_ranks
-from tests.distributed.test_exactness import DistributedPair
 from tests.distributed.training import DEFERRED, FSDP2, LAYOUTS, OVERLAP, PRECISIONS, STREAM, Training
 
 
@@ -49,35 +49,22 @@ class Branching(TinyTransformer):
         return getattr(self, self.uses[-1])(hidden)
 
 
-FIRST_STEPS = [
-    [("a", "a", "a", "head"), ("ab", "ab", "ab", "head")],  # b is first used in the last micro-batch
-    [("ab", "", "a", "head"), ("b", "", "", "other_head"), ("", "a", "b", "head")],
-    [("a", "", "", "head"), ("", "", "", "head")],  # only the first micro-batch has gradients of a block
-]
-NEVER_CALLED = [[("", "", "", "head"), ("ab", "ab", "ab", "other_head")]]
+ALL = "ab.ab.ab.head"
+FIRST_STEPS = (
+    f"sum:uses=a.a.a.head micro:uses={ALL} step "  # b is first used in the last micro-batch
+    "sum:uses=ab..a.head sum:uses=b...other_head micro:uses=.a.b.head step "
+    f"evaluate:{ALL} sum:uses=a...head evaluate:{ALL} micro:uses=...head step:check "  # the last one uses no block
+)
+NEVER_CALLED = "sum:uses=...head micro:uses=ab.ab.ab.other_head step "
 
 
-def random_steps(count: int) -> list[list[tuple[str, ...]]]:
-    chosen = random.Random(1)
-    blocks, heads = ["", "a", "b", "ab"], ["head", "other_head"]
-    micro_batches = [chosen.randint(1, 4) for _ in range(count)]
-    return [[(*chosen.choices(blocks, k=3), chosen.choice(heads)) for _ in range(number)] for number in micro_batches]
-
-
-def train(pair: DistributedPair, steps: list[list[tuple[str, ...]]]) -> None:
-    """With a generation between two micro-batches, which uses everything."""
-    for step, uses in enumerate(steps):
-        pair.steps = step
-        for micro, used in enumerate(uses):
-            if step % 3 == 2:
-                pair.inner.uses = ("ab", "ab", "ab", "head")
-                with torch.no_grad():
-                    pair.loss(micro)
-            pair.inner.uses = pair.replica.uses = used
-            pair.backward(micro, len(uses), last=micro == len(uses) - 1)
-        assert pair.reference.step(pair.optimizer.step().grad_norm)
-        if step % 3 == 2 or step == len(steps) - 1:
-            pair.check()
+def random_steps(count: int) -> str:
+    chosen, words = random.Random(1), list[str]()
+    for _ in range(count):
+        micro_batches = [".".join(chosen.choices(["", "a", "b", "ab"], k=3)) for _ in range(chosen.randint(1, 4))]
+        uses = [f"uses={blocks}.{chosen.choice(['head', 'other_head'])}" for blocks in micro_batches]
+        words += [*(f"sum:{own}" for own in uses[1:]), f"micro:{uses[0]}", "step"]
+    return " ".join(words)
 
 
 UNCLIPPED = {"clipping": {"max_norm": None}}
@@ -97,8 +84,8 @@ UNCLIPPED = {"clipping": {"max_norm": None}}
     ],
 )
 def test_same_bits_as_the_plain_loop(sharding: dict[str, Any], case: dict[str, Any], never: bool) -> None:
-    pair = DistributedPair(case, sharding, Branching)
-    train(pair, [*(NEVER_CALLED if never else FIRST_STEPS), *random_steps(2)])
+    """With a generation between two micro-batches, which uses everything."""
+    Program(sharding, case, (NEVER_CALLED if never else FIRST_STEPS) + random_steps(2), make=Branching).run()
 
 
 class Routing(Branching):
@@ -110,15 +97,16 @@ class Routing(Branching):
 
 
 @on_ranks(2)
-def test_ranks_that_use_other_branches_of_a_block(rank: int) -> None:
+def test_ranks_that_use_other_branches_of_a_block() -> None:
     """torch's ``set_reduce_scatter_unused_params``, between two reductions, too."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return  # torch before 2.13 has no way to do this
-    pair = DistributedPair({}, FSDP2, Routing)
-    pair.inner.set_reduce_scatter_unused_params(True)
-    own, others = ("a", "b", "a", "head"), ("b", "a", "ab", "other_head")
-    steps = [[own, others], [own], [own, own, others]]
-    train(pair, steps if rank == 0 else [[others, own], [others], [others, others, others]])
+    own, others = "a.b.a.head", "b.a.ab.other_head"
+    one, two, both = f"uses={own}/{others}", f"uses={others}/{own}", f"uses={others}"
+    text = f"sum:{one} micro:{two} step micro:{one} step sum:{one} sum:{one} micro:{both} step"
+    program = Program(FSDP2, {}, text, make=Routing)
+    program.inner.set_reduce_scatter_unused_params(True)
+    program.run()
 
 
 @on_ranks(2, ("update", "micros"), [("at_step", 1), ("next_forward", 2), ("overlap", 1)], cpu=True)

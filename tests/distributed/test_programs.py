@@ -8,438 +8,31 @@ words. Every rank runs the same program on data of its own. Under DDP the ranks 
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
 import os
-import random
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from lightstep.distributed import like, local_tensor
-from tests.distributed.models import TinyTransformer, loss_of
+from lightstep.state.host_activations import HostActivations
+from tests.covering import every_value
+from tests.distributed.programs import HOST, STATES, Program
 from tests.distributed.ranks import on_ranks
-from tests.distributed.test_exactness import DistributedPair
-from tests.distributed.training import DEFERRED, FSDP2, HSDP, LAYOUTS, OVERLAP, PRECISIONS, RESIDENT, STREAM, UNITS
-from tests.unit.test_fuzz import delay_lanes
+from tests.distributed.training import FSDP2, HSDP, LAYOUTS, PRECISIONS, SINGLE_BUCKETS, UNITS
+from tests.unit.test_next_forward import host_activations_of
+from tests.unit.test_stream import random_delays
 
-STATES: dict[str, dict[str, Any]] = {
-    "resident": RESIDENT,
-    "stream": STREAM,
-    "next_forward": DEFERRED,
-    "overlap": OVERLAP,
-    "in_backward": {**STREAM, "update": "in_backward"},
+PLACES = {
+    **LAYOUTS,
+    "fsdp2-alone": (1, FSDP2),
+    "fsdp2-on-three": (3, FSDP2),  # some shards are empty, and others have fewer rows
+    "hsdp-named-units": (4, {**HSDP, "wrap": UNITS["wrap"]}),
+    "ddp-checkpointed": (2, {**SINGLE_BUCKETS, "activation_checkpointing": True}),
 }
-MOVES = ("resident", "stream", "next_forward", "overlap")
-HOST = {"placement": "host", "device_mib": 0.001}
-PLACES = {**LAYOUTS, "fsdp2-alone": (1, FSDP2), "hsdp-named-units": (4, {**HSDP, "wrap": UNITS["wrap"]})}
 SECONDS = float(os.environ.get("LIGHTSTEP_FUZZ_SECONDS", "0"))
-
-
-class Skipping(TinyTransformer):
-    """Leaves some of its blocks out."""
-
-    skipped: frozenset[int] = frozenset()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.frozen(self.embed(tokens)) * self.gain
-        for index, block in enumerate(self.blocks):
-            hidden = hidden if index in self.skipped else block(hidden)
-        return self.head(hidden)
-
-
-class Program(DistributedPair):
-    """One program: its words are methods, with their arguments behind a colon. :attr:`words` are those so far."""
-
-    def __init__(self, sharding: dict[str, Any], case: dict[str, Any], text: str = "", seed: int = 0) -> None:
-        self.frozen: set[str] = set()
-        self.text, self.words = text, list[str]()
-        self.alike = sharding["kind"] != "ddp"  # the ranks run the same layers
-        super().__init__(copy.deepcopy(case), sharding, Skipping)
-        self.chance, self.own_chance = random.Random(seed), random.Random(f"{seed} {self.rank}")
-        # DDP itself adds fp32 gradients to what is in p.grad, and reduces the sum once more.
-        self.in_place = not self.alike and case["precision"]["parameters"] == "float32"
-        self.reduces_each = "weights" in case  # weights on the host: so that gradients need no more room
-        self.batches = 0
-        self.last: list[Tensor] = []  # had gradients in the last step
-        self.reduced = True  # nothing is left on its rank
-        self.drops = False  # what was left on its rank has been dropped, and no backward has been reduced since
-
-    def run(self, length: int = 0) -> None:
-        """What it was given, or random words."""
-        for word in self.text.split() or self.draw(length):
-            self.words.append(word)
-            name, _, options = word.partition(":")
-            getattr(self, name)(*(options.split(",") if options else ()))
-        self.check()
-
-    # -- the words
-
-    def sum(self, *how: str) -> None:
-        """A micro-batch whose gradients stay on their rank."""
-        self.micro(*how, last=False)
-
-    def micro(self, *how: str, last: bool = True) -> None:
-        """A micro-batch that is reduced.
-
-        Args:
-            how: ``hand``: by ``loss.backward()``. ``plain``: outside of ``accumulate``. ``unseen``: past DDP. ``inf``:
-                rank 1 overflows. ``penalty``: added to the loss. ``without=02/1``: even ranks leave out blocks 0 and 2.
-        """
-        options = dict(one.partition("=")[::2] for one in how)
-        without = options.get("without", "").split("/")
-        self.inner.skipped = self.replica.skipped = frozenset(map(int, without[self.rank % len(without)]))
-        self.overflow = "inf" in options and self.rank == 1
-        self.batches += 1
-        batch = (self.batches, 0, self.rank, self.device)
-        with contextlib.nullcontext() if "plain" in options else self.strategy.accumulate(self.model, last=last):
-            loss = loss_of(self.inner if "unseen" in options else self.model, *batch)
-            loss = loss + self._penalties() if "penalty" in options else loss
-            loss.backward() if "hand" in options else self.optimizer.backward(loss)
-        self.reference.backward(loss_of(self.replica, *batch))
-        if last or self.reduces_each:
-            self.reference.reduce()
-            if self.in_place:
-                self.reference.sums, self.reference.reduced = self.reference.reduced, {}
-        if "penalty" in options:
-            self._add_penalties()
-        self.reduced, self.drops, self.overflow = last or self.reduces_each, self.drops and not last, False
-
-    def penalty(self, *how: str) -> None:
-        """A backward of the shards themselves, which neither FSDP2 nor DDP has a part in."""
-        self._penalties().backward() if how else self.optimizer.backward(self._penalties())
-        self._add_penalties()
-
-    def _penalized(self) -> list[tuple[str, Tensor, Tensor]]:
-        return [found for found in self.named() if found[0] in ("head.weight", "blocks.1.down.weight")]
-
-    def _penalties(self) -> Tensor:
-        parts = [p.to_local() if isinstance(p, DTensor) else p for _, p, _ in self._penalized()]
-        return torch.stack([part.sum() for part in parts]).sum()
-
-    def _add_penalties(self) -> None:
-        for _, _, replica in self._penalized():
-            gradient = torch.full_like(self.reference.part(replica), self.reference.loss_scale.scale).float()
-            earlier = self.reference.reduced.get(replica)
-            self.reference.reduced[replica] = gradient if earlier is None else earlier + gradient
-
-    def middle(self) -> None:
-        """A backward that begins in the middle of the model."""
-        batch = (self.batches, 2, self.rank, self.device)
-        for model, backward in ((self.model, self.optimizer.backward), (self.replica, self.reference.backward)):
-            found: list[Tensor] = []
-            inner = self.inner if model is self.model else model
-            handle = inner.blocks[0].register_forward_hook(lambda *given, found=found: found.append(given[2]))
-            loss_of(model, *batch)
-            handle.remove()
-            backward(found[0].float().square().mean())
-        self.reference.reduce()
-
-    def add(self, value: str) -> None:
-        """To gradients that are there, and to what has none."""
-        for _, parameter, replica in self._penalized():
-            own = like(parameter, torch.full_like(local_tensor(parameter), float(value)))
-            parameter.grad = own if parameter.grad is None else parameter.grad + own
-            gradient = torch.full_like(self.reference.part(replica), float(value), dtype=torch.float32)
-            earlier = self.reference.reduced.get(replica)
-            self.reference.reduced[replica] = gradient if earlier is None else earlier + gradient
-
-    def step(self, *how: str) -> None:
-        """``norm``: it is asked for before. ``check``: everything is compared now, not only at the end."""
-        if "norm" in how:
-            self.optimizer.grad_norm()
-        self.last = [*self.reference.reduced, *self.reference.sums]
-        result = self.optimizer.step()
-        delay_lanes(self.optimizer, self.own_chance.randrange(1 << 30))
-        assert self.reference.step(result.grad_norm) is bool(result)
-        if "check" in how:
-            self.check()
-
-    def refuse(self, why: str) -> None:
-        """By the step, and by whoever asks for the norm."""
-        for refused in (self.optimizer.step, self.optimizer.grad_norm):
-            with pytest.raises(RuntimeError, match=REFUSALS[why]):
-                refused()
-
-    def write_gradients(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
-
-    def interrupt(self, where: str) -> None:
-        """A forward or backward is as if it had not been; ``where``: as torch names the hook."""
-
-        def raising(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        handle = getattr(self.inner.blocks[1], f"register_{where}_hook")(raising)
-        with pytest.raises(KeyboardInterrupt):
-            self.optimizer.backward(loss_of(self.model, self.batches, 3, self.rank, self.device))
-        handle.remove()
-        self.optimizer.zero_grad()
-
-    def zero_grad(self, whose: str = "optimizer") -> None:
-        (self.model if whose == "model" else self.optimizer).zero_grad()
-        self.drops = self.drops or not (self.alike or self.reduced)
-        self.reference.sums, self.reference.reduced, self.reduced = {}, {}, True
-
-    def zeros(self) -> None:
-        """Those of the gradients that are there, or of the last step's: zeros count as gradients."""
-        given = [*self.reference.reduced, *self.reference.sums] or self.last
-        self.optimizer.zero_grad(set_to_none=False)
-        zeros = {p: torch.zeros_like(self.reference.part(p), dtype=torch.float32) for p in given}
-        self.reference.sums, self.reference.reduced = (zeros, {}) if self.in_place else ({}, zeros)
-
-    def freeze(self, name: str) -> None:
-        """A module or parameter; the second time it is trained again."""
-        thaw = name in self.frozen
-        self.frozen ^= {name}
-        for model in (self.inner, self.replica):
-            _part(model, name).requires_grad_(thaw)
-
-    def lr(self, group: str, value: str) -> None:
-        for optimizer in (self.optimizer, self.reference.optimizer):
-            optimizer.param_groups[int(group)]["lr"] = float(value)
-
-    def clip(self, max_norm: str = "") -> None:
-        self.optimizer.max_norm = self.reference.max_norm = float(max_norm) if max_norm else None
-
-    def read(self, *ranks: str) -> None:
-        """By all ranks, or by some alone."""
-        if not ranks or str(self.rank) in ranks:
-            for _, parameter, expected in self.named():
-                assert torch.equal(local_tensor(parameter.detach()), self.reference.part(expected))
-
-    def forward(self) -> None:
-        """Without a backward."""
-        loss_of(self.model, self.batches, 1, self.rank, self.device)
-
-    def evaluate(self) -> None:
-        batch = (self.batches, 1, self.rank, self.device)
-        with torch.no_grad():
-            assert torch.equal(loss_of(self.model, *batch), loss_of(self.replica, *batch))
-
-    def edit(self, name: str, change: str, how: str = "") -> None:
-        """Weights whose names begin so: as ``DTensor``, as ``local`` tensor, as ``data`` of that, or by a ``load``."""
-        if how in ("local", "data"):
-            self.optimizer.synchronize()
-        changed = {}
-        for path, expected in self.replica.named_parameters():
-            if not path.startswith(name) or not expected.requires_grad:
-                continue
-            parameter = self.inner.get_parameter(path)  # nobody waits for the others
-            with torch.no_grad():
-                changed[path] = local_tensor(parameter) if how in ("local", "data") else parameter
-                if how == "load":
-                    changed[path] = parameter + float(change)
-                else:
-                    (changed[path].data if how == "data" else changed[path]).add_(float(change))
-                expected.add_(float(change))
-            self.reference.masters[expected].copy_(self.reference.part(expected))
-        if how == "load":
-            self.inner.load_state_dict(changed, strict=False)
-        if how == "data":
-            self.refresh()
-
-    def refresh(self) -> None:
-        self.optimizer.refresh_master_weights()
-        for expected, master in self.reference.masters.items():
-            master.copy_(self.reference.part(expected))
-
-    def gradients(self, factor: str, how: str = "", dropped: str = "") -> None:
-        """In ``p.grad``: by another tensor, or ``in place``; one of them is dropped."""
-        sums = self.reference.sums if self.in_place else self.reference.reduced
-        penalized = [name for name, _, _ in self._penalized()]
-        for name, parameter, replica in self.named():
-            assert (parameter.grad is None) == (replica not in sums), name
-            if parameter.grad is None:
-                continue
-            if name == dropped:
-                parameter.grad = None
-                del sums[replica]
-                continue
-            found = local_tensor(parameter.grad)  # in 16 bits if the penalty alone has made it
-            assert found.dtype == sums[replica].dtype or name in penalized, name
-            assert torch.allclose(found.to(sums[replica].dtype), sums[replica], 0, 0, equal_nan=True), name
-            if how == "in_place":
-                parameter.grad.mul_(float(factor))
-            else:
-                parameter.grad = parameter.grad * float(factor)
-            sums[replica] = (sums[replica].to(found.dtype) * float(factor)).to(sums[replica].dtype)
-
-    def state(self, how: str) -> None:
-        """Read and written to, or ``assigned``; that of the first block is ``forgotten``, with its masters."""
-        for name, parameter, expected in self.named():
-            if not self.reference.state(expected):
-                continue
-            master = self.reference.masters[expected]
-            ours, theirs = self.optimizer.state[parameter], self.reference.optimizer.state[master]
-            for entries in (ours, theirs) if how == "assigned" else ():
-                entries["exp_avg_sq"] = entries["exp_avg_sq"] * 2
-            for entries in (ours, theirs) if how == "written" else ():
-                entries["exp_avg"].mul_(0.5)
-                entries["step"] += 3
-            if how == "forgotten" and name.startswith("blocks.0"):
-                self.optimizer.state.pop(parameter)
-                self.reference.optimizer.state.pop(master)
-                master.copy_(self.reference.part(expected))
-
-    def reload(self) -> None:
-        """Nothing changes."""
-        state = copy.deepcopy(self.optimizer.state_dict())
-        self.optimizer.load_state_dict(state)
-
-    def memory(self) -> None:
-        self.optimizer.release_device_memory()
-
-    def resident(self, gib: str) -> None:
-        """Each rank keeps more than the one before it."""
-        self.optimizer.set_residency(float(gib) * (1 + self.rank))
-
-    def displace(self) -> None:
-        """The model is moved to other memory, as :meth:`torch.nn.Module.to` does where it has something to do."""
-        _displace(self.model, self.device)
-
-    def move(self, state: str, how: str = "") -> None:
-        """Into another model, and another backend or time.
-
-        Args:
-            how: through a checkpoint, which may be written ``late``; or as ``state_dicts``. ``host``, ``device``:
-                through a checkpoint, to weights there.
-        """
-        with self._checkpoint(late=how == "late") as folder:
-            saved = copy.deepcopy((dict(self.inner.state_dict()), self.optimizer.state_dict()))
-            self.values["optimizer_state"] = STATES[state]
-            if how in ("host", "device"):
-                self.reduces_each = how == "host"
-                self.values["weights"] = HOST if how == "host" else {}
-            self.begin(self.values)
-            if how == "state_dicts":
-                self.inner.load_state_dict(saved[0])
-                self.optimizer.load_state_dict(saved[1])
-            else:
-                self.strategy.load_checkpoint(folder, self.model, self.optimizer)
-            self.optimizer.max_norm = self.reference.max_norm
-
-    def rewind(self, how: str = "") -> None:
-        """The same model goes back, after a step that is forgotten."""
-        with self._checkpoint(late=how == "late") as folder:
-            self._train_on()
-            self.strategy.load_checkpoint(folder, self.model, self.optimizer)
-
-    @contextlib.contextmanager
-    def _checkpoint(self, late: bool) -> Iterator[Path]:
-        places = [tempfile.mkdtemp() if self.rank == 0 else ""]
-        dist.broadcast_object_list(places)
-        folder = Path(places[0]) / "checkpoint"
-        saved = self.strategy.save_checkpoint(folder, self.model, self.optimizer, asynchronous=late)
-        if late:
-            self._train_on()
-            saved.result()
-        yield folder
-        dist.barrier()
-        if self.rank == 0:
-            shutil.rmtree(places[0])
-
-    def _train_on(self) -> None:
-        """A step that the checkpoint must not see."""
-        self.optimizer.backward(loss_of(self.model, 0, 0, self.rank, self.device))
-        self.optimizer.step()
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        prepared = super().prepare(model)
-        for name in self.frozen:
-            _part(self.strategy.unwrap_model(prepared), name).requires_grad_(False)
-        if self.text.startswith("displace"):  # before there is an optimizer, too
-            _displace(prepared, self.device)
-        return prepared
-
-    # -- random words
-
-    @property
-    def pending(self) -> bool:
-        """Whether there are gradients."""
-        return bool(self.reference.sums or self.reference.reduced)
-
-    def draw(self, length: int) -> Iterator[str]:
-        """So many, and a step at the end; each is chosen when those before it have been done."""
-        chance = self.chance
-        for _ in range(length):
-            if chance.random() < 0.7:
-                yield from [self._backward()] if chance.random() < 0.6 else self._step()
-            else:
-                yield from self._other()
-        yield from self._step()
-
-    def _backward(self, last: bool | None = None) -> str:
-        chance = self.chance
-        last = chance.random() < 0.6 if last is None else last
-        ranks = 1 if self.alike else 2
-        without = ["".join(block for block in "012" if chance.random() < 0.25) for _ in range(ranks)]
-        # torch's FSDP2 adds up nothing for layers that it has not gathered; DDP takes them for used, and finds no
-        # gradient, after some was dropped
-        whole = self.drops or (self.alike and not (last and self.reduced))
-        by_hand = self.reference.loss_scale.scale == 1 and chance.random() < 0.3
-        how = [] if whole or not any(without) else [f"without={'/'.join(without)}"]
-        how += ["hand"] * by_hand + ["inf"] * (chance.random() < 0.05)
-        how += ["plain"] * (last and (self.reduced or not by_hand) and chance.random() < 0.3)
-        return ("micro:" if last else "sum:") + ",".join(how)
-
-    def _step(self) -> Iterator[str]:
-        if not self.reduced or not self.pending:
-            yield self._backward(last=True)
-        yield "step:" + ",".join(how for how in ("norm", "check") if self.chance.random() < 0.25)
-
-    def _other(self) -> list[str]:
-        """None if there are gradients in its way."""
-        chance, streamed = self.chance, self.values["optimizer_state"]["backend"] == "stream"
-        anytime = {
-            "zero_grad": [""],
-            "lr": [f"{group},{value}" for group in range(2) for value in (1e-3, 3e-3)],
-            "clip": ["", "0.3", "1e4"],
-            "read": ["", "0", "1"],
-        }
-        reduced = {
-            "gradients": [
-                f"{factor},{how}" for factor in (0.3, 2.0) for how in ("in_place", "", ",blocks.1.up.weight")
-            ],
-            "penalty": [""] if self.alike else [],
-        }
-        between = {
-            "freeze": ["blocks.0.up", "blocks.1.norm", "embed"],
-            "edit": [f"{name},{how}" for name in ("head", "blocks.2.up.weight") for how in ("0.5", "-0.25,local")],
-            "state": ["written", "assigned", "forgotten"],
-            "reload": [""],
-            "memory": [""],
-            "resident": ["0", "1e-6", "1"] if streamed else [],
-            "move": [f"{state},{how}" for state in MOVES for how in ("", "late", "state_dicts")],
-            "rewind": ["", "late"],
-        }
-        possible = anytime | (reduced if self.reduced else {}) | ({} if self.pending else between)
-        name = chance.choice([name for group in (anytime, reduced, between) for name in group])
-        given = possible.get(name, [])
-        return [f"{name}:{chance.choice(given)}"] if given else []
-
-
-def _part(model: Any, name: str) -> Any:
-    """A module or a parameter."""
-    return dict(model.named_modules()).get(name) or model.get_parameter(name)
-
-
-def _displace(model: nn.Module, device: torch.device) -> None:
-    model.cpu()
-    model._apply(torch.clone)
-    model.to(device)
-
 
 ROUTES = {
     "reduced twice": "micro:without=1 micro:without=1",
@@ -452,13 +45,6 @@ ROUTES = {
 }
 """DDP's ranks leave out other blocks in other micro-batches."""
 
-REFUSALS = {
-    "unreduced": "not been reduced",
-    "unseen": "no backward since the last step was reduced over the ranks",
-    "unscaled": r"call optimizer\.backward\(loss\)",
-    "written": r"was written to in place .* beside it, in fp32",
-}
-
 ON_THE_HOST = ("fsdp2, next_forward, bf16, host", "fsdp2, overlap, fp32, host")
 COPIES = ("copies, next_forward, bf16", "copies, overlap, bf16")
 NAMED_UNITS = ("fsdp2-named-units, stream, bf16", "hsdp-named-units, overlap, bf16")
@@ -467,6 +53,15 @@ REPLICAS = ("ddp, resident, fp32", "ddp, stream, bf16", *COPIES)
 
 PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     # -- gradients
+    "two micro-batches, an overflow, and one": (
+        "sum micro step:check sum micro:inf step:check micro step:check",
+        (
+            *("fsdp2, resident, bf16", "fsdp2-on-three, stream, fp16", "hsdp, resident, bf16-reduced-in-bf16"),
+            *("fsdp2, resident, bf16-reduced-in-bf16", "fsdp2-checkpointed, resident, fp32"),
+            *("ddp, resident, bf16", "ddp, stream, fp16", "ddp, resident, bf16-reduced-in-bf16"),
+            *("ddp-checkpointed, resident, fp32", "ddp, resident, bf16, SGD", "fsdp2, resident, bf16, SGD"),
+        ),
+    ),
     **{name: (f"{route} step", ("ddp, resident, bf16",)) for name, route in ROUTES.items()},
     **{
         f"{name}, by hand": (f"{route} step".replace("without", "hand,without"), ("ddp, resident, bf16",))
@@ -576,11 +171,18 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def case_of(state: str, precision: str, *host: str) -> dict[str, Any]:
-    case: dict[str, Any] = {"optimizer_state": STATES[state], "precision": PRECISIONS[precision]}
-    if state == "in_backward":
-        case["clipping"] = {"max_norm": None}
-    return case | ({"weights": HOST} if host else {})
+MORE: dict[str, dict[str, Any]] = {
+    "host": {"weights": HOST},
+    "SGD": {"optimizer": "SGD", "clipping": {"max_norm": 0.05, "norm_type": "inf"}},
+    "in_backward": {"clipping": {"max_norm": None}},
+}
+
+
+def case_of(state: str, precision: str, *more: str) -> dict[str, Any]:
+    case = {"optimizer_state": STATES[state], "precision": PRECISIONS[precision]}
+    for name in (state, *more):
+        case |= MORE.get(name, {})
+    return case
 
 
 @pytest.mark.parametrize(
@@ -626,3 +228,18 @@ def test_random_programs(sharding: dict[str, Any], state: str, precision: str) -
         dist.broadcast_object_list(over)
         if over[0]:
             break
+
+
+@every_value(layout=["fsdp2", "fsdp2-kept-gathered", "ddp"], case=[("resident", "bf16"), ("stream", "fp16")])
+@on_ranks(LAYOUTS)
+def test_inputs_of_recomputed_blocks_that_rest_on_the_host(
+    rank: int, sharding: dict[str, Any], case: tuple[str, str]
+) -> None:
+    text = "sum micro step:check sum micro:inf step:check sum micro step"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostActivations, "SMALLEST", 1)
+        program = Program({**sharding, "activation_checkpointing": "host"}, case_of(*case), text)
+        (keeper,) = host_activations_of(program.model)
+        random_delays(keeper.lanes, rank, 2e-3)
+        program.run()
+        assert keeper.sent >= 3 * 2 * 3 and keeper.brought > 0

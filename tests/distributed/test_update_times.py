@@ -49,7 +49,6 @@ from tests.unit.test_snapshots import ask_twice, check_saved
 
 CLIPPING = {"max_norm": 0.5}
 KIB = 2.0**-20  # in GiB
-IN_BACKWARD = {**STREAM, "update": "in_backward"}
 NEVER_PAUSES = mock.patch.object(SpeculativeUpdates, "_update_pause", lambda updates: setattr(updates, "_pause", 0))
 
 
