@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
 import lightstep
@@ -29,18 +28,9 @@ from tests.distributed.training import (
     train,
     weights_of,
 )
+from tests.unit.test_prepared_models import EarlyExit
 
 STATES = {"at_step": {"backend": "stream"}, "next_forward": {"backend": "stream", "update": "next_forward"}}
-
-
-class EarlyExit(TinyTransformer):
-    """Leaves the last block out when it evaluates, and reads the head's weight as fused cross entropies do."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.frozen(self.embed(tokens)) * self.gain
-        for block in list(self.blocks)[: None if self.training else -1]:
-            hidden = block(hidden)
-        return functional.linear(hidden, self.head.weight, self.head.bias)
 
 
 def local(model: nn.Module) -> dict[str, Tensor]:

@@ -20,12 +20,8 @@ def test_the_same_bits(home: str, time: str, limit: str, parameters: str) -> Non
     expected = expected_of(time, limit, parameters, Training)
     losses, wanted = expected.train(8), expected.snapshot()
     for seed in range(3):
-        tested = make(home, time, limit, parameters, Training)
-        found = tested.train(2)
-        tested.delays(seed)
-        assert found + tested.train(6) == losses, seed
-        assert_same(tested.snapshot(), wanted)
-        tested.optimizer.close()
+        tested: Any = make(home, time, limit, parameters, Training)
+        tested.assert_bits(losses, wanted, seed, before=2)
 
 
 @every_value(home=HOMES, parameters=["bfloat16", "float32"])

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
-from tests.unit import test_host_weights_elsewhere as on_cpu
 from tests.unit.test_host_weights_elsewhere import ARGUMENTS, TIMES, Run, nobody_moves_it, same, values
 
 __all__ = ["nobody_moves_it"]
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(on_cpu, "delay", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # with more the Trainer takes nn.DataParallel
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_accelerate")]
 
 
 @pytest.mark.parametrize("time", TIMES)

@@ -31,11 +31,7 @@ def test_sleep_kernels_in_every_lane(parameters: str, clipping: str) -> None:
     losses, wanted = expected.train(6), expected.snapshot()
     for seed in range(34):
         tested = training(in_backward("stream" if seed % 3 else "partly resident"), parameters, clipping)
-        found = tested.train(1)
-        tested.delays(seed)
-        assert found + tested.train(5) == losses, seed
-        assert_same(tested.snapshot(), wanted)
-        tested.optimizer.close()
+        tested.assert_bits(losses, wanted, seed)
     resident = training(in_backward("resident"), parameters, clipping)
     assert resident.train(6) == losses
     assert_same(resident.snapshot(), wanted)

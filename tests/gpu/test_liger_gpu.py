@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.models.llama import modeling_llama
@@ -17,7 +15,6 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from lightstep import Strategy
 from tests.reference.tiny_llama import make_llama
-from tests.unit import test_host_weights_elsewhere as on_cpu
 from tests.unit.test_host_weights_elsewhere import TIMES, Run, nobody_moves_it, same, values
 
 __all__ = ["nobody_moves_it"]
@@ -31,17 +28,10 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "
 
 
 @pytest.fixture(autouse=True)
-def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(on_cpu, "delay", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # with more the Trainer takes nn.DataParallel
-    for module in (modeling_llama, modeling_qwen2):  # Liger replaces it for the whole process
+def torchs_rotary(fresh_accelerate: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger replaces it for the whole process."""
+    for module in (modeling_llama, modeling_qwen2):
         monkeypatch.setattr(module, "apply_rotary_pos_emb", module.apply_rotary_pos_emb)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.mark.parametrize("tied", [False, True])

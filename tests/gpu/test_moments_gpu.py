@@ -17,7 +17,7 @@ from lightstep.precision.noise import Noise
 from lightstep.precision.split import probe_masters
 from lightstep.state import segment
 from tests.covering import every_pair
-from tests.gpu.test_step_on_gpu import host_syncs_refused, set_gradients
+from tests.gpu.test_step_on_gpu import set_gradients, steady_step
 from tests.reference.pair import BACKENDS, DTYPES, EVERY_TIME, scale_for
 from tests.unit.test_moments import CLASSES, KINDS, SEEDS, STREAM, WINDOWS, ShortPair, at_thresholds, by_hand
 
@@ -143,12 +143,7 @@ def test_a_steady_step_never_waits_and_keeps_no_memory(backend: str, kind: tuple
     for _ in range(4):
         set_gradients(model)
         optimizer.step()
-    set_gradients(model)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()
-    with host_syncs_refused():
-        result = optimizer.step()
-    after = torch.cuda.memory_stats()
+    result, before, after = steady_step(model, optimizer)
     assert result
     assert after["num_device_alloc"] == before["num_device_alloc"]
 

@@ -52,11 +52,7 @@ def test_sleep_kernels_in_every_lane(
         monkeypatch.setattr(queue, "SUBMIT_AHEAD", seed % 3)
         tested = Training(OVERLAP, parameters, clipping=clipping, loss_scale=scale)
         tested.optimizer.engine.queue.early._link_share.fraction = (1.0, 0.6, 0.3)[seed % 3]
-        found = tested.train(1)
-        tested.delays(seed)
-        assert found + tested.train(7) == losses, seed
-        assert_same(tested.snapshot(), wanted)
-        tested.optimizer.close()
+        tested.assert_bits(losses, wanted, seed)
     assert verdicts["commit"] or clipping is TIGHT
     assert verdicts["redo"] or clipping is NEVER
 

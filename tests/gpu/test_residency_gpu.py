@@ -77,12 +77,7 @@ def test_sleep_kernels_in_every_lane(time: str, kib: int) -> None:
     losses, wanted = expected.train(6), expected.snapshot()
     state = {"backend": "stream", "ring_mib": 0.02, "resident_gib": kib * 1024 / GIB, **TIMES[time]}
     for seed in range(10):
-        tested = Training(state)
-        found = tested.train(2)
-        tested.delays(seed)
-        assert found + tested.train(4) == losses, seed
-        assert_same(tested.snapshot(), wanted)
-        tested.optimizer.close()
+        Training(state).assert_bits(losses, wanted, seed, before=2)
 
 
 @pytest.mark.parametrize("time", TIMES)
@@ -100,21 +95,6 @@ def test_sizes_that_change_and_memory_that_is_released(time: str) -> None:
         assert on_cpu.run(tested, seed, 6, between) == wanted
         assert_same(tested.snapshot(), expected.snapshot())
         tested.optimizer.close()
-
-
-def test_steps_may_come_from_different_streams() -> None:
-    expected = layers_module.Walk(stores.resident()).run()
-    tested = layers_module.Walk(streamed(1.0, 2, resident_gib=0.5 * MIB / GIB))
-    layers_module.random_sleeps(tested.backend.lanes, 0, longest=3_000_000)
-    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
-    torch.cuda.synchronize()
-    for number in range(4):
-        streams[number % 2].wait_stream(streams[1 - number % 2])
-        with torch.cuda.stream(streams[number % 2]):
-            tested.step(number)
-    torch.cuda.synchronize()
-    assert tested.backend.memory()["device_bytes"] > 0
-    assert not tested.differs_from(expected)
 
 
 # ---- what a steady step does not do

@@ -12,7 +12,7 @@ import lightstep
 from lightstep.precision import adam_kernel
 from lightstep.state import segment
 from tests.covering import every_pair
-from tests.gpu.test_step_on_gpu import host_syncs_refused, set_gradients
+from tests.gpu.test_step_on_gpu import set_gradients, steady_step
 from tests.reference.pair import BACKENDS, EVERY_TIME
 from tests.unit.test_moments import SEEDS, STREAM
 from tests.unit.test_rounded_weights import COUNTING, KINDS, RoundedPair, by_hand
@@ -78,11 +78,6 @@ def test_a_steady_step_is_one_kernel_that_never_waits(
         optimizer.step()
     refused = lambda *_: pytest.fail("weights were rounded apart from the update")  # noqa: E731
     monkeypatch.setattr(segment.Segment, "_round", refused)
-    set_gradients(model)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()
-    with host_syncs_refused():
-        result = optimizer.step()
-    after = torch.cuda.memory_stats()
+    result, before, after = steady_step(model, optimizer)
     assert result
     assert after["num_device_alloc"] == before["num_device_alloc"]

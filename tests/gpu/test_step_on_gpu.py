@@ -66,6 +66,16 @@ def set_gradients(model: nn.Module) -> None:
         parameter.grad = torch.randn_like(parameter)
 
 
+def steady_step(model: nn.Module, optimizer: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The result of a step in which the host waits for nothing; torch's statistics of memory before and after it."""
+    set_gradients(model)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()
+    with host_syncs_refused():
+        result = optimizer.step()
+    return result, before, torch.cuda.memory_stats()
+
+
 @pytest.mark.parametrize("backend", ["resident", "stream"] if "stream" in BACKENDS else ["resident"])
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
 @pytest.mark.parametrize("loss_scale", ["none", "dynamic"])
@@ -74,12 +84,7 @@ def test_a_steady_step_never_waits_and_keeps_no_memory(backend: str, optimizer_c
     for _ in range(3):
         set_gradients(model)
         optimizer.step()
-    set_gradients(model)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()
-    with host_syncs_refused():
-        result = optimizer.step()
-    after = torch.cuda.memory_stats()
+    result, before, after = steady_step(model, optimizer)
     assert after["segment.all.allocated"] == before["segment.all.allocated"]
     gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert after["allocated_bytes.all.current"] <= before["allocated_bytes.all.current"] - gradient_bytes + 64 * 512

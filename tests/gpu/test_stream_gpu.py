@@ -19,6 +19,7 @@ from lightstep.precision.split import Splitter, probe_masters
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, CallerStream, LaneError, Lanes, StreamLane
 from lightstep.state.schema import Managed
+from lightstep.state.spare_memory import GIB
 from lightstep.state.store import Store
 from tests import stores
 from tests.unit.test_stream import random_sleeps
@@ -231,8 +232,9 @@ def test_the_sleeps_find_a_missing_wait(lane: str, monkeypatch: pytest.MonkeyPat
     assert found_wrong()
 
 
-def test_steps_may_come_from_different_streams() -> None:
-    expected, tested = Walk(stores.resident()).run(), Walk(streamed(1.0, 2))
+@pytest.mark.parametrize("gib", [0.0, 0.5 * MIB / GIB])
+def test_steps_may_come_from_different_streams(gib: float) -> None:
+    expected, tested = Walk(stores.resident()).run(), Walk(streamed(1.0, 2, resident_gib=gib))
     random_sleeps(tested.backend.lanes, 0, longest=3_000_000)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
@@ -241,6 +243,7 @@ def test_steps_may_come_from_different_streams() -> None:
         with torch.cuda.stream(streams[number % 2]):
             tested.step(number)
     torch.cuda.synchronize()
+    assert not gib or tested.backend.memory()["device_bytes"] > 0
     assert not tested.differs_from(expected)
 
 
