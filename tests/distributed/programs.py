@@ -124,12 +124,16 @@ class Program(Training):
             check_state(where, found, self.reference.state(expected), self.reference.masters[expected] if low else None)
 
     def run(self, length: int = 0) -> None:
-        """What it was given, or random words."""
-        for word in self.text.split() or self.draw(length):
-            self.words.append(word)
-            name, _, options = word.partition(":")
-            getattr(self, name)(*(options.split(",") if options else ()))
-        self.check()
+        """What it was given, or random words. An error tells those up to it."""
+        try:
+            for word in self.text.split() or self.draw(length):
+                self.words.append(word)
+                name, _, options = word.partition(":")
+                getattr(self, name)(*(options.split(",") if options else ()))
+            self.check()
+        except BaseException as error:
+            error.add_note(f"after {' '.join(self.words)}")
+            raise
 
     # -- the words
 
@@ -215,6 +219,7 @@ class Program(Training):
         delay_lanes(self.optimizer, self.own_chance.randrange(1 << 30))
         assert self.reference.step(result.grad_norm) is bool(result)
         assert all(parameter.grad is None for parameter in self.model.parameters())
+        self.steps += 1
         if "check" in how:
             self.check()
 
