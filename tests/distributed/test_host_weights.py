@@ -251,19 +251,6 @@ def test_a_run_goes_on_after_a_failure(time: str, counts: tuple[int, ...], tmp_p
     assert all(re.search("no room for the .*weights.device_mib", text) for text in messages)
 
 
-@on_ranks(2, "mib", [None, 0.001])
-def test_a_forward_after_the_step_has_its_weights(mib: float | None) -> None:
-    """It leaves weights gathered, which are from before the step."""
-    run = Run(settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), mib)
-    run.step()
-    run.optimizer.backward(loss_of(run.model, 5, 0, run.rank, run.device))
-    before = run.evaluate()
-    run.optimizer.step()
-    found = run.evaluate()
-    run.inner.reshard()
-    assert found == run.evaluate() != before
-
-
 @on_ranks(2)
 def test_a_model_that_is_given_up_leaves_no_memory() -> None:
     run = Run(settings(FSDP2, "stream", "overlap", "clipped", "bf16"), 0.02)

@@ -140,7 +140,10 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
         (*SHARDS, *REPLICAS),
     ),
     "weights are read and edited": ("micro step edit:blocks.1,0.5 " * 5, REPLICAS),
-    "weights are used": ("micro step micro step read micro step evaluate micro step forward micro step read:0", SHARDS),
+    "weights are used": (
+        "micro step micro step read micro step evaluate micro step forward micro evaluate step evaluate micro step",
+        ("fsdp2, next_forward, bf16", *SHARDS),
+    ),
     "state is edited": (
         "micro step micro step state:written micro step state:assigned micro step state:forgotten micro step",
         ("ddp, resident, fp32", "ddp, stream, bf16", "fsdp2, overlap, fp32", "copies, next_forward, bf16"),
