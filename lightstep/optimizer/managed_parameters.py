@@ -396,7 +396,7 @@ class ManagedParameters:
                 item.local = local_tensor(item.param).detach()
             else:
                 item.home.group.adopt_replaced()
-                item.home.group.forget()
+                item.home.group.expect_writes()
             self._backend.refresh(item)
         self._record_written(list(self))
         return bool(converted)

@@ -311,10 +311,10 @@ class WeightGroup:
         elif self.owner.on_read(self):
             return
         self.weights.settle()
-        self._expect_writes()
+        self.expect_writes()
         self.rest()
 
-    def _expect_writes(self) -> None:
+    def expect_writes(self) -> None:
         """A reader may write to the weights, also in ways that nobody counts: PEFT merges through ``p.data``."""
         self.forget()
         for kept in self.kept:

@@ -33,6 +33,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 import lightstep
 from lightstep.checkpoint.background import finish_pending
 from lightstep.optimizer import queue
+from lightstep.state import segment
 from lightstep.state import units as units_module
 from lightstep.state.snapshot import Snapshot
 from tests import one_pass_on_cpu
@@ -96,6 +97,7 @@ MOMENTS = {
     "AdamW": ["exp_avg", "exp_avg_sq"],
     "Adam-amsgrad": ["exp_avg_sq", "max_exp_avg_sq"],
     "SGD-momentum": ["momentum_buffer"],
+    "RMSprop": ["square_avg", "grad_avg", "momentum_buffer"],
     "Adagrad": ["sum"],
     "AdamW and Adagrad": ["exp_avg", "sum"],
 }
@@ -142,13 +144,17 @@ def delay_lanes(optimizer: Any, seed: int) -> None:
 
 
 @contextlib.contextmanager
-def small(at_once: int, one_pass: bool) -> Iterator[None]:
-    """Tiny tensors are cut as large ones are, few units are submitted at once, and saves take their time."""
+def small(at_once: int, one_pass: bool, large: int) -> Iterator[None]:
+    """Tiny tensors are cut as large ones are, few units are submitted at once, and saves take their time.
+
+    Parameters of ``large`` elements are updated in their own memory, and others put together.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if one_pass:
             one_pass_on_cpu.install(patch)
         patch.setattr(Snapshot, "take", _slowly(Snapshot.take))
         patch.setattr(units_module, "CUT_ELEMENTS", 16)
+        patch.setattr(segment, "LARGE", large)
         patch.setattr(queue, "SUBMIT_IN_STEP", at_once)
         patch.setattr(queue, "SUBMIT_AHEAD", min(at_once, 1))
         yield
@@ -538,13 +544,16 @@ class Programs:
 
     @torch.no_grad()
     def edit(self, how: str, which: int) -> None:
+        if how == "held data":  # no read through the model says that somebody may write
+            self.read("evaluate")
         for model in (self.model, self.twin):
-            named = dict(model.named_parameters())
+            held = how == "held data" and model is self.model
+            named = self.named if held else dict(model.named_parameters())
             if how == "load_state_dict":
                 model.load_state_dict({name: value * 0.75 for name, value in model.state_dict().items()})
             for parameter in list(named.values()) if which < 0 else [list(named.values())[which]]:
                 before = parameter.clone()
-                if how == "data":
+                if "data" in how:
                     parameter.data.mul_(0.5)
                 elif how == "exchange":
                     parameter.data = before * 0.5
@@ -554,7 +563,8 @@ class Programs:
                     parameter.copy_(before * 0.75)
                 if how == "there and back":
                     parameter.copy_(before)
-        if how == "data" and "on the host" in self.kind:
+        if "data" in how and "on the host" in self.kind:
+            self.read("evaluate")
             self.refresh()
 
     def refresh(self) -> None:
@@ -831,7 +841,7 @@ OPERATIONS: dict[str, list[st.SearchStrategy[Any]]] = {
     "freeze": [st.sampled_from(LAYERS), flags],
     "add_group": [],
     "edit": [
-        st.sampled_from(["data", "copy_", "exchange", "load_state_dict", "there and back", "a row"]),
+        st.sampled_from(["data", "copy_", "exchange", "load_state_dict", "there and back", "a row", "held data"]),
         st.integers(-1, len(NAMES) - 1),
     ],
     "edit_state": [st.integers(0, len(NAMES) - 1), flags, st.integers(0, 1)],
@@ -857,6 +867,7 @@ def programs(kind: str, by_unit: bool) -> st.SearchStrategy[dict[str, Any]]:
             "base": st.sampled_from(list(MOMENTS)),
             "moments": ways_to_keep,
             "one_pass": flags,
+            "large": st.sampled_from([1 << 18, 8]),
             "max_norm": st.sampled_from([None, 0.02, 0.5]),
             "one_group": flags,
             "rounded": flags,
@@ -868,9 +879,9 @@ def programs(kind: str, by_unit: bool) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-def run(calls: list[tuple[Any, ...]], at_once: int, one_pass: bool, **settings: Any) -> None:
+def run(calls: list[tuple[Any, ...]], at_once: int, one_pass: bool, large: int, **settings: Any) -> None:
     torch.manual_seed(0)
-    with small(at_once, one_pass), warnings.catch_warnings():
+    with small(at_once, one_pass, large), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = Programs(**settings)
         for number, (name, *arguments) in enumerate([*calls, ("check",)]):

@@ -1,6 +1,6 @@
 """Short programs against the textbook loop, one thing each, in the language of the random ones of ``test_fuzz.py``.
 
-Something wrong that people have met, or would meet, is one row. It runs under two of the settings at the end, which
+Something wrong that people have met, or would meet, is one row. It runs under three of the settings at the end, which
 have state and weights in several places, updates at several times, and every class, dtype and kind of moments.
 """
 
@@ -18,7 +18,7 @@ KINDS = ["stream, overlap", "stream, in_backward", "resident", "bulk"]
 ON_THE_HOST = ["on the host, next_forward", "on the host, overlap"]
 TRAIN, STEP = ("train", 1), ("step", False)
 BACKWARD = ("backward", 1, True, None)
-PUBLISH = ("publish", True)
+PUBLISH, READ = ("publish", True), ("read", "optimizer.state")
 LATE = [TRAIN, TRAIN, ("save", "late")]
 """The writer begins when the program is over; what it has written is loaded, and is of this moment."""
 
@@ -128,6 +128,9 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     "edits of single weights": [
         TRAIN, ("edit", "load_state_dict", 2), ("train", 2), ("edit", "data", 5), TRAIN, ("edit", "exchange", 3), TRAIN,
     ],
+    "edits of weights that somebody holds": [
+        ("train", 2), ("edit", "held data", 4), TRAIN, ("edit", "held data", -1), ("train", 2),
+    ],
     "edits of all weights": [
         ("train", 2), ("edit", "copy_", -1), TRAIN, ("edit", "data", -1), TRAIN, ("edit", "load_state_dict", -1), TRAIN,
     ],
@@ -153,7 +156,8 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     },
     **{
         f"parameters are swapped by {how}": [
-            ("swap", how), TRAIN, ("swap", how), ("backward", 2, True, "own"), STEP, ("swap", how), ("train", 2),
+            ("swap", how), TRAIN, ("swap", how), ("zero_grad", False), ("backward", 2, True, "own"), STEP,
+            ("swap", how), ("train", 2),
         ]
         for how in ("_apply", "load_state_dict")
     },
@@ -196,7 +200,10 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
         ]
         for name, calls in WHILE_PUBLISHING.items()
     },
-    "edited and saved late": [TRAIN, TRAIN, ("edit", "exchange", -1), ("save", "late"), TRAIN],
+    **{
+        f"edited by {how} and saved late": [TRAIN, TRAIN, ("edit", how, -1), ("save", "late"), TRAIN]
+        for how in ("exchange", "copy_", "load_state_dict", "a row")
+    },
     "edited in part and saved late": [
         TRAIN, TRAIN, ("edit", "copy_", 2), ("edit_state", 3, False, 0), ("save", "late"), TRAIN,
     ],
@@ -218,8 +225,13 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     ],
     **{f"saved before the first step, as {how}": [move("stream, overlap", how), TRAIN, TRAIN]
        for how in ("state", "checkpoint")},
-    **{f"into {moments} moments": [TRAIN, TRAIN, move("stream, overlap", "checkpoint", moments=moments), TRAIN]
-       for moments in LOOPS},
+    **{
+        f"into {moments} moments": [
+            TRAIN, TRAIN, move("stream, overlap", "checkpoint", moments=moments), READ, TRAIN,
+            move("resident", "state"), READ, TRAIN, move("bulk", "state", moments=moments), READ, TRAIN,
+        ]
+        for moments in LOOPS
+    },
     "saved between backward and step": [("train", 2), BACKWARD, ("save", "checkpoint"), STEP, TRAIN,
                                         ("load", "stream", True, True, "float32"), TRAIN],
     "edited and saved": [
@@ -248,12 +260,14 @@ AXES: dict[str, Any] = {
     "moments": LOOPS,
     "rounds": [False, True],
     "rounded": [False, True],
+    "seed": [0, 2],
+    "large": [1 << 18, 8],
 }
 SETTINGS = [dict(zip(AXES, case, strict=True)) for case in every_pair(**AXES).args[1]]
 """Every two values of two axes meet in one of them."""
-PLACES = [[own for own in SETTINGS if own["kind"] in kinds] for kinds in (KINDS, ON_THE_HOST)]
+PLACES = [[own for own in SETTINGS if own["kind"] in kinds] for kinds in (KINDS, *([kind] for kind in ON_THE_HOST))]
 CASES = [(program, own[7 * number % len(own)]) for number, program in enumerate(PROGRAMS) for own in PLACES]
-"""Each program runs once with weights on the device, and once with weights on the host."""
+"""Each program runs once with weights on the device, and twice with weights on the host."""
 
 
 @pytest.mark.parametrize(("program", "settings"), CASES, ids=[f"{name}-{own['kind']}" for name, own in CASES])
@@ -261,5 +275,5 @@ def test_equal_to_the_textbook_loop(program: str, settings: dict[str, Any]) -> N
     calls, kind = PROGRAMS[program], settings["kind"]
     if "Adagrad" in settings["base"] and ("add_group",) in calls and torch.__version__.startswith("2.11."):
         pytest.skip("torch 2.11's own Adagrad raises a KeyError for a group that was added")
-    own = {"by_unit": "in_backward" in kind, "max_norm": 0.05, "one_group": False, "seed": 0}
+    own = {"by_unit": "in_backward" in kind, "max_norm": 0.05, "one_group": False}
     run(calls, at_once=2, **settings, **own)
