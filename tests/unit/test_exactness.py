@@ -524,17 +524,23 @@ class Tied(TinyModel):
     make_model=[Transposed, Sliced, ChannelsLast, Tied],
     name=["AdamW", "SGD-momentum"],
     parameters=DTYPES,
-    backend=SOME_BACKENDS,
+    backend=[*SOME_BACKENDS, "stream-in-backward-and-forward"],
+    micro_batches=[2, 1],
+    weights=[DEVICE, HOST],
 )
-def test_odd_memory_layouts(make_model: type[TinyModel], name: str, parameters: str, backend: str) -> None:
+def test_odd_memory_layouts(
+    make_model: type[TinyModel], name: str, parameters: str, backend: str, micro_batches: int, weights: dict[str, Any]
+) -> None:
+    """The norm adds up elements in the order of their memory."""
     pair = Pair(
         *TWO_GROUPS[name],
         make_model=make_model,
         parameters=parameters,
         backend=backend,
-        micro_batches=2,
+        micro_batches=micro_batches,
         max_norm=MAX_NORM,
         overflow_at=(3,),
+        weights=weights,
         **scale_for(parameters),
     )
     pair.train(4)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightstep.sharding.weight_visits import VisitOrder
 from lightstep.state.host_fields import Field
 from lightstep.state.host_weights import HostWeights, WeightGroup
-from tests.covering import every_value
-from tests.distributed.models import CLASSES, VOCABULARY
+from tests.covering import every_pair
+from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.training import Training, assert_same
 from tests.unit.test_homes_and_times import LIMITS
 from tests.unit.test_host_weights import TIMES, clean, make
@@ -141,35 +141,50 @@ class Routed(Training):
         return super().loss(micro)
 
 
-def routed(*arguments: Any, model: type[MoE] = MoE, **more: Any) -> Training:
-    return make(*arguments, kind=Routed, make=model, **more)
+def make_run(model: type[nn.Module], *arguments: Any, **more: Any) -> Training:
+    return make(*arguments, kind=Routed if issubclass(model, MoE) else Training, make=model, **more)
 
 
 @functools.cache
-def expected_of(in_backward: bool, limit: str, model: type[nn.Module]) -> tuple[list[list[float]], dict[str, Tensor]]:
-    kind = Routed if issubclass(model, MoE) else Training
-    run = make("resident", "in_backward" if in_backward else "at_step", limit, "bfloat16", kind=kind, make=model)
-    return run.train(3), run.snapshot()
+def expected_of(
+    in_backward: bool, limit: str, parameters: str, model: type[nn.Module]
+) -> tuple[list[list[float]], dict[str, Tensor]]:
+    run = make_run(model, "resident", "in_backward" if in_backward else "at_step", limit, parameters)
+    return run.train(4), run.snapshot()
 
 
-@every_value(
-    home=["resident", "stream"],
+@every_pair(
+    home=["resident", "stream", "stream, some resident"],
     time=TIMES,
     limit=LIMITS,
-    mib=[0.001, 64.0],
+    parameters=["bfloat16", "float16", "float32"],
+    mib=[0.001, 0.02, 64.0],
     recompute=[False, True, "host"],
-    model=[MoE, ByWeights, Stacked],
+    model=[TinyTransformer, MoE, ByWeights, Stacked],
 )
 def test_the_same_bits(
-    home: str, time: str, limit: str, mib: float, recompute: bool | str, model: type[MoE], inputs_leave: None
+    home: str,
+    time: str,
+    limit: str,
+    parameters: str,
+    mib: float,
+    recompute: bool | str,
+    model: type[nn.Module],
+    inputs_leave: None,
 ) -> None:
-    losses, wanted = expected_of(time == "in_backward", limit, model)
+    """Also of a model without experts."""
+    losses, wanted = expected_of(time == "in_backward", limit, parameters, model)
     weights = {"placement": "host", "device_mib": mib}
-    tested = routed(home, time, limit, "bfloat16", weights, recompute=recompute, model=model)
-    found = tested.train(1)
-    tested.delays(zlib.crc32(f"{home} {time} {limit} {mib} {recompute}".encode()))
+    tested = make_run(model, home, time, limit, parameters, weights, recompute=recompute)
+    found = tested.train(2)
+    tested.delays(zlib.crc32(f"{home} {time} {limit} {parameters} {mib} {recompute}".encode()))
     assert found + tested.train(2) == losses
     assert_same(clean(tested.snapshot()), wanted)
+    if time == "overlap" and model is TinyTransformer:
+        queue, store = tested.optimizer.engine.queue, tested.optimizer._backend
+        assert not queue.rolled_back
+        assert (queue.redone > 0) is (limit == "clipped" and store.name != "resident")
+        assert home == "resident" or store._versions.host_bytes() > 0, "nothing was updated in backward"
     tested.optimizer.close()
 
 
@@ -197,7 +212,7 @@ def experts_in(names: Iterable[str]) -> set[tuple[int, int]]:
 def test_an_expert_without_tokens_stays_on_the_host(recompute: bool, brought: Counter[str]) -> None:
     """Its weights come neither for forward nor for backward."""
     weights = {"placement": "host", "device_mib": 0.001}
-    run = routed("resident", "at_step", "clipped", "bfloat16", weights, recompute=recompute)
+    run = make_run(MoE, "resident", "at_step", "clipped", "bfloat16", weights, recompute=recompute)
     called: set[str] = set()
     for name, module in run.model.named_modules():
         if isinstance(module, Expert):
@@ -237,7 +252,7 @@ def test_what_comes_ahead_makes_no_room_for_what_is_needed_later() -> None:
 
 
 def test_a_block_that_computes_with_the_weights_of_its_experts_has_them_no_longer_than_its_own() -> None:
-    run = routed("resident", "at_step", "clipped", "bfloat16", {"placement": "host"}, model=ByWeights)
+    run = make_run(ByWeights, "resident", "at_step", "clipped", "bfloat16", {"placement": "host"})
     weights = run.optimizer.engine._host_weights
     held: list[set[str]] = []
 

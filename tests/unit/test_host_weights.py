@@ -8,7 +8,6 @@ import importlib
 import random
 import threading
 import weakref
-import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,15 +28,12 @@ from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state.host_fields import KeptWeights
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.host_weights import HostWeights, WeightGroup
-from tests.covering import every_pair, every_value
+from tests.covering import every_value
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.patience import PATIENCE
-from tests.reference.pair import TWO_GROUPS, Pair
-from tests.reference.tiny_model import TinyModel
 from tests.training import Training, assert_same, made
 from tests.unit import test_homes_and_times as homes_and_times
-from tests.unit.test_exactness import ChannelsLast, Transposed
-from tests.unit.test_homes_and_times import LIMITS, TIMES
+from tests.unit.test_homes_and_times import TIMES
 
 __all__ = ["TIMES"]
 
@@ -59,44 +55,6 @@ def make(
 def clean(snapshot: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without the names of wrappers."""
     return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in snapshot.items()}
-
-
-@functools.cache
-def expected_of(in_backward: bool, limit: str, parameters: str) -> tuple[list[list[float]], dict[str, Tensor]]:
-    run = make("resident", "in_backward" if in_backward else "at_step", limit, parameters)
-    return run.train(4), run.snapshot()
-
-
-@every_pair(
-    home=["resident", "stream", "stream, some resident"],
-    time=TIMES,
-    limit=LIMITS,
-    parameters=["bfloat16", "float16", "float32"],
-    mib=[0.001, 0.02, 64.0],
-    recompute=[False, True, "host"],
-)
-def test_the_same_bits(
-    home: str,
-    time: str,
-    limit: str,
-    parameters: str,
-    mib: float,
-    recompute: bool | str,
-    inputs_leave: None,
-) -> None:
-    losses, wanted = expected_of(time == "in_backward", limit, parameters)
-    seed = zlib.crc32(f"{home} {time} {limit} {parameters} {mib} {recompute}".encode())
-    tested = make(home, time, limit, parameters, {"placement": "host", "device_mib": mib}, recompute=recompute)
-    found = tested.train(2)
-    tested.delays(seed)
-    assert found + tested.train(2) == losses
-    assert_same(clean(tested.snapshot()), wanted)
-    if time == "overlap":
-        queue, store = tested.optimizer.engine.queue, tested.optimizer._backend
-        assert not queue.rolled_back
-        assert (queue.redone > 0) is (limit == "clipped" and store.name != "resident")
-        assert home == "resident" or store._versions.host_bytes() > 0, "nothing was updated in backward"
-    tested.optimizer.close()
 
 
 def test_memory_of_gradients_is_kept_until_their_update_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,19 +266,6 @@ def test_a_write_between_backward_and_step_that_nobody_counts() -> None:
 # ---- one thing at a time, beside a run with weights on the device
 
 
-def what_is_written_to_data_between_two_evaluations_counts(run: Training) -> Any:
-    """By somebody who holds the parameter: no read through the model says that it may be written to."""
-    head = run.model.head.weight
-    run.train(2)
-    with torch.no_grad():
-        before = run.loss(5).item()
-        head.data.mul_(0.5)
-        after = run.loss(5).item()
-    run.optimizer.refresh_master_weights()
-    assert before != after
-    return before, after
-
-
 def a_refresh_brings_what_was_written_to_data(run: Training) -> Any:
     """Weights that have just been updated are on the device already, and are out of date there. Others are still on
     their way to the host, where masters are made of them."""
@@ -383,7 +328,6 @@ def an_adapter_comes_in_mid_run(run: Training) -> Any:
 
 WIDE = partial(TinyTransformer, width=16)
 STORIES: list[tuple[Callable[[Training], Any], str, str, str, str]] = [
-    (what_is_written_to_data_between_two_evaluations_counts, "resident", "at_step", "clipped", "bfloat16"),
     (a_refresh_brings_what_was_written_to_data, "resident", "next_forward", "clipped", "bfloat16"),
     (a_refresh_brings_what_was_written_to_data, "stream", "overlap", "clipped", "float32"),
     (masters_that_are_loaded_into_fp32_weights_stay, "resident", "at_step", "clipped", "float32"),
@@ -622,40 +566,6 @@ def test_a_forward_without_a_backward_before_step_is_no_write_to_weights() -> No
     tested.before_step = lambda: tested.loss(7)
     assert tested.train(3) == expected.train(3)
     assert_same(tested.snapshot(), expected.snapshot())
-
-
-@pytest.mark.parametrize("time", ["next_forward", "in_backward"])
-def test_what_is_written_to_data_after_a_step_counts(time: str) -> None:
-    """PEFT merges adapters so. The weights that an update has left on the device are not used for the next forward."""
-    training = make("stream", time, "not clipped", "bfloat16", {"placement": "host", "device_mib": 64.0})
-    training.train(3)
-    training.model.blocks[1].up.weight.data.mul_(0.5)
-    with torch.no_grad():
-        found = training.loss(7).item()
-        training.optimizer.refresh_master_weights()
-        assert training.loss(7).item() == found
-
-
-@every_value(time=TIMES[:-1], make_model=[Transposed, ChannelsLast])
-def test_odd_memory_layouts(time: str, make_model: type[TinyModel]) -> None:
-    """The norm adds up elements in the order of their memory."""
-
-    class OnTheHost(Pair):
-        def build(self) -> tuple[Any, nn.Module, Any]:
-            self.values["weights"] = {"placement": "host", "device_mib": 0.001}
-            return super().build()
-
-    for micro_batches in (1, 2):
-        pair = OnTheHost(
-            *TWO_GROUPS["AdamW"],
-            make_model=make_model,
-            micro_batches=micro_batches,
-            max_norm=0.3,
-            backend="stream",
-            update=time,
-        )
-        assert not all(parameter.is_contiguous() for parameter in pair.model.parameters())
-        pair.train(3)
 
 
 def lane_threads() -> set[threading.Thread]:

@@ -23,7 +23,7 @@ from lightstep.strategy.base import Strategy
 from tests.covering import every_value
 from tests.distributed.models import TinyTransformer
 from tests.patience import PATIENCE
-from tests.training import assert_same, made, random_delays
+from tests.training import OnVectors, assert_same, made, random_delays
 from tests.unit import test_next_forward as others
 from tests.unit.test_next_forward import Skipping, small_cuts
 
@@ -143,23 +143,16 @@ class Recomputed(Chain):
         return hidden
 
 
-class Chained:
-    """A chain under a strategy; its layers are units of their own."""
+class Chained(OnVectors):
+    """A chain whose layers are units of their own."""
+
+    rows, width, micro_batches = 4, 48, 1
 
     def __init__(self, backend: str, make: type[Chain] = Chain) -> None:
-        torch.manual_seed(0)
-        state = {**in_backward(backend), "ring_mib": 0.2}
-        self.strategy = Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
-        self.model: Any = self.strategy.prepare_model(make())
-        self.optimizer: Any = self.strategy.create_optimizer(self.model, lr=1e-2)
+        super().__init__({**in_backward(backend), "ring_mib": 0.2}, make=make, clipping=CLIPPING["none"])
 
-    def step(self, micro_batches: int = 1) -> None:
-        for micro in range(micro_batches):
-            with self.strategy.accumulate(self.model, last=micro == micro_batches - 1):
-                loss = self.model(torch.randn(4, 48, dtype=torch.bfloat16)).float().square().mean()
-                self.optimizer.backward(loss)
+    def before_step(self) -> None:
         assert all(parameter.grad is None for parameter in self.model.parameters())
-        self.optimizer.step()
 
     def hold_updates(self, until: Callable[[int], threading.Event]) -> None:
         """That of each layer stands still until the event for its number is set."""
@@ -194,8 +187,8 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @every_value(backend=BACKENDS, micro_batches=[1, 3])
 def test_gradients_of_two_layers_at_a_time(backend: str, micro_batches: int, alive: list[int]) -> None:
     chained = Chained(backend)
-    for _ in range(3):
-        chained.step(micro_batches)
+    chained.micro_batches = micro_batches
+    chained.train(3)
     assert len(alive) == 3 * 8 and max(alive) <= 2
 
 
@@ -248,41 +241,40 @@ class Normed(nn.Module):
         return hidden + torch.relu(self.down(self.norm(hidden)))
 
 
-class CutTraining:
+class CutTraining(OnVectors):
     """Three layers with matrices that are cut.
 
     Args:
         in_hooks: names of parameters that a backward hook of each layer's norm reads; their values are in ``seen``.
         before_step: the name of a parameter that is read between backward and ``step()``.
+        delays: a seed of those in the lanes, from the second step on.
     """
 
-    def __init__(self, backend: str, update: str, in_hooks: Sequence[str] = (), before_step: str = "") -> None:
-        torch.manual_seed(0)
+    rows, width, micro_batches = 4, 96, 1
+
+    def __init__(
+        self, backend: str, update: str, in_hooks: Sequence[str] = (), before_step: str = "", delays: int | None = None
+    ) -> None:
         state = {**BACKENDS[backend], "update": update} | ({"ring_mib": 0.1} if backend == "stream" else {})
-        self.strategy = Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
-        self.model: Any = self.strategy.prepare_model(nn.Sequential(*(Normed() for _ in range(3))))
-        self.optimizer: Any = self.strategy.create_optimizer(self.model, lr=1e-2)
-        self.before_step, self.seen = before_step, list[Tensor]()
+        super().__init__(state, make=lambda: nn.Sequential(*(Normed() for _ in range(3))), clipping=CLIPPING["none"])
+        self.read_before, self.slowness, self.seen = before_step, delays, list[Tensor]()
 
         def hook(norm: nn.Module, *_: Any) -> None:
             (block,) = (block for block in self.model if block.norm is norm)
             self.seen += [block.get_parameter(name).detach().clone() for name in in_hooks]
 
+        self.model.register_forward_pre_hook(lambda _, given: (given[0].requires_grad_(),))  # backward hooks need it
         for block in self.model if in_hooks else ():
             block.norm.register_full_backward_hook(hook)
 
-    def train(self, steps: int, seed: int | None = None) -> dict[str, Tensor]:
-        """The weights after so many steps, in lanes with random delays from the second step on."""
-        for step in range(steps):
-            inputs = torch.randn(4, 96, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
-            with self.strategy.accumulate(self.model, last=True):
-                self.optimizer.backward(self.model(inputs).float().square().mean())
-            if self.before_step:
-                self.model.get_parameter(self.before_step)
-            self.optimizer.step()
-            if seed is not None:
-                random_delays(self.optimizer.engine.backend.lanes, seed + step, 2e-3)
-        return {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+    def loss(self, micro: int = 0) -> Tensor:
+        if self.steps and self.slowness is not None:
+            random_delays(self.optimizer.engine.backend.lanes, self.slowness + self.steps, 2e-3)
+        return super().loss(micro)
+
+    def before_step(self) -> None:
+        if self.read_before:
+            self.model.get_parameter(self.read_before)
 
     def units_of(self, name: str) -> int:
         units = self.optimizer.engine.backend.units()
@@ -292,12 +284,13 @@ class CutTraining:
 @pytest.mark.parametrize("read", [["norm.weight"], ["norm.bias", "down.weight"]], ids=str)
 def test_a_hook_reads_a_neighbour_of_a_matrix_that_is_cut(read: list[str]) -> None:
     """The first unit of a layer to be updated has the end of the matrix, but the matrix is not complete with it."""
-    expected = CutTraining("resident", "at_step").train(3)
-    resident = CutTraining("resident", "in_backward", read)
+    expected, resident = CutTraining("resident", "at_step"), CutTraining("resident", "in_backward", read)
+    losses = expected.train(3)
     resident.train(3)
     for seed in range(2):
-        tested = CutTraining("stream", "in_backward", read)
-        assert_same(tested.train(3, seed), expected)
+        tested = CutTraining("stream", "in_backward", read, delays=seed)
+        assert tested.train(3) == losses
+        assert_same(tested.snapshot(), expected.snapshot())
         assert tested.units_of("0.down.weight") > 2
         assert len(tested.seen) == 9 * len(read)
         assert all(map(torch.equal, tested.seen, resident.seen)), seed
@@ -305,8 +298,10 @@ def test_a_hook_reads_a_neighbour_of_a_matrix_that_is_cut(read: list[str]) -> No
 
 def test_a_reader_that_waits_for_the_end_of_a_cut_matrix_leaves_its_gradient() -> None:
     """A neighbour of the matrix's last piece is read before ``step()``, while a slow lane updates the other pieces."""
-    expected = CutTraining("resident", "at_step").train(8)
-    assert_same(CutTraining("stream", "in_backward", before_step="0.norm.weight").train(8, seed=0), expected)
+    expected = CutTraining("resident", "at_step")
+    tested = CutTraining("stream", "in_backward", before_step="0.norm.weight", delays=0)
+    assert tested.train(8) == expected.train(8)
+    assert_same(tested.snapshot(), expected.snapshot())
 
 
 # -- what goes wrong

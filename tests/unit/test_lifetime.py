@@ -19,7 +19,6 @@ from torch import nn
 from tests.covering import every_value
 from tests.python import python
 from tests.reference.pair import EVERY_TIME, IN_BACKWARD
-from tests.training import made
 from tests.unit.test_edits import Setup
 
 EVERY = {**EVERY_TIME, **IN_BACKWARD}
@@ -45,21 +44,17 @@ def hooks_on(model: nn.Module) -> int:
 
 @every_value(scale=["none", {"kind": "constant", "scale": 1024.0}], parameters=["bfloat16", "float32"], kind=EVERY)
 def test_everything_is_freed_at_once(kind: str, parameters: str, scale: Any) -> None:
-    precision = {"parameters": parameters, "loss_scale": scale}
-    values = {"precision": precision, "clipping": {"max_norm": None}, "optimizer_state": EVERY[kind]}
-    strategy, model, optimizer = made(values, nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)), lr=1e-2)
+    run = Setup(parameters=parameters, loss_scale=scale, state=EVERY[kind])
+    model, optimizer = run.model, run.optimizer
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    for micro in (0, 1, 1):
-        with strategy.accumulate(model, last=micro == 1):
-            optimizer.backward(model(torch.ones(2, 6, dtype=model[0].weight.dtype)).float().sum())
-        if micro:
-            optimizer.step()
-            scheduler.step()
+    for _ in range(2):
+        run.step()
+        scheduler.step()
     held = optimizer.state[model[0].weight]
     gone = [weakref.ref(thing) for thing in (optimizer, optimizer.engine, optimizer._backend, *optimizer.managed())]
     masters = [weakref.ref(piece.master) for piece in getattr(optimizer._backend, "_pieces", {}).values()]
     gone += [] if parameters == "float32" else masters
-    del scheduler, optimizer, held
+    del scheduler, optimizer, held, run
     assert [reference() for reference in gone if reference() is not None] == []
     assert hooks_on(model) == 0
 

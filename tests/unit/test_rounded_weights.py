@@ -1,4 +1,7 @@
-"""bf16 weights without masters, rounded stochastically: the bits of a plain loop, and what cannot go with them."""
+"""bf16 weights without masters, rounded stochastically: the bits of a plain loop, and what cannot go with them.
+
+More of the bits are in ``test_programs.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import nn
 import lightstep
 from lightstep import ConfigError
 from lightstep.state import segment
-from tests.covering import every_pair, every_value
+from tests.covering import every_value
 from tests.one_pass_on_cpu import few_probes, one_pass_fixture
 from tests.reference.rounded_weights import (
     RoundedWeights,
@@ -23,7 +26,7 @@ from tests.reference.rounded_weights import (
     RoundedWithStochasticMoments,
 )
 from tests.unit import test_moments as with_masters
-from tests.unit.test_moments import CLASSES, PLACES, SEEDS, ShortPair, homes_and_moments
+from tests.unit.test_moments import CLASSES, PLACES, ShortPair, homes_and_moments
 
 __all__ = ["few_probes", "one_pass_fixture"]
 
@@ -46,29 +49,6 @@ class RoundedPair(ShortPair):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"parameters": "bfloat16", "master_weights": "stochastic", **options})
-
-
-@every_pair(
-    name=[*COUNTING][:3], backend=PLACES[1:], kind=KINDS, rounding_seed=SEEDS, micro_batches=[1, 2], large=[1 << 18, 48]
-)
-def test_the_bits_of_a_loop_without_masters(
-    name: str,
-    backend: str,
-    kind: tuple[str, str],
-    rounding_seed: int,
-    micro_batches: int,
-    large: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(segment, "LARGE", large)
-    options = {"backend": backend, "kind": kind, "rounding_seed": rounding_seed, "micro_batches": micro_batches}
-    pair = RoundedPair.with_everything(name, "bfloat16", **options)
-    pair.train(4)
-    pair.resume()
-    pair.check()
-    pair.train(3)
-    states = [dict(pair.optimizer.state[p]) for p in pair.model.parameters() if p in pair.optimizer.state]
-    assert states and not any("master" in state for state in states)
 
 
 @every_value(backend=PLACES, kind=KINDS, amsgrad=[False, True])
