@@ -52,7 +52,7 @@ class AdamW(torch.optim.AdamW):
 class Run(OnVectors):
     """A small network; ``slowness`` is a seed of delays in its lanes."""
 
-    rows, width = 4, 24
+    rows, width, micro_batches = 4, 24, 1
 
     def __init__(
         self,
@@ -71,16 +71,14 @@ class Run(OnVectors):
         )
         self.slowness = delays
 
-    def step(self) -> Any:
-        with self.strategy.accumulate(self.model, last=True):
-            self.optimizer.backward(self.loss())
-        self.optimizer.step()
+    def step(self) -> list[float]:
+        losses = super().step()
         self.optimizer.zero_grad()
-        self.steps += 1
         backend = self.optimizer.engine.backend
         if self.slowness is not None and backend.supports_lanes:
             slow_down = random_sleeps if self.strategy.device.type == "cuda" else random_delays
             slow_down(backend.lanes, self.slowness + self.steps)
+        return losses
 
     def ones(self) -> Tensor:
         return torch.ones(2, 24, dtype=torch.bfloat16, device=self.strategy.device)
