@@ -83,7 +83,8 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
         BACKWARD, ("add_to_gradient", "blocks.1.down.weight"), STEP, TRAIN,
     ],
     "nobody says that a micro-batch follows": [
-        ("train", 3), *[call for number in (1, 2, 1, 3) for call in (("backward", number, True, "untold"), STEP)],
+        ("clip", None), ("train", 3),
+        *[call for number in (1, 2, 1, 3) for call in (("backward", number, True, "untold"), STEP)],
     ],
     "two forwards before a backward": [
         TRAIN, ("backward", 1, True, "two forwards"), STEP, TRAIN, ("backward", 2, True, "two forwards"), STEP, TRAIN,
@@ -128,9 +129,12 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     "edits of single weights": [
         TRAIN, ("edit", "load_state_dict", 2), ("train", 2), ("edit", "data", 5), TRAIN, ("edit", "exchange", 3), TRAIN,
     ],
-    "edits of weights that somebody holds": [
-        ("train", 2), ("edit", "held data", 4), TRAIN, ("edit", "held data", -1), ("train", 2),
-    ],
+    **{
+        f"edits of {what} that somebody holds": [
+            ("clip", None), ("train", 2), ("edit", "held data", which), ("clip", 1e-4), TRAIN, ("clip", None), TRAIN,
+        ]
+        for what, which in {"a weight": 4, "all weights": -1}.items()
+    },
     "edits of all weights": [
         ("train", 2), ("edit", "copy_", -1), TRAIN, ("edit", "data", -1), TRAIN, ("edit", "load_state_dict", -1), TRAIN,
     ],
