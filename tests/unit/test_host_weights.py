@@ -291,6 +291,14 @@ def masters_that_are_loaded_into_fp32_weights_stay(run: Training) -> Any:
     return run.train(2)
 
 
+def what_is_assigned_to_data_between_forward_and_backward_counts(run: Training) -> Any:
+    head = run.model.head.weight
+    run.train(1)
+    run.loss()
+    head.data = torch.full_like(head, 0.5)
+    return run.train(2)
+
+
 def a_held_parameter_is_written_to_after_the_step(run: Training) -> Any:
     """Its update would otherwise be on its way to it still."""
     held, losses = list(run.model.parameters()), run.train(1)
@@ -331,6 +339,7 @@ STORIES: list[tuple[Callable[[Training], Any], str, str, str, str]] = [
     (a_refresh_brings_what_was_written_to_data, "resident", "next_forward", "clipped", "bfloat16"),
     (a_refresh_brings_what_was_written_to_data, "stream", "overlap", "clipped", "float32"),
     (masters_that_are_loaded_into_fp32_weights_stay, "resident", "at_step", "clipped", "float32"),
+    (what_is_assigned_to_data_between_forward_and_backward_counts, "resident", "at_step", "clipped", "bfloat16"),
     (a_held_parameter_is_written_to_after_the_step, "resident", "at_step", "not clipped", "bfloat16"),
     (an_adapter_comes_in_mid_run, "stream", "overlap", "not clipped", "bfloat16"),
     (a_held_parameter_is_written_to_after_the_step, "resident", "in_backward", "not clipped", "bfloat16"),

@@ -73,7 +73,8 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     "gradients of parts are given up": [
         TRAIN, ("backward", 2, False, None), ("give_up_gradients", "blocks.1", "zero_grad"),
         ("backward", 1, False, None), ("give_up_gradients", "mix", "to zero"), BACKWARD,
-        ("give_up_gradients", "embed", "one by one"), STEP, TRAIN, ("backward", 3, False, None),
+        ("give_up_gradients", "embed", "one by one"), ("give_up_gradients", "mix", "to zero"), STEP, TRAIN,
+        ("backward", 3, False, None),
         ("give_up_gradients", "", "zero_grad"), TRAIN, ("backward", 3, False, None),
         ("give_up_gradients", "", "one by one"), TRAIN,
     ],
