@@ -250,17 +250,26 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_signal")
-@pytest.mark.parametrize("noted", [True, False], ids=["after a signal", "without one"])
-def test_a_collective_that_fails_after_a_signal_ends_at_once(noted: bool) -> None:
+@pytest.mark.parametrize(
+    ("noted", "error", "raised"),
+    [
+        (True, RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), KeyboardInterrupt),
+        (False, RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), RuntimeError),
+        (True, LostRankError("rank 1 on a no longer answers"), KeyboardInterrupt),
+    ],
+)
+def test_a_collective_that_fails_after_a_signal_ends_at_once(
+    noted: bool, error: Exception, raised: type[BaseException]
+) -> None:
     """torchrun ends the ranks that are left when one is gone, and waits for them before it starts them again."""
 
     def fail() -> None:
         with Interrupt():
             if noted:
                 signal.raise_signal(signal.SIGINT)
-            raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+            raise error
 
-    with pytest.raises(KeyboardInterrupt if noted else RuntimeError):
+    with pytest.raises(raised):
         fail()
 
 
@@ -452,19 +461,6 @@ def test_verify_is_told_a_file(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "plain.pt")
     said = _sentence(_run("checkpoint", "verify", tmp_path / "plain.pt"), 2)
     assert "plain.pt is a file; a folder is needed (lightstep checkpoint inspect reads other formats)" in said
-
-
-@pytest.mark.usefixtures("own_signal")
-def test_lost_ranks_after_a_signal_end_at_once() -> None:
-    """As a collective that fails: most of them say which ranks are lost."""
-
-    def fail() -> None:
-        with Interrupt():
-            signal.raise_signal(signal.SIGINT)
-            raise LostRankError("rank 1 on a no longer answers")
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
 
 
 def test_every_error_of_a_checkpoint_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
