@@ -18,7 +18,6 @@ import math
 import re
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -247,7 +246,6 @@ class Logs:
         self._folder, self._start = folder, start
         self._names, self._settings = trackers, settings or {}
         self._open: dict[str, Tracker] = {}
-        self._previous_hook = threading.excepthook
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the scalars of one step (from 1)."""
@@ -257,7 +255,6 @@ class Logs:
 
     def __enter__(self) -> Logs:
         if self._folder is not None:
-            self._previous_hook, threading.excepthook = threading.excepthook, self._handle_thread_exception
             for name in self._names:
                 with self._dropping_on_error(name):
                     self._open[name] = self._start_tracker(name, self._folder)
@@ -279,7 +276,6 @@ class Logs:
         if TENSORBOARD in self._names:
             with self._dropping_on_error("loss.png", silent=error is not None or TENSORBOARD not in self._open):
                 draw_loss_curve(self._folder / TENSORBOARD, self._folder / "loss.png")
-        threading.excepthook = self._previous_hook
 
     @contextmanager
     def _dropping_on_error(self, name: str, silent: bool = False) -> Iterator[None]:
@@ -291,11 +287,6 @@ class Logs:
             reason = getattr(error, "strerror", None) or error
             if not silent:
                 logger.warning("warning: %s: %s: %s; nothing more is logged there", self._folder, name, reason)
-
-    def _handle_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
-        """Print no traceback for TensorBoard's writer thread, whose errors ``add_scalar`` raises again."""
-        if type(arguments.thread).__name__ != "_AsyncWriterThread":
-            self._previous_hook(arguments)
 
 
 def draw_loss_curve(logs: Path, image: Path) -> None:
