@@ -30,7 +30,7 @@ from lightstep.checkpoint.errors import (
     is_damage,
     list_names,
 )
-from lightstep.checkpoint.layout import Manifest, find_checkpoint, read_manifest, unreplaced
+from lightstep.checkpoint.layout import Manifest, checkpoints_in, find_checkpoint, read_manifest, unreplaced
 from lightstep.checkpoint.run_state import (
     OptimizerContent,
     average_key,
@@ -165,9 +165,12 @@ def suggesting_older(path: Path, ranks: Ranks, with_state: bool) -> Iterator[Non
     except Exception as error:
         if not ranks.is_first or not is_damage(error):
             raise
+        place = path.resolve()
+        if checkpoints_in(place.parent) in ([], [place]):  # in a folder of the Trainer, which knows its older ones
+            raise
         advice = "no older checkpoint next to it is undamaged"
         try:
-            older = newest_undamaged_before(path.resolve(), with_state)
+            older = newest_undamaged_before(place, with_state)
         except UnreadableError as unreadable:
             older, advice = None, f"which older one is undamaged is not known: {unreadable}"
         if older is not None:

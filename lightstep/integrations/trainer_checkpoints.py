@@ -413,8 +413,7 @@ def _naming_an_older_one(folder: Path) -> Iterator[None]:
         older = CHECKPOINTS.newest(folder.parent, below=number or 0) if is_damage(error) else None
         if older is None:
             raise
-        text = str(error).removesuffix("; no older one beside it is whole")
-        raise type(error)(f"{text}; {older} is whole: resume_from_checkpoint={str(older)!r}") from error
+        raise type(error)(f"{error}; {older} is whole: resume_from_checkpoint={str(older)!r}") from error
 
 
 def _load_on_cpu(file: Path) -> Any:

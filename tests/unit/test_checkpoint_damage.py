@@ -125,9 +125,10 @@ def test_damage_in_a_checkpoint_of_the_trainer(tmp_path: Path, caplog: pytest.Lo
     def refused(file: Path) -> str:
         with pytest.raises(CheckpointError, match=r"checkpoint-1 is whole: resume_from_checkpoi") as raised:
             again.train(resume_from_checkpoint=str(newest))
+        assert "no older" not in str(raised.value)
         return str(raised.value)
 
-    for file in beside(newest):
+    for file in (*beside(newest), next((newest / "lightstep").rglob("*.distcp"))):
         check_damage(newest, file, refused)
     for kind in ("one byte less", "gone"):
         check_damage(newest, newest / "rng_state.pth", refused, [kind])
