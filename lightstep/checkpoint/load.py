@@ -166,13 +166,14 @@ def suggesting_older(path: Path, ranks: Ranks, with_state: bool) -> Iterator[Non
         if not ranks.is_first or not is_damage(error):
             raise
         place = path.resolve()
-        if checkpoints_in(place.parent) in ([], [place]):  # in a folder of the Trainer, which knows its older ones
-            raise
-        advice = "no older checkpoint next to it is undamaged"
+        advice, is_alone = "no older checkpoint next to it is undamaged", False
         try:
+            is_alone = checkpoints_in(place.parent) in ([], [place])
             older = newest_undamaged_before(place, with_state)
         except UnreadableError as unreadable:
             older, advice = None, f"which older one is undamaged is not known: {unreadable}"
+        if is_alone:  # in a folder of the Trainer, which knows its older ones
+            raise
         if older is not None:
             advice = f"{older} is undamaged: load that one"
         raise DamagedError(f"{error}; {advice}") from error
