@@ -208,7 +208,7 @@ def test_an_async_rollout_worker_holds_inference_weights_and_nothing_else(rank: 
     for what, call in {
         "create_optimizer": lambda: strategy.create_optimizer(model),
         "create_optimizer on": lambda: strategy.create_optimizer(plain),
-        "accumulate": lambda: strategy.accumulate(model),
+        "accumulate": strategy.accumulate(model).__enter__,
         "save_checkpoint": lambda: strategy.save_checkpoint(tmp_path / "none", model),
         "load_checkpoint with an optimizer": lambda: strategy.load_checkpoint(
             tmp_path / "saved", model, torch.optim.SGD(plain.parameters())
@@ -280,7 +280,7 @@ def check_training(sharding: dict[str, Any], roles: bool, folder: str) -> Any:
     loss = loss_of(reference, 3, 0, 0, strategy.device)
     assert loss.grad_fn is None and not reference.training
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in reference.parameters())
-    for refused in (lambda: strategy.create_optimizer(reference), lambda: strategy.accumulate(reference)):
+    for refused in (lambda: strategy.create_optimizer(reference), strategy.accumulate(reference).__enter__):
         with pytest.raises(ConfigError, match="reference model: it has no gradients and no optimizer"):
             refused()
     return norm, full_weights(model), full_weights(reference)

@@ -213,7 +213,8 @@ def test_a_base_that_was_not_saved_cannot_be_asked_for(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_named(tmp_path: Path, path: str, sentence: str) -> None:
     for name in ("b", "a"):
         save_checkpoint(tmp_path / "run" / name, model_of(0.0))
-    faults.forge(tmp_path / "run" / "b", format=99)
+    if path == "run/b":
+        faults.forge(tmp_path / path, format=99)
     with pytest.raises(CheckpointError, match=sentence):
         load_checkpoint(tmp_path / path, model_of(0.0))
 
