@@ -370,7 +370,8 @@ def test_a_signal_in_the_middle_of_a_save_waits_for_it(
     outcome, _ = _train(configured(checkpoint={"every": 2, "keep": 9}))
     assert outcome.stopped_by == signal.SIGTERM and outcome.step < 6
     found = [path.name for path in (tmp_path / "runs/run").glob("*checkpoint-*") if is_complete(path)]
-    assert sorted(found) == sorted({"checkpoint-2", f"checkpoint-{outcome.step}"})
+    due = {f"checkpoint-{step}" for step in (2, 4) if step <= outcome.step}  # a busy machine gets to 4 meanwhile
+    assert sorted(found) == sorted({*due, f"checkpoint-{outcome.step}"})
     assert len(list((tmp_path / "runs/run").glob("*checkpoint-*"))) == len(found)
 
 
