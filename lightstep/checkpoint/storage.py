@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from filelock import FileLock, Timeout
 
-from lightstep.checkpoint.errors import CheckpointError, error_text
+from lightstep.checkpoint.errors import CheckpointError
 from lightstep.crc32 import crc32
 from lightstep.distributed import Ranks
 from lightstep.extras import needs
@@ -410,8 +410,8 @@ def temporary_mark(path: Path) -> Iterator[Path | None]:
 
 @contextmanager
 def new_file(path: Path, is_ours: Callable[[Path], bool], what: str) -> Iterator[Path]:
-    """A temporary path for a single file, which replaces ``path`` at the end of the block. A failure leaves ``path`` as
-    it was; on a disk without hard links a file that has been replaced stays so, and the error says that.
+    """A temporary path for a single file, which replaces ``path`` at the end of the block. An error in the block leaves
+    ``path`` as it was.
 
     Args:
         is_ours: whether what is at ``path`` may be replaced.
@@ -429,32 +429,11 @@ def new_file(path: Path, is_ours: Callable[[Path], bool], what: str) -> Iterator
         try:
             yield temporary
             sync(temporary)
-            _replace_file(temporary, path)
+            os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-
-
-def _replace_file(temporary: Path, path: Path) -> None:
-    """Replace ``path``; if that cannot be made durable, the earlier file (or none) is there again."""
-    replaced, is_new = _temporary_path(path, _REPLACED), not path.exists()
-    with suppress(OSError):  # a disk without hard links
-        if not is_new:
-            os.link(path, replaced)
-    os.replace(temporary, path)
-    try:
         sync(path.parent)
-    except BaseException as error:
-        if is_new:
-            path.unlink()
-        elif replaced.exists():
-            os.replace(replaced, path)
-        else:
-            raise CheckpointError(
-                f"{path} has the new content, but may lose it if the machine fails ({error_text(error)})"
-            ) from error
-        raise
-    replaced.unlink(missing_ok=True)
 
 
 def leftovers(path: Path) -> list[Path]:

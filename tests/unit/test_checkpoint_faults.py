@@ -35,7 +35,7 @@ from lightstep.checkpoint import (
 )
 from lightstep.checkpoint import huggingface as pretrained
 from lightstep.checkpoint.formats import convert_checkpoint
-from lightstep.checkpoint.storage import LocalStorage, UrlPath, new_file
+from lightstep.checkpoint.storage import LocalStorage, UrlPath
 from tests import faults
 from tests.checkpoint_runs import (
     DISK_IS_FULL,
@@ -582,40 +582,6 @@ def test_export_of_a_transformers_model(tmp_path: Path) -> None:
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto")
     assert read.dtype == torch.bfloat16
     same(dict(read.state_dict()), dict(model.state_dict()))
-
-
-@pytest.mark.parametrize(("existed", "links"), [(False, True), (True, True), (True, False)])
-def test_a_file_whose_folder_cannot_be_flushed_is_as_it_was(
-    tmp_path: Path, existed: bool, links: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error says that nothing was written, or on a disk without hard links what was."""
-    path = tmp_path / "run.pt"
-    if existed:
-        path.write_bytes(b"old")
-
-    def failing(descriptor: int) -> None:
-        if os.path.samestat(os.fstat(descriptor), tmp_path.stat()):
-            raise OSError(5, "Input/output error")
-
-    def refused(*_: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "fsync", failing)
-    if not links:
-        monkeypatch.setattr(os, "link", refused)
-
-    def write() -> None:
-        with new_file(path, lambda _: True, "ours") as temporary:
-            temporary.write_bytes(b"new")
-
-    with pytest.raises(OSError if links else CheckpointError, match=r"Input|run\.pt has the new content"):
-        write()
-    expected = b"new" if not links else b"old" if existed else None
-    assert (path.read_bytes() if path.exists() else None) == expected
-    monkeypatch.undo()
-    assert contents(tmp_path) == ([] if expected is None else ["run.pt"])
-    write()
-    assert path.read_bytes() == b"new" and contents(tmp_path) == ["run.pt"]
 
 
 @at_urls
