@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as index_classes
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -63,7 +64,7 @@ def read_dcp(folder: Path) -> TrainingState:
     state.notes += [f"{key} of the model is not a tensor and was left out" for key in model.keys() - weights.keys()]
     if optimizer:
         _add_optimizer(state, optimizer)
-    _add_rest(state, _nested(rest, paths))
+    _add_rest(state, unflatten_state_dict(rest, {key: _path(key, paths) for key in rest}))
     return state
 
 
@@ -193,28 +194,6 @@ def _read_metadata(path: Path) -> Any:
 # -- what is neither of the model nor of the optimizer -----------------------------------------------------------------
 
 
-def _nested(values: _Values, paths: _Paths) -> dict[str, Any]:
-    """The values as the nested dictionaries and lists that were saved."""
-    root: dict[Any, Any] = {}
-    for key, value in values.items():
-        *folders, last = _path(key, paths)
-        place = root
-        for name in folders:
-            place = place.setdefault(name, {})
-        place[last] = value
-    return {str(key): _with_lists_inside(value) for key, value in root.items()}
-
-
-def _with_lists_inside(value: Any) -> Any:
-    """The value with dictionaries whose keys are numbers as the lists that they were before they were flattened."""
-    if not isinstance(value, dict):
-        return value
-    entries = {key: _with_lists_inside(entry) for key, entry in value.items()}
-    if entries and all(isinstance(key, int) for key in entries):
-        return [entries[number] for number in sorted(entries)]
-    return entries
-
-
 def _add_rest(state: TrainingState, rest: dict[str, Any]) -> None:
     """Add the scheduler, the scaler and ``extra``. A note names sections that are too large for it."""
     kept = {}
@@ -237,7 +216,7 @@ def _add_rest(state: TrainingState, rest: dict[str, Any]) -> None:
 
 def _add_optimizer(state: TrainingState, values: dict[str, Any]) -> None:
     """Add state from ``state.<name>.<entry>``, and groups from ``param_groups``, a list or flattened by parameter."""
-    settings: dict[int, dict[str, Any]] = {}
+    by_number: dict[str, Any] = {}
     by_name: dict[str, dict[str, Any]] = {}
     listed = any(_LISTED.match(key) for key in values)
     for key, value in values.items():
@@ -246,27 +225,18 @@ def _add_optimizer(state: TrainingState, values: dict[str, Any]) -> None:
             name, _, entry = rest.rpartition(".")
             state.entries.setdefault(clean_name(name), {})[entry] = step_tensor(value) if entry == "step" else value
         elif kind == "param_groups" and listed:
-            number, _, setting = rest.partition(".")
-            _add_setting(settings.setdefault(int(number), {}), setting, value)
+            by_number[key] = value.read() if isinstance(value, LazyTensor) else value
         elif kind == "param_groups":
             name, _, setting = rest.rpartition(".")
             by_name.setdefault(clean_name(name), {})[setting] = value
     if by_name:
         state.groups = _group_by_settings(by_name)
     else:
-        listed_groups = [_with_lists_inside(group) for _, group in sorted(settings.items())]
-        state.groups = [Group([clean_name(name) for name in group.pop("params")], group) for group in listed_groups]
+        # Lists may be flattened: param_groups.0.betas.0
+        paths = {key: tuple(int(part) if part.isdecimal() else part for part in key.split(".")) for key in by_number}
+        groups: list[Any] = unflatten_state_dict(by_number, paths).get("param_groups", [])
+        state.groups = [Group([clean_name(name) for name in group.pop("params")], group) for group in groups]
     state.step = max_step(state.entries.values())
-
-
-def _add_setting(settings: dict[str, Any], key: str, value: Any) -> None:
-    """Add a hyper-parameter. Lists may be flattened, in any order: ``betas.0``, ``params.3``."""
-    value = value.read() if isinstance(value, LazyTensor) else value
-    name, _, number = key.partition(".")
-    if number:
-        settings.setdefault(name, {})[int(number)] = value
-    else:
-        settings[name] = value
 
 
 def _group_by_settings(by_name: dict[str, dict[str, Any]]) -> list[Group]:
