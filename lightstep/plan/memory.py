@@ -83,45 +83,27 @@ class Memory:
         return self.spare / self.wanted_spare if self.wanted_spare else 1.0
 
 
-def memory(
-    config: StrategyConfig,
-    sizes: Sizes,
-    activations: Activations | None,
-    ranks: int = 1,
-    micro_batches: int = 1,
-    optimizer: StateBytes = ADAMW,
-    on_cpu: bool = False,
-    fp32_share: float = 0.0,
-    apart: tuple[int, int] = (0, 0),
-    host_memory: float | None = None,
-) -> Memory:
-    """The memory of a strategy.
+class MemoryPlan:
+    """Computes the :class:`Memory` of a strategy.
 
     Args:
-        activations: ``None`` if unknown; the peak then leaves them out.
         micro_batches: in a step.
         fp32_share: as for :func:`~lightstep.plan.cost.cost`. These parameters count as spread evenly over the model.
         apart: elements before and behind the blocks that FSDP2 gathers as units of their own, not with the root.
         host_memory: bytes for this rank, which limit ``spare``.
     """
-    plan = _MemoryPlan(config, sizes, ranks, micro_batches, optimizer, on_cpu, fp32_share, apart, host_memory)
-    return plan.memory(activations)
-
-
-class _MemoryPlan:
-    """Computes the parts of :class:`Memory`."""
 
     def __init__(
         self,
         config: StrategyConfig,
         sizes: Sizes,
-        ranks: int,
-        micro_batches: int,
-        optimizer: StateBytes,
-        on_cpu: bool,
-        fp32_share: float,
-        apart: tuple[int, int],
-        host_memory: float | None,
+        ranks: int = 1,
+        micro_batches: int = 1,
+        optimizer: StateBytes = ADAMW,
+        on_cpu: bool = False,
+        fp32_share: float = 0.0,
+        apart: tuple[int, int] = (0, 0),
+        host_memory: float | None = None,
     ) -> None:
         self.host_memory = host_memory
         self.apart, self.root = apart, sizes.root - sum(apart)
@@ -163,6 +145,7 @@ class _MemoryPlan:
         return 4 * (1 - self.fp32_share) * self.sizes.total if apart else 0
 
     def memory(self, activations: Activations | None) -> Memory:
+        """With ``None``, if they are not known, the peak leaves activations out."""
         total, state = self.sizes.total, self.config.optimizer_state
         all_weights = total * self.width / self.shards
         weights = min(self.config.weights.device_mib * 2**20, 2 * all_weights) if self.on_host else all_weights

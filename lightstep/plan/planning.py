@@ -13,7 +13,7 @@ from torch import nn
 
 from lightstep.config import ConfigError, FSDP2Sharding, StrategyConfig
 from lightstep.plan.cost import ADAMW, StateBytes, sorted_for_choice, with_settings
-from lightstep.plan.memory import Memory, memory, shard_count
+from lightstep.plan.memory import Memory, MemoryPlan, shard_count
 from lightstep.plan.model import Activations, fp32_share, model_sizes, run_on_meta, units_outside_blocks
 from lightstep.plan.timing import Crossing, Network, Profile, Time, find_profile, iteration_time, profile_here
 
@@ -197,7 +197,8 @@ class Planner:
         wrap = config.sharding.wrap if isinstance(config.sharding, FSDP2Sharding) else "auto"
         apart = units_outside_blocks(self._model, wrap)
         host = None if self._host_limit is None else self._host_limit / self._ranks_of_node(ranks)
-        return memory(config, self._sizes, seen, ranks, count, self._optimizer, self._on_cpu, share, apart, host)
+        given = config, self._sizes, ranks, count, self._optimizer, self._on_cpu, share, apart, host
+        return MemoryPlan(*given).memory(seen)
 
     def _time(self, config: StrategyConfig, seen: Activations, held: Memory) -> Time:
         assert self._profile is not None

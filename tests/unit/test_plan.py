@@ -24,7 +24,7 @@ from lightstep.cli import app
 from lightstep.config import ConfigError, merge_overrides
 from lightstep.plan import command, planning, timing
 from lightstep.plan.cost import cost
-from lightstep.plan.memory import memory, shard_count, state_by_rules, state_of
+from lightstep.plan.memory import MemoryPlan, shard_count, state_by_rules, state_of
 from lightstep.plan.model import SHAPES, load_shape, model_sizes, run_on_meta
 from lightstep.plan.planning import Planner, Workload, first_that_fits, plan_one, plans, reliefs
 from lightstep.plan.report import report
@@ -230,7 +230,8 @@ def test_a_split_master_needs_a_bitmap_where_no_entry_has_unused_signs(kind: str
 def test_ddp_has_gradients_in_its_buckets_too() -> None:
     sizes = model_sizes(_tiny())
     alone, replicated = (
-        memory(settings("fp32", sharding={"kind": kind}), sizes, None, ranks=2).other for kind in ("single", "ddp")
+        MemoryPlan(settings("fp32", sharding={"kind": kind}), sizes, ranks=2).memory(None).other
+        for kind in ("single", "ddp")
     )
     assert replicated - alone == 4 * sizes.total
 
@@ -658,7 +659,7 @@ def test_overlap_under_ddp_is_planned_as_the_next_forward() -> None:
     """Gradients are reduced at the end of backward, and nothing is tried in it."""
     sizes = model_sizes(_tiny())
     overlap, next_forward = (
-        memory(settings("ddp-stream", optimizer_state__update=update), sizes, None, ranks=2)
+        MemoryPlan(settings("ddp-stream", optimizer_state__update=update), sizes, ranks=2).memory(None)
         for update in ("overlap", "next_forward")
     )
     assert overlap == next_forward
