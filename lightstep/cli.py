@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from lightstep.bench.command import bench
+
 if TYPE_CHECKING:
     from lightstep.checkpoint.saved import Verified
 
@@ -214,22 +216,7 @@ def env() -> None:
     sys.stdout.write(describe_environment())
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def bench(context: typer.Context) -> None:
-    """Measure strategies and other libraries side by side on this machine."""
-    from lightstep.extras import needs
-
-    with needs("bench"):
-        from lightstep.bench.command import bench as body
-
-    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    paragraphs = (body.__doc__ or "").split("\n\n")  # typer keeps line ends
-    command.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(body)
-    command(args=context.args, prog_name="lightstep bench")
-
+app.command()(bench)
 
 _checkpoints = typer.Typer(help="Inspect, verify and convert checkpoints.", no_args_is_help=True)
 app.add_typer(_checkpoints, name="checkpoint")

@@ -7,7 +7,6 @@ from typing import Any
 
 import typer
 
-from lightstep.bench.command import bench
 from lightstep.cli import app
 from tests.snippets import CHECKOUT
 
@@ -78,14 +77,12 @@ def text() -> str:
 
 
 def _commands() -> dict[str, Any]:
-    """By name. ``bench`` is a program of its own, to which the first one passes its arguments."""
+    """By name."""
     found = {}
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         for part, each in getattr(command, "commands", {"": command}).items():
             found[f"{name} {part}".strip()] = each
-    alone = typer.Typer(add_completion=False)
-    alone.command()(bench)
-    return {**found, "bench": typer.main.get_command(alone)}
+    return found
 
 
 def _section(name: str, command: Any) -> str:

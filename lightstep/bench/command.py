@@ -181,12 +181,15 @@ def bench(
 ) -> None:
     """Measure strategies and other libraries side by side on this machine. Default: one optimizer step of a Llama.
 
-    All of them do the same work: global norm, clipping, AdamW in fp32, new bf16 weights. Under torchrun all ranks
-    measure at the same time, and each gets its share of the cores.
+    All of them do the same work: global norm, clipping, AdamW in fp32, new
+    bf16 weights. Under torchrun all ranks measure at the same time, and each
+    gets its share of the cores.
 
-    --iteration trains a model with activation checkpointing and compares time and memory with the same iterations
-    without an optimizer; --small does so with three small models, beside the loop by hand. --tensors uses tensors so
-    small that only Python takes time. --timeline writes traces for ui.perfetto.dev.
+    --iteration trains a model with activation checkpointing and compares time
+    and memory with the same iterations without an optimizer; --small does so
+    with three small models, beside the loop by hand. --tensors uses tensors
+    so small that only Python takes time. --timeline writes traces for
+    ui.perfetto.dev.
 
     Exit code 1: at least one contender failed; the figures of the others are complete.
     """
