@@ -90,8 +90,8 @@ class Ranks:
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
-                kind, text, has_left = failure
-                raise RemoteRankError(f"rank {rank}: {text}", kind, has_left)
+                kind, text, *others = failure
+                raise RemoteRankError(f"rank {rank}: {text}", kind, *others)
         return self.gather(result)[0] if only_first else result
 
     def agree(self, step: Callable[[], int]) -> list[int]:
@@ -136,19 +136,24 @@ def _lost_ranks_named() -> Iterator[None]:
 
 
 class RemoteRankError(Exception):
-    """Another rank failed; ``kind`` is the name of its error's class, ``has_left`` that of :meth:`Ranks.leave`."""
+    """Another rank failed; ``kind`` is the name of its error's class, ``has_left`` that of :meth:`Ranks.leave`.
 
-    def __init__(self, message: str, kind: str, has_left: bool = False) -> None:
+    ``ranks`` are those that its error names, if it has such an attribute.
+    """
+
+    def __init__(self, message: str, kind: str, has_left: bool = False, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
-        self.kind, self.has_left = kind, has_left
+        self.kind, self.has_left, self.ranks = kind, has_left, ranks
 
 
-def _describe(error: BaseException, has_left: bool = False) -> tuple[str, str, bool]:
-    """The name of the error's class, a message for the other ranks, and ``has_left``."""
+def _describe(error: BaseException, has_left: bool = False) -> tuple[str, str, bool, tuple[int, ...]]:
+    """The arguments of :class:`RemoteRankError` on the other ranks, the name of the error's class first."""
     kind, text = type(error).__name__, str(error)
     if isinstance(error, OSError) and error.strerror:
-        return kind, error.strerror, has_left
-    return kind, text if isinstance(error, RuntimeError | TypeError) and text else f"{kind}: {text}", has_left
+        text = error.strerror
+    elif not (isinstance(error, RuntimeError | TypeError) and text):
+        text = f"{kind}: {text}"
+    return kind, text, has_left, getattr(error, "ranks", ())
 
 
 def _reraise(error: BaseException | None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.huggingface import find_senders
 from lightstep.checkpoint.tensors import shard_of
-from lightstep.distributed import Ranks, gather_tensor, layout_of, local_tensor
+from lightstep.distributed import LostRankError, Ranks, RemoteRankError, gather_tensor, layout_of, local_tensor
 from lightstep.optimizer.changed_weights import Changes
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import layer_of
@@ -166,9 +166,6 @@ def _parts(
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """A dtype of each size, in which elements are moved as they are."""
-
-_NOTHING, _FAILED = -1, -2
-"""What ranks tell each other of a step that returned ``None``, or failed; else what it returned."""
 
 
 @dataclass(frozen=True)
@@ -383,28 +380,21 @@ class Publication:
         return BucketDelta.of_words(target.infos, found, values)
 
     def _run_on_all(self, step: Callable[[], int | None]) -> list[int | None]:
-        """Run ``step`` on all ranks, and return what each of them returned. If it fails on one of them, all raise."""
-        error: BaseException | None = None
-        found = None
-        try:
-            found = step()
-        except BaseException as caught:
-            error = caught
-        told = self._ranks.gather_integer(_FAILED if error is not None else _NOTHING if found is None else found)
-        if _FAILED in told:
-            self._raise_on_all(error)
-        return [None if each == _NOTHING else each for each in told]
+        """Run ``step`` on all trainers, and return what each returned. If it fails on one of them, all raise."""
 
-    def _raise_on_all(self, error: BaseException | None) -> None:
-        """Raise this rank's error, or that of the first rank that has one."""
-        text = f"{type(error).__name__}: {error}"
-        told = self._ranks.gather(None if error is None else (text, getattr(error, "ranks", ())))
-        if isinstance(error, WeightTransferError) or (error is not None and not isinstance(error, Exception)):
-            raise error
-        if error is not None:
-            raise WeightTransferError(f"weights were not published: {text}") from error
-        trainer, failure = next((trainer, failure) for trainer, failure in enumerate(told) if failure is not None)
-        raise WeightTransferError(f"trainer {trainer}: {failure[0]}", failure[1])
+        def counted() -> int:
+            found = step()
+            return 0 if found is None else 1 + found
+
+        try:
+            told = self._ranks.agree(counted)
+        except RemoteRankError as error:
+            raise WeightTransferError(f"trainer {str(error).removeprefix('rank ')}", error.ranks) from error
+        except (WeightTransferError, LostRankError):
+            raise
+        except Exception as error:
+            raise WeightTransferError(f"weights were not published: {type(error).__name__}: {error}") from error
+        return [each - 1 if each else None for each in told]
 
 
 # -- names in a model's files: transformers joins some tensors in memory, such as those of experts --------------------

@@ -121,7 +121,7 @@ def test_a_link_that_is_too_slow_ends_the_set_within_the_limit(hosts: Hosts, kin
     assert found == last
     assert sentence == unanswered("/update_weights" if kind == "vllm" else "/update_weights_from_distributed")
     assert sum(half[name] == first[name] for name in half) not in (0, len(half))
-    assert other == f"trainer 0: WeightTransferError: {sentence}"
+    assert other == f"trainer 0: {sentence}"
     assert seconds < 4 * LIMIT
 
 
