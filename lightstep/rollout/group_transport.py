@@ -120,18 +120,18 @@ class GroupTransport(_End, WeightTransport):
 
     Args:
         board: shared with the receivers.
-        receivers: their ranks in the default process group.
         device: the buckets' device.
         timeout: seconds to wait for receivers.
     """
 
-    def __init__(self, board: MessageBoard, receivers: Sequence[int], device: torch.device, timeout: float) -> None:
+    def __init__(self, board: MessageBoard, device: torch.device, timeout: float) -> None:
         super().__init__(board, timeout)
-        self.receivers = self._next_receivers = tuple(receivers)
+        self.receivers: tuple[int, ...] = ()
+        self._next_receivers: tuple[int, ...] = ()
         self._device, self._set = device, 0
 
     def change_receivers(self, receivers: Sequence[int]) -> None:
-        """Send to these ranks from the next set on."""
+        """Send to these ranks of the default process group from the next set on."""
         self._next_receivers = tuple(receivers)
 
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:

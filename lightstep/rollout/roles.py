@@ -317,7 +317,7 @@ class ReinforcementLearning:
         if not first:
             return None
         if self._transport is None:
-            self._transport = GroupTransport(board, receivers, device, self._timeout)
+            self._transport = GroupTransport(board, device, self._timeout)
         self._transport.change_receivers(receivers)
         return self._transport
 
