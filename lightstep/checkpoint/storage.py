@@ -1,4 +1,4 @@
-"""Where folders are written: the storage protocol, local file systems, and URLs.
+"""Where folders are written: local file systems, and URLs.
 
 One writer at a time writes a folder, which appears at its path when it is complete.
 
@@ -26,11 +26,11 @@ import secrets
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from filelock import FileLock, Timeout
 
@@ -68,29 +68,6 @@ class FolderKind:
     own_files: Callable[[Path], Collection[str]]
 
 
-class Storage(Protocol):
-    """What depends on where files are. Paths are ``pathlib`` paths, or have the same methods (:class:`UrlPath`)."""
-
-    def new_folder(self, path: Path, kind: FolderKind) -> AbstractContextManager[Path]:
-        """A temporary folder for what :meth:`commit` will put at ``path``. An error in the block removes the folder.
-
-        Raises:
-            CheckpointError: something else is at ``path``, or another process is writing to it.
-        """
-
-    def create(self, file: Path) -> BinaryIO:
-        """A new file. Once it is closed, its content survives a crash of the machine."""
-
-    def read(self, file: Path, start: int, buffer: memoryview) -> int:
-        """Fill the buffer from ``start`` of a file on; returns how many bytes the file has there, at most as many."""
-
-    def commit(self, folder: Path, path: Path, kind: FolderKind) -> None:
-        """Replace ``path`` with the complete ``folder``. A failure leaves ``path`` as it was."""
-
-    def remove(self, folder: Path, own: Iterable[str]) -> None:
-        """Remove these files in this order, then empty folders. The user's files stay."""
-
-
 # -- local file systems ------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +76,13 @@ class LocalStorage:
 
     @contextmanager
     def new_folder(self, path: Path, kind: FolderKind) -> Iterator[Path]:
-        """The temporary folder is next to ``path``, which is locked in the block."""
+        """A temporary folder for what :meth:`commit` will put at ``path``, which is locked in the block.
+
+        An error in the block removes the folder, which is next to ``path``.
+
+        Raises:
+            CheckpointError: something else is at ``path``, or another process is writing to it.
+        """
         if _is_working_directory(path):
             raise CheckpointError(f"{path} is the working directory, which cannot be replaced; choose a folder in it")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,15 +99,20 @@ class LocalStorage:
                 raise
 
     def create(self, file: Path) -> BinaryIO:
+        """A new file. Once it is closed, its content survives a crash of the machine."""
         return io.BufferedWriter(_SyncedFile(file, "wb"))
 
     def read(self, file: Path, start: int, buffer: memoryview) -> int:
+        """Fill the buffer from ``start`` of a file on; returns how many bytes the file has there, at most as many."""
         with file.open("rb") as stream:  # one call of an unbuffered file reads less than 2 GiB
             stream.seek(start)
             return stream.readinto(buffer)
 
     def commit(self, folder: Path, path: Path, kind: FolderKind) -> None:
-        """Two renames if ``path`` has content, else one."""
+        """Replace ``path`` with the complete ``folder``: two renames if ``path`` has content, else one.
+
+        A failure leaves ``path`` as it was.
+        """
         for parent, _, _ in os.walk(folder):
             sync(Path(parent))
         replaced = None if is_nothing(path) else _temporary_path(path, _REPLACED)
@@ -143,6 +131,7 @@ class LocalStorage:
             _remove_replaced(replaced, path, kind)
 
     def remove(self, folder: Path, own: Iterable[str]) -> None:
+        """Remove these files in this order, then empty folders. The user's files stay."""
         with suppress(OSError):
             for name in own:
                 (folder / name).unlink(missing_ok=True)
@@ -254,7 +243,7 @@ class UrlPath:
 
 
 class UrlStorage:
-    """A storage that fsspec reaches. Every path is a :class:`UrlPath`."""
+    """A storage that fsspec reaches, with the methods of :class:`LocalStorage`. Every path is a :class:`UrlPath`."""
 
     @contextmanager
     def new_folder(self, path: Path, kind: FolderKind) -> Iterator[Path]:
@@ -354,7 +343,7 @@ def local_folder(path: str | os.PathLike[str], needed: str) -> Path:
         raise CheckpointError(str(error)) from None
 
 
-def storage_for(path: Path) -> Storage:
+def storage_for(path: Path) -> LocalStorage | UrlStorage:
     """The storage that ``path`` is in."""
     return UrlStorage() if isinstance(path, UrlPath) else LocalStorage()
 
@@ -368,7 +357,7 @@ def write_file(path: Path, content: bytes) -> tuple[int, int]:
 
 @contextmanager
 def new_shared_folder(path: Path, kind: FolderKind, ranks: Ranks) -> Iterator[Path]:
-    """:meth:`Storage.new_folder` for ranks that write into one folder. The first rank creates it.
+    """:meth:`LocalStorage.new_folder` for ranks that write into one folder. The first rank creates it.
 
     Raises:
         CheckpointError: a rank does not see the folder.
