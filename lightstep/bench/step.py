@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -240,15 +240,7 @@ _QUIET_STEPS = 5
 """Steps before each save, for comparison with those during it."""
 
 
-class Saver(Protocol):
-    """A contender that saves checkpoints."""
-
-    def save(self, path: Path) -> None: ...
-    def save_async(self, path: Path) -> Any: ...
-    def saved_tensors(self) -> dict[str, Tensor]: ...
-
-
-def measure_saving(saver: Saver, step: Callable[[], None], folder: Path, ranks: Ranks) -> dict[str, Any]:
+def measure_saving(saver: StrategyContender, step: Callable[[], None], folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Save a checkpoint and write plain files in turn, three times; the fastest of each counts. Then save in threads.
 
     All ranks call it with a ``folder`` that they share; a new folder in it is used, and removed. Every write ends when
@@ -328,7 +320,7 @@ def _stall(step: Callable[[], None], begin: Callable[[Path], Any], path: Path, r
 
 
 @contextmanager
-def _torch_saving(saver: Saver, ranks: Ranks) -> Iterator[Callable[[Path], Any]]:
+def _torch_saving(saver: StrategyContender, ranks: Ranks) -> Iterator[Callable[[Path], Any]]:
     """``torch.distributed.checkpoint.async_save``. Its thread needs a process group of its own."""
     ranks.ensure_group()
     group = dist.new_group(backend="gloo")

@@ -40,7 +40,7 @@ class StrategyContender(_Prepared):
 
     kind = "lightstep"
 
-    def __init__(self, task: Task, strategy: Strategy, name: str) -> None:
+    def __init__(self, task: Task, strategy: Strategy) -> None:
         if task.provides_gradients and strategy.config.sharding.kind == "deepspeed":
             raise Skipped("DeepSpeed takes its gradients from backward only; measure it with --iteration")
         if task.optimizer != "adamw" and strategy.config.sharding.kind == "deepspeed":
@@ -48,8 +48,6 @@ class StrategyContender(_Prepared):
         super().__init__(task, strategy)
         self._optimizer = strategy.create_optimizer(self.model, **_arguments(task, strategy))
         self._parameters = list(self.model.parameters())
-        self.name = name
-        self.about = strategy.config.description or name
 
     def placed(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         return list(map(like, self._parameters, gradients))
@@ -163,7 +161,7 @@ def _strategy(text: str, settings: Mapping[str, Any]) -> Entry:
 
     def build(task: Task) -> Contender:  # each has settings of its own
         _, overrides = parse_overrides(text, task.settings)
-        return StrategyContender(task, Strategy.load(strategy, overrides=overrides), text)
+        return StrategyContender(task, Strategy.load(strategy, overrides=overrides))
 
     own = (assignment.partition("=") for assignment in _SEPARATOR.split(text)[1:])
     label = " ".join([strategy, *(f"{key.split('.')[-1]}={value}" for key, _, value in own)])

@@ -374,7 +374,7 @@ def test_other_classes_with_copies_of_the_shards() -> None:
 @on_ranks(2)
 def test_the_benchs_loop_by_hand_does_the_same(rank: int, world_size: int) -> None:
     task = StepTask(device_of(rank, world_size), 0, LlamaShape.nearest(60_000, 2), optimizer="muon")
-    ours = StrategyContender(task, lightstep.Strategy.load("fsdp2"), "fsdp2")
+    ours = StrategyContender(task, lightstep.Strategy.load("fsdp2"))
     by_hand = TorchFsdp2(task)
     for step in range(2):
         for contender in (ours, by_hand):
