@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -302,27 +303,8 @@ class DividedExperts(nn.Module):
         dist.all_to_all_single(arriving, counts, group=self._group)
         sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
         experts = torch.arange(number, device=hidden.device).repeat(self._group.size())
-        rows: Tensor = _Exchange.apply(hidden[order // chosen.shape[1]], sent, received, self._group)
+        rows = all_to_all_single_autograd(hidden[order // chosen.shape[1]], received, sent, self._group)
         made = self.own(rows, experts.repeat_interleave(arriving.flatten())[:, None], rows.new_ones(len(rows), 1))
-        returned: Tensor = _Exchange.apply(made, received, sent, self._group)
+        returned = all_to_all_single_autograd(made.contiguous(), sent, received, self._group)
         back = returned[order.argsort()].view(tokens, -1, width)
         return (back * weights[..., None]).sum(1)
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; the gradients go back the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.way = received, sent, group
-        return _exchange(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _exchange(gradient, *ctx.way), None, None, None
-
-
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
