@@ -201,13 +201,7 @@ _UNSUPPORTED_LIBRARIES = (
 
 
 def check_arguments(args: TrainingArguments, strategy: Strategy) -> None:
-    name, config = strategy.name, strategy.config
-    if args.fp16:
-        raise ConfigError(
-            f"{name}: fp16=True in TrainingArguments scales the loss with a GradScaler of its own, and the strategy "
-            f"has precision.loss_scale ({config.precision.loss_scale.kind}); leave fp16 out, and choose a strategy "
-            "with precision.parameters: float16 and a dynamic precision.loss_scale (preset 'fp16')"
-        )
+    name = strategy.name
     if args.n_gpu > 1:
         raise ConfigError(
             f"{name}: one process sees {args.n_gpu} GPUs, and the Trainer would use nn.DataParallel; start one process "

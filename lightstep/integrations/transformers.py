@@ -37,6 +37,7 @@ from lightstep.integrations.checks import (
     check_asynchronous_saves,
     check_gradients_are_kept,
     check_groups,
+    check_made_by_strategy,
     check_optimizer_class,
     is_max_norm_chosen,
     max_norm,
@@ -211,11 +212,7 @@ class LightstepMixin(TrainerCheckpoints):
     def _check_and_configure(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that the strategy created it for this model, and apply ``max_grad_norm``."""
         inner: Any = unwrap_optimizer(optimizer)
-        if not self.strategy.trains(self.model, inner):
-            raise ValueError(
-                f"{self.strategy.name}: the optimizer in optimizers=(...) was made by another strategy or for another "
-                f"model; pass both: strategy=strategy, optimizers=(strategy.create_optimizer(model, ...), None)"
-            )
+        check_made_by_strategy(self.strategy, inner, self.model)
         if is_max_norm_chosen(self.args):
             inner.max_norm = max_norm(self.args.max_grad_norm)
 
