@@ -55,6 +55,7 @@ from lightstep.integrations.folders import (
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.optimizer.update import StepResult
+from lightstep.sharding.fsdp_groups import sharded_modules
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.strategy import Strategy
@@ -220,7 +221,7 @@ class LightstepAccelerator(SavesFolders, Accelerator):
         trainer = self.trainer() if self.trainer is not None else None
         trained = self._is_trained(model) or getattr(trainer, "model", None) is model
         reference = evaluation_mode and device_placement is None and not trained
-        if reference and self._strategy_shards and not _is_sharded(model):
+        if reference and self._strategy_shards and not sharded_modules(model):
             model = self.strategy.prepare_model(model, role="reference")
         if trained and self.strategy.config.weights.placement == "host":
             if PreparedModel.of(model).weight_visits is None and not self.is_fsdp2:  # else accelerate shards it later
@@ -384,7 +385,7 @@ class LightstepAccelerator(SavesFolders, Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The full weights. Every process calls it; a sharded model is gathered on the first process only."""
-        if not _is_sharded(model) or self.is_fsdp2:
+        if not sharded_modules(model) or self.is_fsdp2:
             return cast(dict[str, Any], super().get_state_dict(model, unwrap=unwrap))
         return full_weights(self.strategy.unwrap_model(model), keep=self.is_main_process)
 
@@ -504,7 +505,7 @@ class LightstepAccelerator(SavesFolders, Accelerator):
         if self.is_fsdp2:
             yield
             return
-        if _is_sharded(inner):
+        if sharded_modules(inner):
             raise ConfigError(
                 f"{self.strategy.name}: {folder} was saved without lightstep, and whole weights do not go into the "
                 "shards of sharding.kind fsdp2; load it under a strategy of kind ddp or single, and call save_state: "
@@ -565,10 +566,6 @@ def _is_written_in_place(path: Path) -> bool:
     if path.is_mount() or Path.cwd().is_relative_to(path.resolve()) or not os.access(path.resolve().parent, os.W_OK):
         return True
     return bool(_user_files(path))
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _keep_fp32_masters(sharded: nn.Module, unrounded: Mapping[str, Tensor]) -> None:

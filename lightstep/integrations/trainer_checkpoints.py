@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -49,6 +48,7 @@ from lightstep.integrations.folders import (
 )
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import clean_name
+from lightstep.sharding.fsdp_groups import sharded_modules
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.strategy import Strategy
 
@@ -108,7 +108,7 @@ class TrainerCheckpoints(SavesFolders, _AnyTrainer):
 
     @property
     def _sharded_by_strategy(self) -> bool:
-        return not self.is_fsdp_enabled and any(isinstance(module, FSDPModule) for module in self.model.modules())
+        return not self.is_fsdp_enabled and bool(sharded_modules(self.model))
 
     @property
     def _saves_optimizer_pt(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightstep.checkpoint.run_state import refuse_partly_loaded
 from lightstep.config import ConfigError, Rollout, RolloutServers
@@ -34,6 +34,7 @@ from lightstep.rollout.transport import (
     WeightTransport,
 )
 from lightstep.sharding.dtypes import planned_dtypes
+from lightstep.sharding.fsdp_groups import sharded_modules
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import cast_tensors, materialise
 from lightstep.sharding.prepared_model import PreparedModel
@@ -177,10 +178,9 @@ def prepare_inference(model: nn.Module, device: torch.device, dtype: torch.dtype
 
 def fsdp_version(model: nn.Module) -> int:
     """2 for a model sharded by ``fully_shard``, 1 by ``FullyShardedDataParallel``, 0 for one that is not sharded."""
-    modules = list(model.modules())
-    if any(isinstance(module, FSDPModule) for module in modules):
+    if sharded_modules(model):
         return 2
-    return int(any(isinstance(module, FullyShardedDataParallel) for module in modules))
+    return int(any(isinstance(module, FullyShardedDataParallel) for module in model.modules()))
 
 
 def _rank_and_size() -> tuple[int, int]:
