@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightstep.checkpoint.errors import CheckpointError
-from lightstep.checkpoint.layout import absent_files, find_checkpoint, read_manifest
+from lightstep.checkpoint.layout import absent_files, find_checkpoint
 from lightstep.checkpoint.storage import FolderKind, is_seen, storage_for, temporary_mark
 from lightstep.distributed import Ranks
 
@@ -120,8 +120,7 @@ class _Look:
     def at(cls, path: Path, rank: int) -> _Look:
         host = socket.gethostname()
         try:
-            folder = find_checkpoint(path)
-            manifest = read_manifest(folder)
+            folder, manifest = find_checkpoint(path)
         except CheckpointError as error:
             return cls(rank, host, problem=str(error))
         parts, absent = manifest.get("parts") or (), absent_files(folder, manifest)

@@ -129,8 +129,9 @@ Manifest = dict[str, Any]
 # -- finding -----------------------------------------------------------------------------------------------------------
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The complete checkpoint for ``path``: the folder itself, or one that a crash left under a temporary name.
+def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
+    """The complete checkpoint for ``path``, and its manifest: the folder itself, or one that a crash left under a
+    temporary name.
 
     Raises:
         CheckpointError: there is none, or it is incomplete.
@@ -139,14 +140,13 @@ def find_checkpoint(path: Path) -> Path:
         if is_nothing(path):
             newest = _newest_complete(leftovers(path))
             if newest is not None:
-                return newest
+                return newest, read_manifest(newest)
             if is_nothing(path):  # else another process has just put it there
                 raise NotFoundError(f"{path} does not exist or is an empty folder")
         has_manifest = (path / MANIFEST).exists()
     if not has_manifest and (newest := latest_checkpoint(path)) is not None:
         raise NotFoundError(f"{path} is a folder of checkpoints; the newest is {newest}")
-    read_manifest(path)
-    return path
+    return path, read_manifest(path)
 
 
 def holds_checkpoint(path: Path) -> bool:
@@ -172,7 +172,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     while True:
         entries = _folders(root)
         paths = _newest_first(root, entries)
-        newest = next((path for path in paths if _is_resumable(path, _has_optimizer_state)), None)
+        newest = next((path for path in paths if _is_resumable(path, with_state=True)), None)
         newest = newest or next((path for path in paths if _is_resumable(path)), None)
         if set(_folders(root)) == set(entries):  # else the newest may have been renamed or removed: look again
             return newest
@@ -206,18 +206,15 @@ def is_complete(path: Path) -> bool:
     return True
 
 
-def _is_resumable(path: Path, also: Callable[[Path], bool] = lambda path: True) -> bool:
-    """Whether the checkpoint is complete, was not saved with ``weights_only``, and fulfils another condition."""
+def _is_resumable(path: Path, with_state: bool = False) -> bool:
+    """Whether the checkpoint is complete, was not saved with ``weights_only``, and has optimizer state if asked for."""
     try:
-        return not is_weights_only(path) and also(path)
+        _, manifest = find_checkpoint(path)
     except UnreadableError:
         raise
     except CheckpointError:  # incomplete, or another process has removed it
         return False
-
-
-def _has_optimizer_state(path: Path) -> bool:
-    return _read(find_checkpoint(path)).get("groups") is not None
+    return not manifest.get("weights_only") and not (with_state and manifest.get("groups") is None)
 
 
 def is_weights_only(path: Path) -> bool:
@@ -226,7 +223,7 @@ def is_weights_only(path: Path) -> bool:
     Raises:
         CheckpointError: there is no complete checkpoint at ``path``.
     """
-    return bool(_read(find_checkpoint(path)).get("weights_only"))
+    return bool(find_checkpoint(path)[1].get("weights_only"))
 
 
 def _folders(root: Path) -> list[Path]:

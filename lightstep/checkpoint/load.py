@@ -30,7 +30,7 @@ from lightstep.checkpoint.errors import (
     is_damage,
     list_names,
 )
-from lightstep.checkpoint.layout import Manifest, checkpoints_in, find_checkpoint, read_manifest, unreplaced
+from lightstep.checkpoint.layout import Manifest, checkpoints_in, find_checkpoint, unreplaced
 from lightstep.checkpoint.run_state import (
     OptimizerContent,
     average_key,
@@ -209,13 +209,8 @@ def _find(path: Path, ranks: Ranks) -> tuple[Path, Manifest]:
 
     It is the one that the first rank finds, or on each disk a part of it.
     """
-
-    def find() -> tuple[Path, Manifest]:
-        folder = find_checkpoint(path)
-        return folder, read_manifest(folder)
-
     try:
-        folder, manifest = ranks.together(find, only_first=True)
+        folder, manifest = ranks.together(lambda: find_checkpoint(path), only_first=True)
     except (CheckpointError, RemoteRankError):
         own_part(path, ranks)  # if another host has one, its error says what is missing here
         raise

@@ -308,7 +308,7 @@ def check_listed_files(folder: Path) -> bool:
 
 
 def _save_id(folder: Path) -> str | None:
-    return read_manifest(find_checkpoint(folder / CHECKPOINT)).get("save_id")
+    return find_checkpoint(folder / CHECKPOINT)[1].get("save_id")
 
 
 _READERS = 4
@@ -379,8 +379,7 @@ def verify(path: Path) -> Verified:
     """
     found = Verified(path)
     try:
-        folder = find_checkpoint(path)
-        manifest = read_manifest(folder)
+        folder, manifest = find_checkpoint(path)
         absent = absent_files(folder, manifest)
         sizes = [size for name, size in manifest["files"].items() if name not in absent]
         found.files, found.nbytes = len(sizes) + 1, sum(sizes)

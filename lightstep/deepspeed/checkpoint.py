@@ -35,7 +35,7 @@ from lightstep.checkpoint import load
 from lightstep.checkpoint.background import PendingSave, finish_pending, wait_for_pending
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.formats.files import GETATTR, enum_member, refused_name
-from lightstep.checkpoint.formats.zero import RESERVED
+from lightstep.checkpoint.formats.zero import RESERVED, SECTION
 from lightstep.checkpoint.layout import (
     CHECKPOINT,
     STATE,
@@ -68,7 +68,6 @@ from lightstep.strategy.checkpoints import Checkpoints
 
 logger = logging.getLogger(__name__)
 
-_SECTION = "deepspeed"
 _LATEST = "latest"
 _TOOLS = ("zero_to_fp32.py", "zero_to_torch.py")
 
@@ -139,7 +138,7 @@ class EngineCheckpoints(Checkpoints):
             with retention.applied(target, ranks):
                 state, manifest = ranks.together(lambda: _content(model, engine_optimizer, scheduler, extra))
                 with new_shared_folder(target, CHECKPOINT, ranks) as temporary:
-                    files = _write_engine(temporary, manifest[_SECTION]["tag"], engine_optimizer, ranks, state)
+                    files = _write_engine(temporary, manifest[SECTION]["tag"], engine_optimizer, ranks, state)
                     parts = ranks.gather((random_states(), files, fingerprint(state["extra"])))
                     random, written, extras = zip(*parts, strict=True)
                     state["random"] = list(random)
@@ -177,8 +176,8 @@ class EngineCheckpoints(Checkpoints):
         advising = load.suggesting_older(source, ranks, with_state=not weights_only)
         with checkpoint_errors(f"{path} was not loaded"), advising:
             ranks.together(engine_optimizer.prepare_for_checkpoint)
-            folder, manifest = ranks.together(lambda: _find(source), only_first=True)
-            if manifest.get(_SECTION):
+            folder, manifest = ranks.together(lambda: find_checkpoint(source), only_first=True)
+            if manifest.get(SECTION):
                 extra = _load_own(folder, model, engine_optimizer, scheduler, weights_only, ranks)
                 logger.info("loaded %s", path)
                 return extra
@@ -233,7 +232,7 @@ def _content(
         "optimizer": optimizer.optimizer_class.__name__,
         "groups": content.groups,
         "shapes": _shapes(tensors),
-        _SECTION: _describe(optimizer.engine),
+        SECTION: _describe(optimizer.engine),
     }
     return state, manifest
 
@@ -327,18 +326,13 @@ def _finish(
     tools = [tool for tool in _TOOLS if (folder / tool).is_file()]
     small = {tool: write_file(temporary / tool, (folder / tool).read_bytes()) for tool in tools}
     small[STATE] = write_state(temporary, state)
-    small[_LATEST] = write_file(temporary / _LATEST, manifest[_SECTION]["tag"].encode())
+    small[_LATEST] = write_file(temporary / _LATEST, manifest[SECTION]["tag"].encode())
     manifest = {**manifest_header(target, len(state["random"])), **manifest}
     write_manifest(temporary, target, manifest, {**files, **small})
     storage_for(target).commit(temporary, target, CHECKPOINT)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
-
-
-def _find(path: Path) -> tuple[Path, Mapping[str, Any]]:
-    folder = find_checkpoint(path)
-    return folder, read_manifest(folder)
 
 
 def _load_own(
@@ -351,7 +345,7 @@ def _load_own(
         with unreplaced(folder, manifest), trusted_loads():
             loaded, _ = optimizer.engine.load_checkpoint(
                 str(folder),
-                tag=manifest[_SECTION]["tag"],
+                tag=manifest[SECTION]["tag"],
                 load_lr_scheduler_states=False,
                 load_optimizer_states=not weights_only,
                 load_module_only=weights_only and not optimizer.engine.zero_optimization_partition_weights(),
@@ -416,7 +410,7 @@ def _read(
     manifest = read_manifest(folder)
     _compare(manifest, model, optimizer, ranks.size, weights_only)
     check_files(folder, manifest, sorted(manifest["files"])[ranks.rank :: ranks.size])
-    for file in sorted((folder / manifest[_SECTION]["tag"]).glob("*.pt")):
+    for file in sorted((folder / manifest[SECTION]["tag"]).glob("*.pt")):
         refuse_untrusted(file)
     return manifest, read_state(folder, manifest)
 
@@ -433,7 +427,7 @@ def _compare(
         if name in saved and saved[name] != live[name]
     ]
     load.refuse_differences("model", sorted(live.keys() - saved), sorted(saved.keys() - live), different)
-    expected, known = manifest[_SECTION], _describe(optimizer.engine)
+    expected, known = manifest[SECTION], _describe(optimizer.engine)
     for key, name in (("stage", "sharding.stage"), ("dtype", "precision.parameters")):
         if expected[key] != known[key]:
             raise CheckpointError(

@@ -39,7 +39,6 @@ from lightstep.checkpoint.layout import (
     checkpoints_in,
     find_checkpoint,
     is_complete,
-    read_manifest,
 )
 from lightstep.checkpoint.saved import is_undamaged
 from lightstep.config import ConfigError
@@ -100,7 +99,7 @@ def _is_undamaged_everywhere(path: Path, ranks: Ranks) -> bool:
 def _manifest_of_undamaged(path: Path) -> Manifest | None:
     """``None`` if the checkpoint is damaged, or another process removes it."""
     try:
-        return read_manifest(find_checkpoint(path)) if is_undamaged(path) else None
+        return find_checkpoint(path)[1] if is_undamaged(path) else None
     except UnreadableError as error:
         raise UnreadableError(f"{error}, or move {path} away to continue from an older one") from error
     except CheckpointError:

@@ -185,7 +185,7 @@ def check_old_sizes(disk: Path) -> bool:
     on(2, file.stat)
     on(0, lambda: file.write_bytes(content))
     assert dist.get_rank() < 2 or file.stat().st_size == 0
-    found: bool = on(2, lambda: find_checkpoint(folder) == folder)
+    found: bool = on(2, lambda: find_checkpoint(folder)[0] == folder)
     return found
 
 

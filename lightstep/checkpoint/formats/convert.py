@@ -27,7 +27,7 @@ from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState,
 from lightstep.checkpoint.formats.zero import (
     MODEL_FILE,
     OPTIMIZER_FILE,
-    is_engine_checkpoint,
+    SECTION,
     open_zero,
     read_engine_checkpoint,
     read_zero,
@@ -164,8 +164,8 @@ def _read(path: Path, naming: Naming) -> TrainingState:
         content = load_file(path)
         return read_lightrft(path, naming) if is_lightrft(content) else read_torch_file(path, naming)
     if not path.is_dir() or (path / MANIFEST).is_file():
-        whole = find_checkpoint(path)
-        return read_engine_checkpoint(whole) if is_engine_checkpoint(whole) else read_lightstep(whole)
+        whole, manifest = find_checkpoint(path)
+        return read_engine_checkpoint(whole, manifest) if manifest.get(SECTION) else read_lightstep(whole)
     if isinstance(path, UrlPath):
         raise NotFoundError(f"{path} holds no checkpoint of lightstep; copy one of another format to a local folder")
     folder = _tagged(path)

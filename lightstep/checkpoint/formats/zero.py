@@ -30,7 +30,7 @@ from lightstep.checkpoint.formats.state import (
     scale_from_deepspeed,
     step_tensor,
 )
-from lightstep.checkpoint.layout import read_manifest
+from lightstep.checkpoint.layout import Manifest
 from lightstep.checkpoint.saved import read_state
 
 OPTIMIZER_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -439,20 +439,15 @@ def _groups(flats: Sequence[_Flat], settings: list[dict[str, Any]], order: list[
 
 
 SECTION = "deepspeed"
+"""Of a manifest: DeepSpeed wrote the tensors of this lightstep checkpoint."""
 
 
-def is_engine_checkpoint(folder: Path) -> bool:
-    """Whether DeepSpeed wrote the tensors of this lightstep checkpoint."""
-    return bool(read_manifest(folder).get(SECTION))
-
-
-def read_engine_checkpoint(folder: Path) -> TrainingState:
+def read_engine_checkpoint(folder: Path, manifest: Manifest) -> TrainingState:
     """The run in such a checkpoint: tensors and loss scale from DeepSpeed's files, all else from lightstep's.
 
     Raises:
         CheckpointError: files are missing or damaged.
     """
-    manifest = read_manifest(folder)
     small = read_state(folder, manifest)
     state = read_zero(open_zero(folder / manifest[SECTION]["tag"]))
     trained = set(state.optimized())
