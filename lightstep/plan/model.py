@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import json
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,7 +47,7 @@ SHAPES["Mixtral-8x7B"] |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 """Sizes alone; nothing is downloaded."""
 
 
-def load_shape(source: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def load_shape(source: str) -> nn.Module:
     """The model of that shape on the meta device, without weights.
 
     Args:
@@ -57,14 +57,13 @@ def load_shape(source: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     Raises:
         ConfigError: none of these, or what cannot be read; with what is allowed.
     """
+    from transformers import AutoConfig
+
     if source in SHAPES:
-        return from_values(SHAPES[source], dtype)
+        return from_values(SHAPES[source], torch.bfloat16)
     path = Path(source).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if file.is_file():
-        return from_values(_read(file), dtype)
-    if path.is_dir():
-        raise ConfigError(f"{path} holds no config.json; give the folder of a Hugging Face model")
+    if path.exists():
+        return _made(partial(AutoConfig.from_pretrained, path, trust_remote_code=False), source)
     module, colon, attribute = source.partition(":")
     if colon and module and attribute:
         return _from_factory(module, attribute)
@@ -76,27 +75,21 @@ def load_shape(source: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 def from_values(values: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> nn.Module:
     """A causal language model of transformers from its configuration's values."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    kind = values.get("model_type")
-    if not isinstance(kind, str):
-        raise ConfigError("the model's configuration has no model_type")
+    return _made(partial(AutoConfig.for_model, **values), f"model_type {values['model_type']!r}", dtype, device)
+
+
+def _made(
+    configuration: Callable[[], Any], source: str, dtype: torch.dtype = torch.bfloat16, device: str = "meta"
+) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
     try:
-        config = AutoConfig.for_model(**values)
         with torch.device(device):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return AutoModelForCausalLM.from_config(configuration(), dtype=dtype)
     except Exception as error:  # transformers has many classes of errors
-        raise ConfigError(f"model_type {kind!r}: {one_sentence(error)}") from error
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} is not a model's configuration; a JSON object is needed")
-    return values
+        raise ConfigError(f"{source}: {one_sentence(error)}") from error
 
 
 def _import(module: str) -> ModuleType:
