@@ -14,13 +14,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep.checkpoint import CheckpointError, latest_checkpoint
 from lightstep.checkpoint.background import PendingSave
 from lightstep.chunked_loss import whole_loss
-from lightstep.distributed import LostRankError, Ranks, is_failed_collective, world_size
+from lightstep.distributed import LostRankError, Ranks, is_failed_collective
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.update import StepResult
 from lightstep.plan.report import peak_memory
@@ -66,11 +65,7 @@ class Interrupt:
 
     def received(self) -> signal.Signals | None:
         """The signal that any rank has received. A collective: all ranks call it after every step."""
-        number = self._received
-        if world_size() > 1:
-            highest = torch.tensor(number)  # on the CPU: nothing here waits for a device
-            dist.all_reduce(highest, dist.ReduceOp.MAX)
-            number = int(highest)
+        number = max(Ranks().gather_integer(self._received))  # on the CPU: nothing here waits for a device
         return signal.Signals(number) if number else None
 
 
