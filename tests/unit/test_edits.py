@@ -435,28 +435,6 @@ def test_a_norm_to_clip_to_may_be_assigned_and_goes_along_in_copies() -> None:
 # -- all or nothing
 
 
-@every_value(
-    kind=EVERY_TIME,
-    where=["update.Norms.norm", "unit_updater.UnitUpdater.reserve_stage"],
-    parts=[1, 3],
-)
-def test_a_step_that_fails_before_the_update_may_be_repeated(
-    kind: str, parts: int, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    setup, expected = (Setup(state=EVERY_TIME[kind], clipping={"max_norm": 0.1}).train(0) for _ in range(2))
-    setup.backward(1, parts)
-    with monkeypatch.context() as patch:
-        patch.setattr(f"lightstep.optimizer.{where}", lambda *_: 1 / 0)
-        setup.optimizer.synchronize()
-        setup.optimizer.engine.updater.stage.free()  # else there is nothing to reserve
-        with pytest.raises(ZeroDivisionError):
-            setup.optimizer.step()
-    result = setup.optimizer.step()
-    expected.backward(1, parts)
-    assert torch.equal(result.grad_norm, expected.optimizer.step().grad_norm)
-    assert_same(setup, expected)
-
-
 @backends
 def test_parameters_over_one_storage_are_refused(backend: str) -> None:
     setup = Setup(backend)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import zlib
 from typing import Any
@@ -14,16 +13,14 @@ from torch.optim import Optimizer
 
 import lightstep
 from lightstep.optimizer import queue
-from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale
 from lightstep.state import segment
 from lightstep.state.lanes import Lanes
 from tests.covering import every_pair, every_value
 from tests.reference.lion import Lion
 from tests.reference.own_classes import Adding
-from tests.reference.pair import DTYPES, FP16_SCALE, IN_BACKWARD, TWO_GROUPS, Pair, same, scale_for, strategy_values
-from tests.reference.plain_loop import ReferenceScale
+from tests.reference.pair import DTYPES, FP16_SCALE, IN_BACKWARD, TWO_GROUPS, Pair, scale_for, strategy_values
 from tests.reference.tiny_model import TinyModel, loss_of
-from tests.training import made, random_delays, random_sleeps
+from tests.training import random_delays, random_sleeps
 from tests.unit.test_homes_and_times import HOMES as EVERY_HOME
 from tests.unit.test_homes_and_times import TIMES
 
@@ -297,21 +294,6 @@ def test_a_class_that_is_not_fused_any_more_still_skips(backend: str) -> None:
     pair.train(4)
 
 
-@every_value(change=["none dynamic", "dynamic none", "dynamic constant"], backend=SOME_BACKENDS)
-def test_a_loss_scale_may_be_exchanged(change: str, backend: str) -> None:
-    first, then = change.split()
-    settings = {"none": "none", "dynamic": FP16_SCALE, "constant": {"kind": "constant", "scale": 1000.0}}
-    pair = Pair(*TWO_GROUPS["AdamW"], backend=backend, max_norm=MAX_NORM, loss_scale=settings[first])
-    pair.train(3)
-    pair.optimizer.loss_scale = {
-        "none": ConstantLossScale,
-        "dynamic": lambda: DynamicLossScale(**{k: v for k, v in FP16_SCALE.items() if k != "kind"}),
-        "constant": lambda: ConstantLossScale(1000.0),
-    }[then]()
-    pair.reference.loss_scale = ReferenceScale(settings[then])
-    pair.train(6)
-
-
 def test_a_scale_that_overflows_by_itself_comes_down() -> None:
     """No inf is written by hand: fp16 gradients overflow under a scale that is far too large."""
     scale = {**FP16_SCALE, "init_scale": 2.0**24, "max_scale": 2.0**24, "growth_interval": 100}
@@ -418,37 +400,6 @@ def test_a_gradient_that_backward_could_not_know_of_is_refused(kind: str, late: 
     pair.finish()
     pair.steps += 1
     pair.train(2)
-
-
-@pytest.mark.parametrize("backend", ["resident", "stream-in-backward-and-forward", "stream-in-backward"])
-def test_a_parameter_that_leaves_its_group_and_comes_back_keeps_its_state(backend: str) -> None:
-    scope = "unit" if backend in IN_BACKWARD else "global"
-    expected: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    strategy, model, optimizer = made(
-        strategy_values("float32", backend, scope=scope), copy.deepcopy(expected), lr=1e-2
-    )
-    expected = expected.to(strategy.device)
-    reference = torch.optim.AdamW(expected.parameters(), lr=1e-2, fused=True)
-
-    def train() -> None:
-        values = torch.ones(2, 8, device=strategy.device)
-        optimizer.backward(model(values).square().mean())
-        expected(values).square().mean().backward()
-        for one, trained in ((optimizer, model), (reference, expected)):
-            one.step()
-            trained.zero_grad()
-
-    train()
-    train()
-    for is_out in (True, False, True, False):
-        for one, trained in ((optimizer, model), (reference, expected)):
-            others = [p for p in trained.parameters() if p is not trained[2].weight]
-            one.param_groups[0]["params"] = others if is_out else list(trained.parameters())
-        train()
-    optimizer.synchronize()
-    for tested, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        same("weight", tested, wanted)
-        same("moment", optimizer.state[tested]["exp_avg"], reference.state[wanted]["exp_avg"])
 
 
 class Strict(torch.optim.SGD):

@@ -125,7 +125,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 HOOKED = ["embed.weight", "gain", "mix.weight", "blocks.1.down.weight"]
-AT_ANY_TIME = {"step", "fail_in_step"}  # also between a backward that has updated weights and its step
+AT_ANY_TIME = {"step", "fail_in_step", "memory"}  # also between a backward that has updated weights and its step
 
 GO = threading.Event()
 """Whoever writes a checkpoint meanwhile waits for it."""

@@ -366,45 +366,7 @@ def test_beside_weights_on_the_device(
     assert_same(found[1][1], found[0][1])
 
 
-# ---- what users do between the lines of a training loop, here on several ranks: ``test_programs.py`` has one device
-
-
-def evaluate(run: Training, folder: Path) -> None:
-    with torch.inference_mode():
-        first = run.loss(5).item()
-    with torch.no_grad():
-        assert run.loss(5).item() == first
-
-
-def forward_without_backward(run: Training, folder: Path) -> None:
-    run.loss(5)
-
-
-def write_in_place(run: Training, folder: Path) -> None:
-    with torch.no_grad():
-        for parameter in run.model.blocks[1].parameters():
-            parameter.mul_(0.5)
-
-
-def load_own_weights(run: Training, folder: Path) -> None:
-    state = {name: value.clone() * 0.5 for name, value in run.model.state_dict().items()}
-    run.model.load_state_dict(state)
-
-
-def drop_gradients(run: Training, folder: Path) -> None:
-    run.optimizer.backward(run.loss(5))
-    run.optimizer.zero_grad()
-
-
-def zero_gradients(run: Training, folder: Path) -> None:
-    """Zeros count as gradients."""
-    run.optimizer.backward(run.loss(4))
-    run.optimizer.zero_grad(set_to_none=False)
-    run.optimizer.backward(run.loss(5))
-    run.optimizer.step()
-    run.optimizer.backward(run.loss(4))
-    run.optimizer.zero_grad(set_to_none=False)
-    run.optimizer.step()
+# ---- a forward that uses weights by itself
 
 
 def two_forwards(run: Training) -> None:
@@ -423,12 +385,6 @@ def fail(run: Training) -> None:
         handle.remove()
         run.optimizer.zero_grad()
         run.model.zero_grad()
-
-
-def freeze(run: Training, folder: Path) -> None:
-    run.model.blocks[1].requires_grad_(False)
-    run.train(1)
-    run.model.blocks[1].requires_grad_(True)
 
 
 class OwnHead(TinyTransformer):

@@ -81,15 +81,6 @@ def test_gradient_hooks_that_are_registered_late_count(state: dict[str, Any]) ->
     assert_same(found[1], found[0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_device_memory_that_is_released_before_step_is_allocated_again(backend: str) -> None:
-    """The end of a step says that its memory is there for the next one."""
-    expected, tested = Training({"backend": "resident"}), Training(in_backward(backend))
-    tested.before_step = tested.optimizer.release_device_memory
-    assert tested.train(4) == expected.train(4)
-    assert_same(tested.snapshot(), expected.snapshot())
-
-
 def test_hyperparameters_that_change_after_backward_are_refused() -> None:
     expected, tested = Training({"backend": "resident"}), Training(in_backward())
     group = tested.optimizer.param_groups[0]

@@ -57,25 +57,6 @@ def without_dead_layer() -> TinyModel:
 # -- the face of a torch optimizer ------------------------------------------------------------------------------------
 
 
-@every_value(name=TWO_GROUPS, backend=BACKENDS)
-def test_it_is_a_torch_optimizer(name: str, backend: str) -> None:
-    pair = build(backend=backend, name=name)
-    optimizer, model = pair.optimizer, pair.model
-    assert isinstance(optimizer, Optimizer)
-    assert isinstance(optimizer, lightstep.BaseOptimizer)
-    assert optimizer.step.__func__.__get__(optimizer) == optimizer.step, "schedulers rebind step through its __func__"
-
-    plain = TWO_GROUPS[name][0](pair.param_groups(model))
-    for key, value in plain.defaults.items():
-        if key not in ("fused", "foreach"):
-            assert optimizer.defaults[key] == value
-    for group, expected in zip(optimizer.param_groups, plain.param_groups, strict=True):
-        assert all(p is q for p, q in zip(group["params"], expected["params"], strict=True))
-        for key, value in expected.items():
-            if key not in ("params", "fused", "foreach"):
-                assert group[key] == value, key
-
-
 @every_value(parameters=DTYPES, backend=BACKENDS)
 def test_the_result_of_a_step(parameters: str, backend: str) -> None:
     pair = build(parameters, backend)
@@ -475,16 +456,3 @@ def test_dcp_sets_a_fresh_or_running_optimizer_back(
     pair.steps = 5
     pair.check()
     pair.train(4)
-
-
-@every_value(parameters=["bfloat16", "float16"], name=TWO_GROUPS, mode=MODES, backend=BACKENDS)
-def test_dcp_reading_a_fresh_optimizer_is_no_step(parameters: str, name: str, mode: str, backend: str) -> None:
-    pair = build(parameters, backend, name, make_model=without_dead_layer)
-    before, fresh = copy.deepcopy(pair.model.state_dict()), pair.optimizer.loss_scale.state_dict()
-    saved = get_optimizer_state_dict(pair.model, pair.optimizer, options=StateDictOptions(**MODES[mode]))
-    text = str(saved.keys() if mode == "flatten" else saved["state"].keys())
-    assert "head.weight" in text, "reading makes all state exist"
-    same_tree("weights", pair.model.state_dict(), before)
-    assert pair.optimizer.loss_scale.state_dict() == fresh
-    assert all(p.grad is None for p in pair.model.parameters())
-    pair.train(5)

@@ -254,6 +254,10 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
         for what, before in {"what was not used yet": [], "a run": [("train", 2), ("schedule",), TRAIN]}.items()
     },
     "a new optimizer for weights under way": [("train", 2), TRAIN, ("delete",), TRAIN, TRAIN],
+    "memory comes and goes between backward and step": [
+        ("train", 2), BACKWARD, ("memory", "release_device_memory"), STEP, BACKWARD, ("memory", "1"), STEP, TRAIN,
+        BACKWARD, ("memory", "1e-6"), STEP, BACKWARD, ("memory", "0"), STEP, TRAIN,
+    ],
 }  # fmt: skip
 
 
@@ -272,7 +276,8 @@ SETTINGS = [dict(zip(AXES, case, strict=True)) for case in every_pair(**AXES).ar
 """Every two values of two axes meet in one of them."""
 PLACES = [[own for own in SETTINGS if own["kind"] in kinds] for kinds in (KINDS, *([kind] for kind in ON_THE_HOST))]
 CASES = [(program, own[7 * number % len(own)]) for number, program in enumerate(PROGRAMS) for own in PLACES]
-"""Each program runs once with weights on the device, and twice with weights on the host."""
+CASES += [(program, own) for program in list(PROGRAMS)[-1:] for own in SETTINGS if own["kind"] == "stream, in_backward"]
+"""Each program runs once with weights on the device, and twice with weights on the host; the last one oftener."""
 
 
 @pytest.mark.parametrize(("program", "settings"), CASES, ids=[f"{name}-{own['kind']}" for name, own in CASES])

@@ -21,8 +21,7 @@ from tests import stores
 from tests.covering import every_value
 from tests.reference.own_classes import Growing
 from tests.training import Training, assert_same
-from tests.unit import test_in_backward as in_backward
-from tests.unit.test_next_forward import Skipping, save_and_load, small_cuts
+from tests.unit.test_next_forward import save_and_load, small_cuts
 from tests.unit.test_stream import Run, failing, labels_of
 from tests.unit.test_stream import assert_same as assert_same_run
 
@@ -64,30 +63,6 @@ def test_what_stays_does_not_travel() -> None:
         everything = everything or travelled
         assert travelled == 2 * 4 * (state - held(training))
         assert travelled == everything - 2 * 4 * held(training)
-
-
-class Interrupted(in_backward.Training):
-    """Something happens between the backward that updates and its ``step()``, which has some layers left."""
-
-    def before_step(self) -> None:
-        self.model.skipped = frozenset({(self.steps + 1) % 3})  # by the next step
-        if self.optimizer._backend.name == "stream":
-            self.optimizer.set_residency([0, *SIZES][self.steps % 4])
-        if self.steps % 3 == 1:
-            self.optimizer.release_device_memory()
-        self.snapshot()
-
-
-def test_updates_in_backward_while_sizes_change() -> None:
-    expected = Interrupted({"backend": "resident"}, make=Skipping)
-    losses, wanted = expected.train(9), expected.snapshot()
-    for seed in range(3):
-        tested = Interrupted({**STREAM, "update": "in_backward", "resident_gib": SIZES[seed % 3]}, make=Skipping)
-        found = tested.train(1)
-        tested.delays(seed)
-        assert found + tested.train(8) == losses, seed
-        assert_same(tested.snapshot(), wanted)
-        tested.optimizer.close()
 
 
 def test_over_the_budget_leaves_at_once() -> None:
@@ -394,6 +369,8 @@ def test_a_copy_of_the_optimizer_keeps_the_size() -> None:
         ({"backend": "resident"}, "lightstep.optimizer.update.GradientStage.reserve", "the engine has it"),
         (STREAM, "lightstep.optimizer.update.GradientStage.reserve", "the engine has it"),
         (TIMES["next_forward"], "lightstep.optimizer.update.GradientStage.reserve", "the engine has it"),
+        ({**STREAM, "update": "overlap"}, "lightstep.optimizer.update.Norms.norm", "the engine has it"),
+        ({"backend": "resident"}, "lightstep.optimizer.update.Norms.norm", "the engine has it"),
         ({**STREAM, "resident_gib": 5 * KIB}, "lightstep.state.ring.Slot", "no room on cpu for a ring"),
         ({"backend": "bulk"}, "lightstep.state.ring.Ring._allocate", "no room on cpu for all optimizer state"),
     ],
