@@ -37,6 +37,12 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny tensors are cut as large ones are."""
+    monkeypatch.setattr("lightstep.state.units.CUT_ELEMENTS", 64)
+
+
+@pytest.fixture
 def never_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates are tried in every backward, clipped or not."""
     own = "lightstep.optimizer.overlap.SpeculativeUpdates._update_pause"

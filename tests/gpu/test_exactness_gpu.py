@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.test_exactness import (  # noqa: F401  (they run here as they are)
-    test_a_first_update_that_overflows_makes_no_state,
     test_a_gradient_that_backward_could_not_know_of_is_refused,
     test_a_scale_that_overflows_by_itself_comes_down,
     test_a_weight_may_be_transposed_in_its_memory,

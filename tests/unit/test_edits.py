@@ -473,12 +473,6 @@ def test_names_are_kept_and_loaded_into_an_optimizer_without() -> None:
 
 
 @backends
-def test_an_optimizer_without_state_has_none_in_its_state_dict(backend: str) -> None:
-    setup = Setup(backend, "float32", optimizer_class=torch.optim.SGD).train(0, 1)
-    assert setup.optimizer.state_dict()["state"] == {}
-
-
-@backends
 def test_a_parameter_that_was_never_updated_is_not_in_the_state(backend: str) -> None:
     """``get`` has the default then, as in torch; ``state[p]`` has ``{}``, or the master that the model came with."""
     setup = Setup(backend)

@@ -272,15 +272,6 @@ def test_every_loss_scale(loss_scale: str, parameters: str, backend: str) -> Non
     assert pair.reference.clipped_steps > 0
 
 
-@every_value(kind=IN_BACKWARD, parameters=["bfloat16", "float32"])
-def test_a_first_update_that_overflows_makes_no_state(parameters: str, kind: str) -> None:
-    pair = Pair(*TWO_GROUPS["AdamW"], parameters=parameters, backend=kind, overflow_at=(0, 1))
-    pair.train(1)
-    assert "exp_avg" not in pair.optimizer.state[pair.model.hidden.weight]
-    assert "exp_avg" in pair.optimizer.state[pair.model.head.weight]
-    pair.train(3)
-
-
 @pytest.mark.parametrize("backend", SOME_BACKENDS)
 def test_a_class_that_is_not_fused_any_more_still_skips(backend: str) -> None:
     """A fused class skips on the device, and any other needs the host to read the flag."""

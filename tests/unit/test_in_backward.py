@@ -25,9 +25,9 @@ from tests.distributed.models import TinyTransformer
 from tests.patience import PATIENCE
 from tests.training import OnVectors, assert_same, made, random_delays
 from tests.unit import test_next_forward as others
-from tests.unit.test_next_forward import Skipping, small_cuts
+from tests.unit.test_next_forward import Skipping
 
-__all__ = ["small_cuts"]
+pytestmark = pytest.mark.usefixtures("small_cuts")
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "stream": {"backend": "stream", "ring_mib": 0.02},

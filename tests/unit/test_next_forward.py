@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.optimizer import queue
-from lightstep.state import units as units_module
 from lightstep.state.lanes import CallerLane, Lanes
 from tests.distributed.models import Block, TinyTransformer
 from tests.patience import PATIENCE
@@ -25,10 +24,7 @@ __all__ = ["assert_same", "host_activations_of"]
 OVERLAP = {"backend": "stream", "update": "next_forward", "ring_mib": 0.02}
 
 
-@pytest.fixture(autouse=True)
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut tiny tensors as large ones are cut."""
-    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
+pytestmark = pytest.mark.usefixtures("small_cuts")
 
 
 class Held:

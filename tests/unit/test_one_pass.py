@@ -29,11 +29,10 @@ from tests.reference.own_classes import EachParameter
 from tests.reference.pair import TWO_GROUPS, Pair, scale_for
 from tests.training import Training, assert_same
 from tests.unit.test_moments import PLACES, ShortPair
-from tests.unit.test_next_forward import small_cuts
 
-__all__ = ["few_probes", "one_pass_fixture", "small_cuts"]
+__all__ = ["few_probes", "one_pass_fixture"]
 
-pytestmark = pytest.mark.usefixtures("few_probes")
+pytestmark = pytest.mark.usefixtures("few_probes", "small_cuts")
 
 OVERFLOWS = (2, 5)
 WIDE = functools.partial(TinyTransformer, width=32)  # rows of blocks

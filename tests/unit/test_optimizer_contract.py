@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,11 +24,9 @@ from tests.covering import every_value
 from tests.reference.pair import (
     BACKENDS,
     DTYPES,
-    FP16_SCALE,
     IN_BACKWARD,
     TWO_GROUPS,
     Pair,
-    same,
     same_tree,
     scale_for,
     through_bytes,
@@ -57,25 +54,6 @@ def without_dead_layer() -> TinyModel:
 # -- the face of a torch optimizer ------------------------------------------------------------------------------------
 
 
-@every_value(parameters=DTYPES, backend=BACKENDS)
-def test_the_result_of_a_step(parameters: str, backend: str) -> None:
-    pair = build(parameters, backend)
-    result = pair.step()
-    assert isinstance(result, lightstep.StepResult)
-    assert result.applied is True
-    assert bool(result) is True
-    assert (result.grad_norm.dim(), result.grad_norm.dtype) == (0, torch.float32)
-    assert float(result.loss_scale) == (FP16_SCALE["init_scale"] if parameters == "float16" else 1.0)
-    norm = result.grad_norm.clone()
-    pair.overflow_at = frozenset({1})
-    skipped = pair.step()
-    assert skipped.applied is False
-    assert bool(skipped) is False
-    assert torch.equal(result.grad_norm, norm), "a result describes its own step, not the newest"
-    assert float(result.loss_scale) == (FP16_SCALE["init_scale"] if parameters == "float16" else 1.0)
-    assert "StepResult" in repr(skipped)
-
-
 def test_a_lazy_module_needs_a_forward_first() -> None:
     strategy = lightstep.Strategy.load("fp32")
     model = strategy.prepare_model(nn.Sequential(nn.LazyLinear(4)))
@@ -95,56 +73,6 @@ def test_an_optimizer_that_was_replaced_takes_no_gradients(parameters: str, back
     pair.optimizer = pair.build_optimizer(pair.strategy, pair.model)
     pair.train(4)
     assert not forgotten.state
-
-
-# -- schedulers -------------------------------------------------------------------------------------------------------
-
-SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 4)),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 6)], milestones=[3]
-    ),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.5, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
-    ),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-4, 1e-2, step_size_up=3),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=20),
-    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=1e-4, anneal_epochs=5),
-}
-"""Those that do more than write rates: they cycle betas, look at a loss, or have others in them."""
-
-
-def scheduled(optimizer: Any, model: nn.Module, make: Callable[[Optimizer], Any]) -> tuple[list[Any], list[str]]:
-    """Learning rate, momentum and betas of every group after each of 12 steps, and the warnings on the way."""
-    history = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        scheduler = make(optimizer)
-        for step in range(12):
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, 0.01)
-            optimizer.step()
-            optimizer.zero_grad()
-            if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-                scheduler.step(1.0 + step)
-            else:
-                scheduler.step()
-            keys = ("lr", "momentum", "betas")
-            history.append([{key: group[key] for key in keys if key in group} for group in optimizer.param_groups])
-    return history, [str(warning.message) for warning in caught]
-
-
-@every_value(scheduler=SCHEDULERS, name=["AdamW", "SGD-momentum"], backend=BACKENDS)
-def test_schedulers_do_what_they_do_on_plain_torch(scheduler: str, name: str, backend: str) -> None:
-    pair = build(backend=backend, name=name)
-    plain_model = copy.deepcopy(pair.model)
-    plain = TWO_GROUPS[name][0](pair.param_groups(plain_model))
-    expected, usual = scheduled(plain, plain_model, SCHEDULERS[scheduler])
-    found, said = scheduled(pair.optimizer, pair.model, SCHEDULERS[scheduler])
-    assert found == expected
-    assert len({str(entry) for entry in found}) > 1, "this scheduler never changed anything"
-    assert set(said) <= set(usual)
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
@@ -183,20 +111,6 @@ def test_step_hooks_fire_once_per_step(name: str, backend: str, global_hooks: li
     ours = [(when, optimizer) for when, optimizer in global_hooks if optimizer is not pair.reference.optimizer]
     assert [when for when, _ in ours] == ["pre", "post"] * 5
     assert all(optimizer is pair.optimizer for _, optimizer in ours)
-
-
-@backends
-def test_a_pre_hook_sees_the_gradients_and_may_change_the_rates(backend: str) -> None:
-    pair = build(backend=backend, micro_batches=1)
-
-    def halve(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-
-    pair.optimizer.register_step_pre_hook(halve)
-    pair.reference.optimizer.register_step_pre_hook(halve)
-    pair.train(4)
-    assert pair.optimizer.param_groups[0]["lr"] == 3e-3 / 2**4
 
 
 @backends
@@ -342,26 +256,6 @@ def test_state_of_the_plain_torch_optimizer_loads(name: str, parameters: str, ba
     for group, own in zip(pair.reference.optimizer.param_groups, fused, strict=False):
         group["fused"] = own  # nobody asked for another implementation: fused where torch has it
     pair.train(4)
-
-
-@backends
-def test_16_bit_moments_become_fp32(backend: str) -> None:
-    """Plain torch on bf16 weights keeps bf16 moments; here they go on in fp32, with the values they had."""
-    pair = build("bfloat16", backend)
-    plain = torch.optim.AdamW(pair.param_groups(copy.deepcopy(pair.model)))
-    for group in plain.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.rand_like(parameter)
-    plain.step()
-    pair.optimizer.load_state_dict(plain.state_dict())
-    groups = zip(pair.optimizer.param_groups, plain.param_groups, strict=True)
-    pairs = [both for ours, theirs in groups for both in zip(ours["params"], theirs["params"], strict=True)]
-    for parameter, other in pairs:
-        if parameter.requires_grad:
-            for key in ("exp_avg", "exp_avg_sq"):
-                same(key, pair.optimizer.state[parameter][key], plain.state[other][key].float())
-    pair.optimizer.backward(loss_of(pair.model, 0))
-    assert pair.optimizer.step()
 
 
 DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any], Any], object]]] = {

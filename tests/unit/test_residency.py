@@ -21,11 +21,11 @@ from tests import stores
 from tests.covering import every_value
 from tests.reference.own_classes import Growing
 from tests.training import Training, assert_same
-from tests.unit.test_next_forward import save_and_load, small_cuts
+from tests.unit.test_next_forward import save_and_load
 from tests.unit.test_stream import Run, failing, labels_of
 from tests.unit.test_stream import assert_same as assert_same_run
 
-__all__ = ["small_cuts"]
+pytestmark = pytest.mark.usefixtures("small_cuts")
 
 STREAM = {"backend": "stream", "ring_mib": 0.02}
 TIMES = {"at_step": STREAM, "next_forward": {**STREAM, "update": "next_forward"}}

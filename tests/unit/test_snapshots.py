@@ -21,7 +21,6 @@ from torch import Tensor
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.background import finish_pending
 from lightstep.checkpoint.saved import SavedCheckpoint
-from lightstep.state import units as units_module
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
@@ -34,9 +33,7 @@ OTHERS: dict[str, dict[str, Any]] = {"resident": {"backend": "resident"}, "bulk"
 GIB = 2.0**30
 
 
-@pytest.fixture(autouse=True)
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
+pytestmark = pytest.mark.usefixtures("small_cuts")
 
 
 @pytest.fixture(autouse=True)

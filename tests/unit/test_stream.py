@@ -18,7 +18,6 @@ from lightstep.optimizer.update import GradientStage, GroupValues
 from lightstep.state import host_memory
 from lightstep.state import lanes as lanes_module
 from lightstep.state import record as record_module
-from lightstep.state import units as units_module
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError
 from lightstep.state.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, CallerLane, LaneError
 from lightstep.state.schema import Managed, Unit
@@ -37,10 +36,7 @@ LAYERS = [None, 0, 0, 1, 1, 1, 2, None]
 ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1})
 
 
-@pytest.fixture(autouse=True)
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut tiny tensors as large ones are cut."""
-    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
+pytestmark = pytest.mark.usefixtures("small_cuts")
 
 
 def streamed(slots: int | None = None, *, slot_bytes: int = 3000, **settings: Any) -> Store:
@@ -536,15 +532,6 @@ def test_histories_part_where_updates_differ_and_meet_again_when_they_are_loaded
     assert acquired(run) == [12]
     run.step(2, without={0})
     assert [float(entries["step"]) for entries in run.entries()] == [2.0] + [3.0] * 11
-
-
-@every_home
-def test_a_count_that_is_handed_out_is_nobody_elses(backend: str) -> None:
-    run = even(backend)
-    run.step(0)
-    run.backend.entries(run.items[2])["step"].fill_(100)
-    run.backend.gather(run.items[3])["step"].fill_(100)
-    assert [float(entries["step"]) for entries in run.entries()] == [1.0] * 12
 
 
 @every_home

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightstep.optimizer import muon
 from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.muon import Graph, Orthogonalizer, orthogonalize
-from lightstep.state import units
 from tests.reference.own_classes import EachParameter
 from tests.reference.pair import BACKENDS
 from tests.training import OnVectors, assert_same
@@ -47,9 +46,7 @@ class Declared(EachParameter):
         p.addcdiv_(grad, total.sqrt() + 1e-3, value=-group["lr"])
 
 
-@pytest.fixture(autouse=True)
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "CUT_ELEMENTS", 64)
+pytestmark = pytest.mark.usefixtures("small_cuts")
 
 
 def trained(
