@@ -303,37 +303,6 @@ def test_a_parameter_does_not_move_to_a_group_of_another_class(backend: str) -> 
     assert_same(setup.train(2), expected.train(1, 2))
 
 
-@every_value(kind=[*EVERY_TIME, *IN_BACKWARD], given=["at first", "later"])
-def test_a_list_that_is_written_to_in_place_counts_from_the_next_step(kind: str, given: str) -> None:
-    """As torch sees it: pending updates have the values of their step, and those tried in backward are redone."""
-    finals = []
-    for state in ({**EVERY_TIME, **IN_BACKWARD}[kind], BACKENDS["resident"]):
-        betas = [0.9, 0.99]
-
-        def groups(model: nn.Module, own: list[float] = betas) -> list[dict[str, Any]]:
-            return [{"params": list(model.parameters()), **({"betas": own} if given == "at first" else {})}]
-
-        setup = Setup(state=state, groups=groups)
-        if given == "later":
-            setup.optimizer.param_groups[0]["betas"] = betas
-        assert setup.optimizer.param_groups[0]["betas"] is betas
-        for number in range(5):
-            with setup.strategy.accumulate(setup.model, last=True):
-                setup.backward(number)
-            if number > 2 and kind not in IN_BACKWARD:
-                betas[0] *= 0.9
-            setup.optimizer.step()
-            betas[0] *= 0.9
-        finals.append(setup)
-    assert_same(*finals)
-    if kind in IN_BACKWARD:
-        with finals[0].strategy.accumulate(finals[0].model, last=True):
-            finals[0].backward(9)
-        finals[0].optimizer.param_groups[0]["betas"][0] = 0.5
-        with pytest.raises(RuntimeError, match="betas of a parameter group changed between"):
-            finals[0].optimizer.step()
-
-
 def test_numpy_numbers_become_plain_ones(tmp_path: Path) -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         return [{"params": list(model.parameters()), "weight_decay": numpy.float32(0.1)}]

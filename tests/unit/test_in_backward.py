@@ -237,18 +237,15 @@ class CutTraining(OnVectors):
 
     Args:
         in_hooks: names of parameters that a backward hook of each layer's norm reads; their values are in ``seen``.
-        before_step: the name of a parameter that is read between backward and ``step()``.
         delays: a seed of those in the lanes, from the second step on.
     """
 
     rows, width, micro_batches = 4, 96, 1
 
-    def __init__(
-        self, backend: str, update: str, in_hooks: Sequence[str] = (), before_step: str = "", delays: int | None = None
-    ) -> None:
+    def __init__(self, backend: str, update: str, in_hooks: Sequence[str] = (), delays: int | None = None) -> None:
         state = {**BACKENDS[backend], "update": update} | ({"ring_mib": 0.1} if backend == "stream" else {})
         super().__init__(state, make=lambda: nn.Sequential(*(Normed() for _ in range(3))), clipping=CLIPPING["none"])
-        self.read_before, self.slowness, self.seen = before_step, delays, list[Tensor]()
+        self.slowness, self.seen = delays, list[Tensor]()
 
         def hook(norm: nn.Module, *_: Any) -> None:
             (block,) = (block for block in self.model if block.norm is norm)
@@ -262,10 +259,6 @@ class CutTraining(OnVectors):
         if self.steps and self.slowness is not None:
             random_delays(self.optimizer.engine.backend.lanes, self.slowness + self.steps, 2e-3)
         return super().loss(micro)
-
-    def before_step(self) -> None:
-        if self.read_before:
-            self.model.get_parameter(self.read_before)
 
     def units_of(self, name: str) -> int:
         units = self.optimizer.engine.backend.units()
@@ -285,14 +278,6 @@ def test_a_hook_reads_a_neighbour_of_a_matrix_that_is_cut(read: list[str]) -> No
         assert tested.units_of("0.down.weight") > 2
         assert len(tested.seen) == 9 * len(read)
         assert all(map(torch.equal, tested.seen, resident.seen)), seed
-
-
-def test_a_reader_that_waits_for_the_end_of_a_cut_matrix_leaves_its_gradient() -> None:
-    """A neighbour of the matrix's last piece is read before ``step()``, while a slow lane updates the other pieces."""
-    expected = CutTraining("resident", "at_step")
-    tested = CutTraining("stream", "in_backward", before_step="0.norm.weight", delays=0)
-    assert tested.train(8) == expected.train(8)
-    assert_same(tested.snapshot(), expected.snapshot())
 
 
 # -- what goes wrong
@@ -375,22 +360,6 @@ def test_settings_that_need_all_gradients_are_refused_later_too() -> None:
             training.optimizer.backward(training.loss())
         setattr(training.optimizer, name, own)
     assert_same(training.snapshot(), before)
-
-
-def test_readers_between_backward_and_step_wait_and_see_updated_layers() -> None:
-    plain, slow = Training(in_backward()), Training(in_backward())
-    for training in (plain, slow):
-        training.train(2)
-    slow.delays(1, 5e-3)
-    found = []
-    for training in (plain, slow):
-        training.optimizer.backward(training.loss())
-        early = training.loss(8).item()
-        training.optimizer.synchronize()
-        found.append({key: value.clone() for key, value in training.model.state_dict().items()})
-        training.optimizer.step()
-        assert training.loss(8).item() == early
-    assert_same(found[1], found[0])
 
 
 def test_gradients_of_an_incomplete_layer_are_given_up_before_the_step() -> None:

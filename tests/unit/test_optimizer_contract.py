@@ -216,25 +216,6 @@ def test_a_state_dict_is_a_snapshot(name: str, parameters: str, backend: str) ->
     pair.train(3)
 
 
-@every_value(parameters=DTYPES, backend=BACKENDS)
-def test_loading_copies(parameters: str, backend: str) -> None:
-    """One state dict, two optimizers: neither reaches the other through it."""
-    pair = build(parameters, backend)
-    pair.train(3)
-    weights, saved = copy.deepcopy(pair.model.state_dict()), pair.optimizer.state_dict()
-    frozen = copy.deepcopy(saved)
-    others = []
-    for _ in range(2):
-        strategy, model, optimizer = pair.build()
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(saved)
-        others.append((strategy, model, optimizer))
-    for pair.strategy, pair.model, pair.optimizer in others[:1]:
-        pair.train(3)
-    same_tree("the loaded dict", saved, frozen)
-    same_tree("the other optimizer", others[1][2].state_dict(), frozen)
-
-
 @every_value(name=TWO_GROUPS, parameters=DTYPES, backend=BACKENDS)
 def test_state_of_the_plain_torch_optimizer_loads(name: str, parameters: str, backend: str) -> None:
     """A run of plain torch on fp32 weights goes on under lightstep: masters come from the model."""

@@ -444,22 +444,6 @@ def test_without_spare_memory_the_rest_waits_for_the_forward(gib: float, verdict
     assert bool(verdicts) == (spare > 0)
 
 
-def test_a_weight_that_is_not_tried_may_be_written_to(verdicts: Counter[str]) -> None:
-    """There is room for a part of the units only; the masters of the others follow their weights in ``step()``."""
-    tested, expected = pair(parameters="float32", state={**OVERLAP, "spare_host_gib": 1e-5})
-    for training in (tested, expected):
-        training.train(3)
-        backward(training)
-        assert training is expected or (TRIED in tried(training) and "head.weight" not in tried(training))
-        with torch.no_grad():
-            training.named["head.weight"].mul_(0.5)
-        training.optimizer.step()
-        training.steps += 1
-        training.train(2)
-    assert_same(tested.snapshot(), expected.snapshot())
-    assert verdicts["commit"] >= 1 and verdicts["rolled back"] == 0
-
-
 @pytest.mark.usefixtures("never_pauses")
 def test_weights_that_travel_are_taken_back_when_they_have_arrived() -> None:
     tested, expected = pair(TIGHT, ON_HOST)

@@ -271,17 +271,6 @@ def resident(**settings: Any) -> Store:
     return stores.stream(ring_mib=0.02, **{"resident_gib": 1.0, **settings})
 
 
-@pytest.mark.parametrize("gib", [4 * KIB, 1.0])
-def test_a_unit_that_is_looked_at_and_not_updated_keeps_its_state(gib: float) -> None:
-    """Joining takes the masters' bits out of the buffer, which is the only up-to-date copy."""
-    tested, expected = Run(resident(resident_gib=gib)), Run(stores.resident())
-    for number in range(4):
-        tested.step(number)
-        tested.look()
-    expected.steps(0, 4)
-    assert_same_run(tested, expected)
-
-
 @every_value(gib=[4 * KIB, 1.0], which=[1, 3, 6])
 def test_the_neighbours_of_what_is_edited_keep_what_only_the_device_has(which: int, gib: float) -> None:
     """Nothing is read before: the edit itself has to bring the record down. Other edits: ``test_programs.py``."""

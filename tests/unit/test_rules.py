@@ -219,20 +219,6 @@ def test_classes_that_have_changed_places_are_refused(tmp_path: Path, named: int
     FP32.load_checkpoint(tmp_path / "a", model, optimizer)
 
 
-def test_state_of_other_shapes_is_refused_before_anything_changes() -> None:
-    """By classes, parameter by parameter: Muon beside AdamW takes no other shapes than AdamW alone does."""
-    _, model, optimizer = made("stream")
-    optimizer.backward(loss_of(model, 0))
-    optimizer.step()
-    packed = through_bytes(optimizer.state_dict())
-    for number, key in ((0, "momentum_buffer"), (0, "master"), (len(packed["state"]) - 1, "exp_avg")):
-        wrong = copy.deepcopy(packed)
-        wrong["state"][number][key] = torch.zeros(5, 2)
-        with pytest.raises(ValueError, match=rf"state '{key}' of parameter {number} has shape \(5, 2\)"):
-            optimizer.load_state_dict(wrong)
-        same_tree(key, through_bytes(optimizer.state_dict()), packed)
-
-
 # -- rules
 
 

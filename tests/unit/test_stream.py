@@ -58,7 +58,6 @@ class Run:
         hyperparameters: Mapping[str, Any] = ADAMW[1],
         *,
         dtype: torch.dtype = torch.bfloat16,
-        master_weights: bool = True,
         shapes: list[tuple[int, ...]] = SHAPES,
         layers: list[Any] | None = None,
         whole_tensors: bool = False,
@@ -73,7 +72,7 @@ class Run:
         self.items: list[Managed] = []
         for i, (shape, layer) in enumerate(zip(shapes, layers, strict=True)):
             local = torch.randn(shape, generator=generator).to(dtype)
-            own = dtype == torch.float32 or not master_weights
+            own = dtype == torch.float32
             self.items.append(Managed(local, local, self.group, f"p{i}", layer, own))
         self.register(self.items)
 
@@ -92,12 +91,11 @@ class Run:
         for number in range(first, end):
             self.step(number)
 
-    def look(self, gradients: Mapping[Managed, Tensor] | None = None) -> None:
+    def look(self, gradients: Mapping[Managed, Tensor]) -> None:
         """A step that updates nothing; what has ``gradients`` is split and written back all the same."""
-        self.backend.begin(self.items if gradients is None else gradients.keys())
+        self.backend.begin(gradients.keys())
         for unit in self.backend.units():
-            segments = self.backend.acquire(unit, self.items if gradients is None else gradients)
-            self.backend.release(unit, [] if gradients is None else segments)
+            self.backend.release(unit, self.backend.acquire(unit, gradients))
         self.backend.finish()
 
     def gradients(self, number: int, without: Collection[int] = ()) -> dict[Managed, Tensor]:
@@ -205,16 +203,6 @@ def test_masters_of_every_kind_survive_a_trip() -> None:
     assert same_bits(run.entries()[0]["exp_avg_sq"], state["exp_avg_sq"])
 
 
-class RowScaled(EachParameter):
-    """Not element-wise: each row has one accumulator."""
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        rows = state.setdefault("rows", torch.zeros(p.shape[0] if p.dim() else 1))
-        rows += grad.square().reshape(rows.numel(), -1).sum(1)
-        state["momentum"] = state.get("momentum", torch.zeros_like(p)) * 0.9 + grad  # a new tensor, as user code does
-        p.sub_(state["momentum"], alpha=group["lr"])
-
-
 class Summed(EachParameter):
     """Keeps three numbers for each tensor."""
 
@@ -227,19 +215,6 @@ def test_an_optimizer_that_does_not_say_so_is_told() -> None:
     assert len(run.backend.units()) > 1
     with pytest.raises(ValueError, match=r"state 'three' of p0 .* needs whole tensors; .*whole_tensors = True"):
         run.step(0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
-def test_rows_with_gaps(dtype: torch.dtype) -> None:
-    """They need no copy to become flat, but one to become contiguous. Other layouts: ``test_exactness.py``."""
-    sgd = (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "foreach": False})
-    runs = [Run(b, *sgd, shapes=[(12, 20)], layers=[0], dtype=dtype) for b in (streamed(2), stores.resident())]
-    for run in runs:
-        (item,) = run.items
-        item.param = item.local = item.local[:, ::2]
-        run.register([Managed(item.local, item.local, item.group, item.name, item.layer, item.own_master)])
-        run.steps(0, 4)
-    assert_same(*runs)
 
 
 # ---- bytes, allocations, order of work
@@ -477,23 +452,6 @@ def test_every_rank_of_a_host_needs_its_memory(monkeypatch: pytest.MonkeyPatch) 
         host_memory.require(60 << 30, "state")
 
 
-@every_value(name=["AdamW", "SGD", "RowScaled"], dtype=[torch.bfloat16, torch.float16, torch.float32])
-def test_descriptions_are_those_of_the_entries(dtype: torch.dtype, name: str) -> None:
-    classes: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-        "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
-        "SGD": (torch.optim.SGD, {"lr": 1e-2}),
-        "RowScaled": (RowScaled, {}),
-    }
-    for backend in (streamed(3, slot_bytes=16_000), stores.resident()):
-        run = Run(backend, *classes[name], dtype=dtype, whole_tensors=name == "RowScaled")
-        run.step(0, without={2, 5})
-        for item in run.items:
-            entries, described = run.backend.entries(item), run.backend.describe(item)
-            assert list(entries) == list(described)
-            for key, value in entries.items():
-                assert (value.shape, value.dtype) == (described[key].shape, described[key].dtype), key
-
-
 # ---- segments: many parameters as one for element-wise classes, with step counts for each
 
 
@@ -532,17 +490,6 @@ def test_histories_part_where_updates_differ_and_meet_again_when_they_are_loaded
     assert acquired(run) == [12]
     run.step(2, without={0})
     assert [float(entries["step"]) for entries in run.entries()] == [2.0] + [3.0] * 11
-
-
-@every_home
-def test_only_what_was_written_to_has_changed(backend: str) -> None:
-    run = even(backend)
-    run.step(0)
-    run.items[5].local[3] += 1
-    run.items[9].local[0] += 1
-    assert run.backend.changed(run.items) == [run.items[5], run.items[9]]
-    assert run.backend.changed(run.items[6:]) == [run.items[9]]
-    assert run.backend.changed([]) == []
 
 
 @every_home
