@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightstep.distributed.groups import get_or_make_group, initialized, role_ranks, supports, world_group, world_size
-from lightstep.distributed.tensors import differs_across_ranks, is_slice, local_tensor, root_mesh
+from lightstep.distributed.tensors import differs_across_ranks, is_slice, local_tensor, ranks_of_root, root_mesh
 
 
 class NormReduction:
@@ -63,6 +63,7 @@ class NormReduction:
         meshes = _meshes(parameters)
         pairs = zip(parameters, compared or parameters, strict=True)
         self.assumed_copies = [weight for parameter, weight in pairs if _on_a_slice(parameter)]
+        self._ranks = {number for ranks, _ in meshes for number in ranks}
         self._differing = any(differs_across_ranks(p) for p in parameters)
         self.everywhere = (
             initialized()
@@ -193,8 +194,26 @@ class NormReduction:
 
     def anywhere(self, overflow: Tensor) -> Tensor:
         """The overflow flag, 0-dim fp32: 1 if it is 1 on any rank that shares the flag, else 0; reduced in place."""
-        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._world)
+        self._reduce_over_role(overflow, dist.ReduceOp.MAX)
         return overflow
+
+    def _reduce_over_role(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        try:
+            dist.all_reduce(values, op=operation, group=self._world)
+        except RuntimeError as error:
+            self._name_other_ranks(error)
+            raise
+
+    def _name_other_ranks(self, error: RuntimeError) -> None:
+        """Say which ranks were waited for though no parameter here is on them: they may not train at all."""
+        others = sorted(set(role_ranks()) - self._ranks)
+        if self._ranks and others:
+            error.add_note(
+                f"the parameters here are on ranks {sorted(self._ranks)}, and ranks {others} have to step, too: a "
+                "DTensor on a mesh that does not cover all ranks counts in the norm as a different parameter, or a "
+                "copy, on the others. If these do not train, say so in the strategy of the ranks that do: "
+                f"roles: {{rollout: {{mode: async, ranks: {others}}}}}"
+            )
 
     def check_copies(self) -> None:
         """Compare :attr:`assumed_copies`.
@@ -202,7 +221,11 @@ class NormReduction:
         Raises:
             ValueError: on all ranks: parameters on slices of a mesh are not copies of each other.
         """
-        _check_equal(self.assumed_copies, self.device)
+        try:
+            _check_equal(self.assumed_copies, self.device)
+        except RuntimeError as error:
+            self._name_other_ranks(error)
+            raise
         self.assumed_copies = []
 
     def total(self, sums: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -214,7 +237,7 @@ class NormReduction:
         """
         parts, differing, _ = self._reduce_over_meshes(sums, norm_type)
         if self._differing and self._world is not None:
-            dist.all_reduce(differing, op=_operation(norm_type), group=self._world)
+            self._reduce_over_role(differing, _operation(norm_type))
         return _combined([*parts, differing], norm_type)
 
     def total_and_overflow(
@@ -237,7 +260,7 @@ class NormReduction:
         if self._world is None:
             return _combined([*parts, differing], norm_type), overflow
         everywhere = torch.stack([overflow.to(differing.dtype), differing])
-        dist.all_reduce(everywhere, op=_operation(norm_type), group=self._world)
+        self._reduce_over_role(everywhere, _operation(norm_type))
         return _combined([*parts, everywhere[1]], norm_type), everywhere[0] > 0
 
     def _reduce_over_meshes(
@@ -325,7 +348,7 @@ def _check_equal(parameters: Sequence[Tensor], device: torch.device) -> None:
     """Gather checksums over each root mesh and compare them; the host waits."""
     by_root: dict[tuple[int, ...], list[DTensor]] = {}
     for parameter in cast(Sequence[DTensor], parameters):
-        by_root.setdefault(tuple(root_mesh(parameter.device_mesh).mesh.flatten().tolist()), []).append(parameter)
+        by_root.setdefault(ranks_of_root(parameter.device_mesh), []).append(parameter)
     for ranks, listed in sorted(by_root.items()):
         group = _group(ranks, root_mesh(listed[0].device_mesh), device)
         gathered: list[Any] = [None] * len(ranks)

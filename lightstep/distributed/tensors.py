@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lightstep.distributed.groups import initialized, rank, world_size
+from lightstep.distributed.groups import initialized, rank, role_ranks, world_size
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -172,11 +172,18 @@ def differs_across_ranks(parameter: Tensor) -> bool:
 
 
 def is_slice(mesh: DeviceMesh) -> bool:
-    """Whether the mesh is a slice of a larger one. DeviceMesh has no public attribute for it."""
-    return root_mesh(mesh) is not mesh and root_mesh(mesh).size() > mesh.size()
+    """Whether the mesh is a slice of one with more ranks of this process's role."""
+    return root_mesh(mesh) is not mesh and len(ranks_of_root(mesh)) > mesh.size()
+
+
+def ranks_of_root(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Those of the mesh from which this one was sliced that have this process's role."""
+    own = role_ranks()
+    return tuple(number for number in root_mesh(mesh).mesh.flatten().tolist() if number in own)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh from which this one was sliced, or itself. DeviceMesh has no public attribute for it."""
     root: DeviceMesh = getattr(mesh, "_get_root_mesh", lambda: mesh)()
     return root
 

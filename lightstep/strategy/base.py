@@ -173,7 +173,6 @@ class Strategy(ABC):
             let_gloo_finish_at_exit()
             name_lost_ranks()
         if self.roles.asynchronous:
-            self._check_world_size()
             self.roles.form_group()
             self.rollout.open()
 
@@ -181,9 +180,6 @@ class Strategy(ABC):
     def _process_group_reason(self) -> str | None:
         """Why the strategy needs a process group; ``None`` if it does not."""
         return "roles.rollout.mode async needs a process for each worker" if self.roles.asynchronous else None
-
-    def _check_world_size(self) -> None:  # noqa: B027  (most strategies can train on any number of ranks)
-        """Raise ``ConfigError`` if the strategy cannot train on this number of ranks."""
 
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
         """Move the model to this strategy's devices, cast it, and shard it.
@@ -402,6 +398,8 @@ class Strategy(ABC):
         self.roles.require_trainer(
             "create_optimizer", "create it on the ranks that train, for the model that they train", model
         )
+        if self.roles.asynchronous:  # a model that something else has sharded need not have been prepared
+            self.start()
         model = self._with_wrapper(model)
         self._reshard(model)
         if rules is not None:

@@ -15,15 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightstep
 from lightstep import ConfigError, Strategy, TrainingEnded, TransformersEngine, WeightTransferError
 from lightstep.checkpoint.huggingface import full_weights
+from lightstep.distributed import local_tensor
 from lightstep.strategy import fsdp2
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, on_ranks
-from tests.distributed.training import COPIES, DDP, DEFERRED, FSDP2, RESIDENT, same_tensors, slow_lanes
+from tests.distributed.training import COPIES, DDP, DEFERRED, FSDP2, OVERLAP, RESIDENT, same_tensors, slow_lanes
 
 SINGLE: dict[str, Any] = {"kind": "single"}
 
@@ -123,6 +126,73 @@ def test_weights_arrive_as_they_are_cast(pool: Pool, what: str) -> None:
                 kept = name in ("rotary.inv_freq", "norm.num_batches_tracked")
                 dtype = weights[name].dtype if kept else getattr(torch, sent)
                 assert tensor.dtype == dtype and torch.equal(tensor, weights[name].to(dtype)), name
+
+
+# -- trainers that shard their model themselves ------------------------------------------------------------------------
+
+
+class ShardedByHand:
+    """A model of which a mesh holds shards: this role's part of a larger one, or a mesh of its own."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        torch.manual_seed(0)
+        self.mesh, self.model = mesh, TinyTransformer()
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+    def loss(self, step: int) -> Tensor:
+        return loss_of(self.model, step, 0, self.mesh.get_local_rank(), torch.device("cpu"))
+
+
+@on_ranks(4, ("sliced", "state"), [(False, RESIDENT), (True, OVERLAP)], cpu=True)
+def test_two_ranks_of_four_train_what_they_have_sharded(
+    rank: int, sliced: bool, state: dict[str, Any], tmp_path: Path
+) -> None:
+    """With the bits of torch's own loop, while the others do something else."""
+    whole = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("role", "shard"))
+    mesh = whole["shard"] if sliced else DeviceMesh("cpu", [2, 3])
+    if rank < 2:
+        return
+    settings = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": 0.05}, "optimizer_state": state}
+    strategy = load(SINGLE, {"ranks": [0, 1]}, **settings)
+    trained, plain = ShardedByHand(mesh), ShardedByHand(mesh)
+    optimizer = strategy.create_optimizer(trained.model, lr=1e-2)
+    expected = torch.optim.AdamW(plain.model.parameters(), lr=1e-2, fused=True)
+    for step in range(4):
+        if step == 2:
+            strategy.save_checkpoint(tmp_path / f"saved-{sliced}", trained.model, optimizer)
+        optimizer.backward(trained.loss(step))
+        result = optimizer.step()
+        plain.loss(step).backward()
+        norm: Any = torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.05)
+        expected.step()
+        expected.zero_grad()
+        assert torch.equal(result.grad_norm, norm.full_tensor()) and float(result.grad_norm) > 0.05
+    optimizer.synchronize()
+    for own, other in zip(trained.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(local_tensor(own), local_tensor(other))
+    strategy.load_checkpoint(tmp_path / f"saved-{sliced}", trained.model, optimizer)
+    whole_model = strategy.create_optimizer(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="leaves 2 of them to train, which would train apart"):
+        whole_model.step()
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+@on_ranks(4, cpu=True)
+def test_ranks_that_are_waited_for_are_named(rank: int, sliced: bool) -> None:
+    """Nothing says that the others, which leave, do not train."""
+    whole = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("role", "shard"))
+    mesh = whole["shard"] if sliced else DeviceMesh("cpu", [2, 3])
+    if rank < 2:
+        dist.destroy_process_group()
+        return
+    trained = ShardedByHand(mesh)
+    optimizer = Strategy.load("fp32").create_optimizer(trained.model)
+    optimizer.backward(trained.loss(0))
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    assert "ranks [0, 1] have to step, too" in "".join(getattr(error.value, "__notes__", []))
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
