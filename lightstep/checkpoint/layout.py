@@ -259,8 +259,8 @@ _ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, MissingLib
 def reading(file: Path, listed: bool = False) -> Iterator[None]:
     """Tell a failure of the network or of a disk from an answer: that a file is gone, or something else.
 
-    A local folder that may not be read is another user's, who has one beside the run's. At a URL the credentials may
-    have expired.
+    A local folder that may not be entered is another user's, who has one beside the run's. At a URL the credentials
+    may have expired.
 
     Args:
         listed: a manifest that could be read lists the file, so the folder is no other user's.
@@ -273,10 +273,18 @@ def reading(file: Path, listed: bool = False) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:  # the libraries of servers have errors of their own (gcsfs's are no OSError)
-        of_another_user = isinstance(error, PermissionError) and not listed and not isinstance(file, UrlPath)
+        of_another_user = isinstance(error, PermissionError) and not listed and not _is_visible(file)
         if of_another_user or isinstance(error, _ANSWERS):
             raise
         raise UnreadableError(f"{file} could not be read ({error_text(error)}); try again") from error
+
+
+def _is_visible(file: Path) -> bool:
+    """Whether its folder may be entered."""
+    try:
+        return isinstance(file, UrlPath) or bool(file.stat())
+    except OSError:
+        return False
 
 
 def _content(file: Path, listed: bool = False) -> bytes:
@@ -505,7 +513,7 @@ def _check_size(folder: Path, name: str, size: int) -> None:
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"{folder / MANIFEST} lists {name!r}, which is not a file name")
     try:
-        with reading(folder / name):
+        with reading(folder / name, listed=True):
             found = (folder / name).stat().st_size
             if found != size:
                 found = _size_on_server(folder / name)

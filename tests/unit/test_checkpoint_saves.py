@@ -482,6 +482,7 @@ TIMED_OUT = OSError(errno.ETIMEDOUT, "Connection timed out")
 FORBIDDEN = PermissionError(errno.EACCES, "The token has expired")
 FAILURES: list[tuple[str, BaseException, str]] = [
     ("", TIMED_OUT, "cat_file"),
+    ("", PermissionError(errno.EACCES, "Permission denied"), "cat_file"),
     *(
         (scheme, error, question)
         for scheme in STORAGES[1:]
@@ -611,10 +612,24 @@ def test_a_checkpoint_that_a_network_hides_is_not_removed(place: str, caplog: py
     assert left(place) == [3, 4]
 
 
+@contextmanager
+def failing_stat(file: Path, error: OSError) -> Iterator[None]:
+    """As that of a file whose folder may not be entered: root, who may run the tests, can enter all."""
+    stat = Path.stat
+
+    def failing(path: Path, **options: Any) -> os.stat_result:
+        if path == file:
+            raise error
+        return stat(path, **options)
+
+    with mock.patch.object(Path, "stat", failing):
+        yield
+
+
 def test_what_is_another_users_or_gone_is_skipped(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     for error in (FORBIDDEN, FileNotFoundError(errno.ENOENT, "gone"), NotADirectoryError(errno.ENOTDIR, "gone")):
-        with failing_reads(str(tmp_path), "step-2", error):
+        with failing_reads(str(tmp_path), "step-2", error), failing_stat(tmp_path / "step-2" / "lightstep.json", error):
             assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
     (tmp_path / "step-2" / "lightstep.json").unlink()
     (tmp_path / "step-2" / "lightstep.json").mkdir()
