@@ -10,7 +10,6 @@ import base64
 import contextlib
 import shutil
 import socket
-import threading
 import time
 import urllib.error
 import urllib.parse
@@ -36,6 +35,7 @@ from lightstep.rollout.transport import (
     WeightTransferError,
     WeightTransport,
 )
+from lightstep.state.lanes import thread_joined_at_exit
 
 _FIRST_ID = "0"
 """Under which torch's group puts NCCL's identifier of its first communicator."""
@@ -457,7 +457,8 @@ def _infos_of(buckets: Sequence[Sequence[WeightInfo]]) -> list[WeightInfo]:
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """What ``call`` returns or raises. The program may end before: a broadcast ends at its time limit."""
+    """What ``call`` returns or raises. A program that ends waits some seconds for it: a broadcast ends at its time
+    limit, and a group that is being closed when the interpreter ends would abort the process."""
     future: Future[Any] = Future()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # what was queued there comes first
 
@@ -468,7 +469,7 @@ def _in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="lightstep-servers", daemon=True).start()
+    thread_joined_at_exit(run, "lightstep-servers")
     return future
 
 

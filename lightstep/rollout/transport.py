@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightstep.distributed import let_gloo_finish_at_exit
 from lightstep.sharding.model_names import NamedTensor
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.lanes import LanesOfDevices
@@ -468,6 +469,7 @@ class WeightLink:
         limit = datetime.timedelta(seconds=timeout)
         self._group: Any
         if device.type == "cpu":
+            let_gloo_finish_at_exit()
             self._group = dist.ProcessGroupGloo(store, rank, size, limit)
             return
         with _without_nccl_error_handling():

@@ -458,13 +458,11 @@ class ThreadLane(Lane):
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         arguments = (self._jobs, self._status, name)
         # The thread must not refer to this lane: a lane without references is collected, and its thread then ends.
-        self._thread = threading.Thread(target=_thread_main, args=arguments, name=f"lightstep-{name}", daemon=True)
-        self._thread.start()
+        self._thread = thread_joined_at_exit(partial(_thread_main, *arguments), f"lightstep-{name}")
         self.thread_id = self._thread.ident
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
         self._finalizer.atexit = False  # `_join_threads` does it
         _lanes.add(self)
-        _threads.add(self._thread)
 
     def run(self, job: Callable[[], object], label: str = "") -> None:
         if self._status.error is not None:
@@ -517,6 +515,14 @@ _lanes: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # some outlive their lanes
 _LONGEST_EXIT = 10.0
 """Seconds. A thread may be waiting for another process, which in turn waits for this one to end."""
+
+
+def thread_joined_at_exit(work: Callable[[], object], name: str) -> threading.Thread:
+    """Run ``work`` in a thread. The interpreter waits for it before it ends, up to a limit."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    _threads.add(thread)
+    return thread
 
 
 @atexit.register

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -24,6 +26,7 @@ from lightstep.rollout.server_calls import Sglang, engine_names, refuse_other_na
 from lightstep.rollout.servers import _in_thread
 from lightstep.rollout.transport import WeightInfo
 from tests.covering import every_value
+from tests.patience import PATIENCE
 from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, FakeVllmNccl, NcclOnCpu, Process, Refusal
 
 KINDS: dict[str, tuple[type[FakeServer], Any]] = {
@@ -436,6 +439,31 @@ def test_nobody_answers() -> None:
     model = strategy.prepare_model(make_model())
     with pytest.raises(WeightTransferError, match=r"127.0.0.1:9/version did not answer.*refused"):
         strategy.publish_weights(model, to=servers)
+
+
+CLOSING = """
+import threading, time
+import torch
+import torch.distributed as dist
+from lightstep.distributed import let_gloo_finish_at_exit
+from lightstep.rollout.servers import _in_thread
+from lightstep.rollout.transport import WeightLink
+
+def close() -> None:
+    time.sleep(0.5)
+    link.close()
+    print("closed", flush=True)
+
+link = WeightLink(1, dist.HashStore(), 0, 1, torch.device("cpu"), 10.0)
+assert let_gloo_finish_at_exit.cache_info().currsize == 1
+_in_thread(close)
+"""
+
+
+def test_a_process_ends_when_its_links_are_closed() -> None:
+    """An interpreter that ends while gloo closes a group aborts."""
+    ended = subprocess.run([sys.executable, "-c", CLOSING], capture_output=True, text=True, timeout=PATIENCE)
+    assert (ended.returncode, ended.stdout) == (0, "closed\n"), ended.stderr
 
 
 @pytest.mark.parametrize("end", ["answered", "given up", "killed"])
