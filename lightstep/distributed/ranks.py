@@ -61,11 +61,13 @@ class Ranks:
 
     def gather_integer(self, value: int) -> list[int]:
         """:meth:`gather` of integers: one message instead of two, and nothing is pickled."""
-        group = dist.group.WORLD if self.is_distributed and self.group is None else self.group
-        if group is None or not self.is_distributed or not supports(group, _CPU):
-            return self.gather(value)
-        values = [torch.empty(1, dtype=torch.int64, device=_CPU) for _ in range(self.size)]
+        if not self.is_distributed:
+            return [value]
         with _lost_ranks_named():
+            group = dist.group.WORLD if self.group is None else self.group
+            if group is None or not supports(group, _CPU):
+                return self.gather(value)
+            values = [torch.empty(1, dtype=torch.int64, device=_CPU) for _ in range(self.size)]
             dist.all_gather(values, torch.tensor([value], dtype=torch.int64, device=_CPU), group=group)
         return [int(each) for each in values]
 
@@ -128,7 +130,12 @@ def _lost_ranks_named() -> Iterator[None]:
     """A collective that fails in the block because ranks no longer answer raises an error that names them."""
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:
+        if not dist.is_initialized():  # what torch says then depends on how far the collective had got
+            raise LostRankError(
+                "the process group was destroyed (torch.distributed.destroy_process_group) while its ranks still had "
+                "something to do together; call strategy.close() before, or wait for saves and publications"
+            ) from error
         lost = describe_lost_ranks() if is_failed_collective(error) else None
         if lost is None:
             raise

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightstep.distributed import let_gloo_finish_at_exit
+from lightstep.distributed import LostRankError, Ranks, let_gloo_finish_at_exit
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool, on_ranks
 from tests.distributed.training import DDP, FSDP2, load, train
@@ -52,6 +52,17 @@ def test_a_second_process_group_under_torchrun(rank: int) -> None:
     finally:
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
         del store
+
+
+@on_ranks(2, cpu=True)
+def test_a_process_group_that_is_destroyed_too_early_is_named() -> None:
+    """By the program, while a thread of a publication or a save still has something to say to the other ranks."""
+    ranks = Ranks()
+    ranks.gather(0)
+    dist.destroy_process_group()
+    for gather in (ranks.gather, ranks.gather_integer):
+        with pytest.raises(LostRankError, match=r"the process group was destroyed .* call strategy.close\(\) before"):
+            gather(0)
 
 
 def check_dying_rank(rank: int, world_size: int, folder: str, values: dict[str, Any]) -> None:
