@@ -165,6 +165,7 @@ class Views:
     def __init__(self, segment: Segment, slot: Slot) -> None:
         rows = segment.parts[0].block.rows(slot.buffer, segment.first, segment.stop)
         layout = segment.layout
+        self._memory = slot.buffer.untyped_storage().data_ptr()
         self.low, self.master = rows.get("low half"), rows.get("master")
         self.extra = rows.get(layout.carrier or "bitmap")  # not used if the carrier is coded
         self.entries: dict[str, Tensor] = {}
@@ -177,6 +178,10 @@ class Views:
                 self.entries[entry.key] = row if entry.shape is not None else row.view(segment.shape)
         self.masters = [] if self.master is None else segment.parts_of(self.master)
         self.prepared: dict[Any, Any] = {}
+
+    def share_memory_with(self, value: Any) -> bool:
+        """Whether a value is a tensor in the slot."""
+        return isinstance(value, Tensor) and value.untyped_storage().data_ptr() == self._memory
 
 
 class Piece(NamedTuple):
@@ -505,9 +510,9 @@ class Segment(Run):
                 weight.copy_(updated)
             self._written = False
         self._master = self.master.clone() if self.coding == "whole" else self.master
-        for key, view in self._views.entries.items():
-            if self.state.get(key) is view:
-                self.state[key] = view.clone()
+        for key, value in self.state.items():
+            if self._views.share_memory_with(value):
+                self.state[key] = value.clone()
 
     def rebind(self, slot: Slot) -> None:
         """Use the record's new layout in ``slot``; :meth:`write` copies the values there."""
@@ -533,10 +538,12 @@ class Segment(Run):
         has_entries = self.has_state and self._state is not None
         if has_entries:
             decoded = {key: self._decoded_row(key).view(self.shape) for key in views.coded}
-            for key, place in (views.entries | decoded).items():
-                value = self.state[key]
-                if value is not place and value.data_ptr() != place.data_ptr():
-                    place.copy_(value)
+            pairs = [(place, self.state[key]) for key, place in (views.entries | decoded).items()]
+            moved = [(to, one) for to, one in pairs if one is not to and one.data_ptr() != to.data_ptr()]
+            # A class may exchange its entries: they are read before any is written.
+            values = [one.clone() if views.share_memory_with(one) else one for _, one in moved]
+            for (place, _), value in zip(moved, values, strict=True):
+                place.copy_(value)
         left = self._write_master(views)
         if has_entries:
             self._encode_entries(views)

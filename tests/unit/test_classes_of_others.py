@@ -154,6 +154,15 @@ class LooksAhead(EachParameter):
             p.copy_(slow)
 
 
+class ExchangesEntries(EachParameter):
+    """The older sum is the newer one of the next step."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        new, old = (state.setdefault(key, torch.zeros_like(p)) for key in ("new", "old"))
+        p.sub_(old.mul_(0.5).add_(grad).add_(new, alpha=0.3), alpha=group["lr"])
+        state["new"], state["old"] = old, new
+
+
 class DrawsNumbers(EachParameter):
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         p.add_(grad + 0.1 * torch.rand_like(p), alpha=-group["lr"])
@@ -270,6 +279,7 @@ ELEMENT_WISE = [
     ForLoopByDefault,
     DecaysUnmarked,
     ChecksRequiresGrad,
+    ExchangesEntries,
 ]
 WHOLE = [StableAdamW, QueuesGradients, SmallStates, DecaysMatrices, LooksAhead]
 
