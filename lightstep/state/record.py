@@ -56,14 +56,16 @@ class Entry(NamedTuple):
 
     Attributes:
         dtype: in which it is read and loaded.
-        shape: ``None``: that of the parameter.
+        shape: ``None``: that of the parameter, in row-major order.
         codec: how it is kept; ``None``: in its dtype.
+        strides: of an entry with a shape here, as ``torch.Tensor.clone`` keeps them. Sums over it depend on them.
     """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...] | None = None
     codec: Codec | None = None
+    strides: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class Layout:
 
     @property
     def has_own_shapes(self) -> bool:
-        """Whether an entry has another shape than the parameter. Such a part shares no field with others."""
+        """Whether an entry has another shape or other strides than the master. Such a part shares no field with
+        others."""
         return any(entry.shape is not None for entry in self.entries)
 
     def fields(self) -> Iterator[tuple[str, torch.dtype, int]]:
@@ -97,13 +100,13 @@ class Layout:
         if self.coding == "split" and self.carrier is None:
             yield "bitmap", torch.uint8, 8
 
-    def others(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Name, dtype and shape of the entries of other shapes."""
-        yield from ((entry.key, entry.dtype, entry.shape) for entry in self.entries if entry.shape is not None)
+    def others(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]]]:
+        """Name, dtype, shape and strides of the entries of other shapes or strides."""
+        yield from ((one.key, one.dtype, one.shape, one.strides) for one in self.entries if one.shape is not None)
 
     def nbytes(self, elements: int) -> int:
         own = sum(dtype.itemsize * -(-elements // per) for _, dtype, per in self.fields())
-        return own + sum(dtype.itemsize * torch.Size(shape).numel() for _, dtype, shape in self.others())
+        return own + sum(dtype.itemsize * torch.Size(shape).numel() for _, dtype, shape, _ in self.others())
 
 
 def _field_bytes(dtype: torch.dtype, size: int) -> int:
@@ -117,9 +120,11 @@ def make_layout(coding: Coding, entries: Mapping[str, Tensor], shape: Sequence[i
 
 
 def _entry_like(key: str, value: Tensor, shape: Sequence[int], owner: Managed) -> Entry:
-    if value.shape != torch.Size(shape):
-        return Entry(key, value.dtype, tuple(value.shape))
     codec = owner.schema[key].codec if key in coded_entries(owner) else None
+    strides = torch.empty_like(value, device="meta").stride()
+    is_row_major = strides == torch.empty(shape, device="meta").stride()
+    if value.shape != torch.Size(shape) or (owner.whole_tensors and codec is None and not is_row_major):
+        return Entry(key, value.dtype, tuple(value.shape), None, strides)
     if codec is None or value.dtype not in (torch.float32, codec.dtype):
         return Entry(key, value.dtype)
     return Entry(key, codec.dtype, None, codec)
@@ -251,13 +256,13 @@ class Block:
         self.layout = layout  # but not the parts: they refer to the block
         self.first, self.stop = parts[0].first, parts[-1].first + aligned(parts[-1].elements)
         self._fields: dict[str, tuple[int, torch.dtype, int]] = {}
-        self._others: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
+        self._others: dict[str, tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = {}
         self.base, cursor = base, base
         for name, dtype, per in layout.fields():
             self._fields[name] = cursor, dtype, per
             cursor += _field_bytes(dtype, -(-(self.stop - self.first) // per))
-        for name, dtype, shape in layout.others():
-            self._others[name] = cursor, dtype, torch.Size(shape)
+        for name, dtype, shape, strides in layout.others():
+            self._others[name] = cursor, dtype, torch.Size(shape), strides
             cursor += _field_bytes(dtype, torch.Size(shape).numel())
         self.end = cursor
 
@@ -268,8 +273,9 @@ class Block:
         for name, (offset, dtype, per) in self._fields.items():
             begin, end = a // per * dtype.itemsize, -(-b // per) * dtype.itemsize
             found[name] = buffer[offset + begin : offset + end].view(dtype)
-        for name, (offset, dtype, shape) in self._others.items():
-            found[name] = buffer[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for name, (offset, dtype, shape, strides) in self._others.items():
+            flat = buffer[offset : offset + shape.numel() * dtype.itemsize].view(dtype)
+            found[name] = flat.as_strided(shape, strides)
         return found
 
 

@@ -467,7 +467,7 @@ class Segment(Run):
         rows = {k: v for k, v in self.state.items() if is_record_entry(k, v, schema)}
         layout = make_layout(self.coding, rows, self.shape, self.parts[0].owner)
         if layout.has_own_shapes and (len(self.parts) > 1 or not self.parts[0].whole):
-            key, _, shape = next(layout.others())
+            key, _, shape, _ = next(layout.others())
             raise ValueError(
                 f"state {key!r} of {self.parts[0].owner.name} has shape {shape} for a piece of "
                 f"{self.stop - self.first} elements: this optimizer needs whole tensors; declare that in its class "
@@ -496,8 +496,12 @@ class Segment(Run):
                     return False
                 others[key] = value
                 continue
+            if value is row:
+                continue
             shape, dtype = (self.shape, torch.float32) if row is None else (row.shape, row.dtype)
             if not isinstance(value, Tensor) or value.shape != torch.Size(shape) or value.dtype != dtype:
+                return False
+            if row is not None and value.stride() != row.stride():
                 return False
         history.values, history.origin = others, None
         return True

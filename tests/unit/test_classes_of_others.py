@@ -154,6 +154,28 @@ class LooksAhead(EachParameter):
             p.copy_(slow)
 
 
+class Projects(EachParameter):
+    """As GaLore: the leading singular vectors of a gradient, as columns of a larger matrix, and moments of columns."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        matrix = grad.view(len(grad), -1)
+        if "basis" not in state or float(grad.norm()) > 0.1:
+            state["basis"] = torch.linalg.svd(matrix, full_matrices=False).U[:, :7]
+        basis, moment = state["basis"], state.setdefault("moment", torch.zeros_like(matrix.t()).t())
+        moment.lerp_(basis @ (basis.t() @ matrix), 0.1)
+        p.sub_(moment.view_as(p) * (group["lr"] / (1 + moment.norm()) / (1 + basis.norm())))
+
+
+class TurnsItsState(EachParameter):
+    """Leaves a view of its own state with its sides exchanged."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        turned = state.setdefault("turned", torch.zeros_like(p.t() if p.dim() == 2 else p))
+        total = turned.t() if turned.shape != p.shape else turned
+        p.sub_(total.mul_(0.9).add_(grad), alpha=group["lr"] / (1 + float(total.norm())))
+        state["turned"] = total.t() if total.dim() == 2 else total
+
+
 class ExchangesEntries(EachParameter):
     """The older sum is the newer one of the next step."""
 
@@ -281,7 +303,7 @@ ELEMENT_WISE = [
     ChecksRequiresGrad,
     ExchangesEntries,
 ]
-WHOLE = [StableAdamW, QueuesGradients, SmallStates, DecaysMatrices, LooksAhead]
+WHOLE = [StableAdamW, QueuesGradients, SmallStates, DecaysMatrices, LooksAhead, Projects, TurnsItsState]
 
 
 @every_value(optimizer_class=[*ELEMENT_WISE, *WHOLE], place=PLACES)
@@ -324,7 +346,7 @@ def test_a_group_without_gradients_counts_the_step(optimizer_class: Any, place: 
     place=["resident", "stream", "overlap"],
     way=["state_dict", "checkpoint", "copy"],
     optimizer_class=[
-        *(CountsInStateFromTheStart, CountsInAttributes, CountsInItsGroup, SmallStates, LooksAhead),
+        *(CountsInStateFromTheStart, CountsInAttributes, CountsInItsGroup, SmallStates, LooksAhead, Projects),
         torch.optim.Adafactor,
     ],
 )
