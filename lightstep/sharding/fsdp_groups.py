@@ -105,6 +105,7 @@ class GroupHooks:
     torch's public hook of all-gathers (``set_custom_all_gather``) comes too late for shards that are cast first.
 
     Attributes:
+        keeping_graph: called where a backward with ``create_graph`` comes to the group.
         before_read: called on the stream that reads next; it makes that stream wait for whoever writes the shards.
         hold, release: called on that stream before and after the reads; ``release`` also if ``hold`` was interrupted.
         reducing: entered around the reduction of a backward.
@@ -116,6 +117,7 @@ class GroupHooks:
     """
 
     def __init__(self, group: Any) -> None:
+        self.keeping_graph: Callable[[], None] = _nothing
         self.before_read: Callable[[], None] = _nothing
         self.hold: Callable[[], None] = _nothing
         self.release: Callable[[], None] = _nothing
@@ -144,6 +146,8 @@ class GroupHooks:
     def _unshard(self, async_op: bool = False) -> None:
         """An all-gather reads the shards, unless one is under way or has ended."""
         group = self._group
+        if torch.is_grad_enabled() and group._training_state.name == "PRE_BACKWARD":
+            self.keeping_graph()
         if group._all_gather_result is not None or not group.is_sharded:
             type(group).unshard(group, async_op)
             return

@@ -219,6 +219,7 @@ class ShardVisits:
             own = ShardGroup(self.weights, group, name)
             self._groups.append(own)
             group.hooks.hold, group.hooks.release = partial(weakly(self, ShardVisits.hold), own), own.release
+            group.hooks.keeping_graph = partial(self.weights.refuse_kept_graph, gathered=True)
             group.hooks.reducing = partial(weakly(self, ShardVisits.reducing), own)
             group.hooks.after_reduction = partial(weakly(self, ShardVisits.take), own)
             if self.weights.device.type != "cpu":

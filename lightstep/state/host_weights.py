@@ -550,13 +550,22 @@ class HostWeights:
                 "micro-batches; call optimizer.zero_grad() before the next backward"
             ) from error
 
-    def refuse_kept_graph(self) -> None:
+    def refuse_kept_graph(self, gathered: bool = False) -> None:
         """A backward with ``create_graph`` runs. Its own backward reads weights that no module has entered.
+
+        Args:
+            gathered: FSDP2 gathers the weights, and they have no memory on the device when backward has used them.
 
         Raises:
             RuntimeError: they do not all stay on the device.
         """
         size = sum(group.weights.nbytes for group in self.groups)
+        if gathered:
+            raise RuntimeError(
+                "create_graph=True, and FSDP2 gathers weights that rest on the host (weights.placement: host) for each "
+                "module's backward alone: a second derivative needs all of them. Set weights.placement: device, and "
+                "call model.set_reshard_after_backward(False)"
+            )
         if size > self._device_bytes:
             raise RuntimeError(
                 f"create_graph=True, and of {_mib(size)} of weights that rest on the host (weights.placement: host) "

@@ -198,6 +198,15 @@ def test_parameters_that_were_replaced_are_refused() -> None:
 # ---- errors
 
 
+@on_ranks(2, "sharding", [FSDP2, {**FSDP2, "reshard_after_forward": False}])
+def test_a_second_derivative_is_refused(sharding: dict[str, Any]) -> None:
+    """FSDP2 gives back the memory of weights that it would read: the process may end."""
+    run = Run(settings(sharding, "stream", "next_forward", "clipped", "bf16"), 64.0)
+    run.step()
+    with pytest.raises(RuntimeError, match=r"^create_graph=True, and FSDP2 gathers.*placement: device, and call model"):
+        run.loss().backward(create_graph=True)
+
+
 @on_ranks(2, "mib", [None, 0.001])
 def test_an_interrupt_that_torch_cannot_forget_is_named(mib: float | None) -> None:
     """torch 2.11 cannot forget a backward; otherwise a run goes on (``test_programs.py``)."""
