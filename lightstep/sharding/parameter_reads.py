@@ -18,13 +18,14 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.engine import Engine
@@ -41,6 +42,8 @@ __all__ = [
     "await_reads",
     "awaited",
     "called_modules",
+    "differentiable",
+    "differentiable_results",
     "inputs_on",
     "wait_for",
     "weakly",
@@ -66,6 +69,33 @@ def called_modules(model: nn.Module) -> list[nn.Module]:
     if "forward" in vars(model) or type(model).forward is not nn.Module.forward:
         return [model]
     return [called for child in model.children() for called in called_modules(child)]
+
+
+def differentiable(given: Any, attributes: bool = False) -> list[Tensor]:
+    """The tensors with gradients in containers and dataclasses, as FSDP2 finds them.
+
+    Args:
+        attributes: also those in attributes of other objects.
+    """
+    found: list[Tensor] = []
+    waiting, seen = [given], set[int]()
+    while waiting:
+        for leaf in tree_leaves(waiting.pop()):
+            if isinstance(leaf, Tensor):
+                found += [leaf] if leaf.requires_grad else []
+            elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module)):
+                seen.add(id(leaf))
+                if is_dataclass(leaf):
+                    waiting.append([getattr(leaf, field.name, None) for field in fields(leaf)])
+                elif attributes:
+                    waiting.append(list(getattr(leaf, "__dict__", {}).values()))
+    return found
+
+
+def differentiable_results(output: Any) -> list[Tensor]:
+    """The tensors with gradients that a forward returns. Attributes of other objects count if there are none beside
+    them: a cache of keys and values has tensors of other modules."""
+    return differentiable(output) or differentiable(output, attributes=True)
 
 
 def inputs_on(device: torch.device, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:

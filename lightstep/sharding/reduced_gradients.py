@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from lightstep.distributed import like, local_tensor
 from lightstep.precision.gradient_sums import SumsAside, set_grad
@@ -28,7 +27,7 @@ from lightstep.sharding.fsdp_groups import (
     parameter_groups,
     sharded_modules,
 )
-from lightstep.sharding.parameter_reads import NO_BACKWARD, ModuleHook, weakly
+from lightstep.sharding.parameter_reads import NO_BACKWARD, ModuleHook, differentiable_results, weakly
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -262,9 +261,8 @@ class GradientsInPlace(_OfReplicas):
             return
         is_reduced = bool(model.require_backward_grad_sync)
         self._will_reduce |= is_reduced
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(weakly(self, partial(GradientsInPlace._in_backward, is_reduced=is_reduced)))
+        for tensor in differentiable_results(output):
+            tensor.register_hook(weakly(self, partial(GradientsInPlace._in_backward, is_reduced=is_reduced)))
 
     def _in_backward(self, _: Tensor, is_reduced: bool) -> None:
         task = torch._C._current_graph_task_id()

@@ -24,11 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 
 from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.optimizer.managed_parameters import refuse_shared_memory
-from lightstep.sharding.parameter_reads import NO_BACKWARD, ModuleHook, await_host, called_modules, inputs_on, weakly
+from lightstep.sharding.parameter_reads import (
+    NO_BACKWARD,
+    ModuleHook,
+    await_host,
+    called_modules,
+    differentiable,
+    differentiable_results,
+    inputs_on,
+    weakly,
+)
 from lightstep.sharding.preparation import experts_of, transformer_blocks
 from lightstep.state.host_weights import HostWeights, WeightGroup, require_room
 
@@ -166,9 +174,8 @@ class WeightVisits:
             return
         if self._read and torch.is_grad_enabled():
             visitor = _Visitor(self, list(dict.fromkeys(self._read)))
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(visitor.before_backward)
+            for tensor in differentiable_results(output):
+                tensor.register_hook(visitor.before_backward)
         for group in self._read:
             group.leave()
         self._read, self._is_running = [], False  # last, likewise
@@ -308,7 +315,7 @@ class _Visitor:
         if torch._C._current_graph_task_id() == NO_BACKWARD:  # an expert is recomputed with its block
             self._visits.entered_forward(self.groups)
         if torch.is_grad_enabled():
-            self._leave_with([t for t in tree_leaves((arguments, named)) if isinstance(t, Tensor) and t.requires_grad])
+            self._leave_with(differentiable((arguments, named)))
 
     def _leave_with(self, inputs: Sequence[Tensor]) -> None:
         """Leave backward when the gradients of all inputs are complete."""
@@ -324,9 +331,8 @@ class _Visitor:
 
     def _after(self, _: nn.Module, __: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not self._visits.is_in_backward(self):
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self.before_backward)
+            for tensor in differentiable_results(output):
+                tensor.register_hook(self.before_backward)
         for group in self.groups:
             group.leave()
 

@@ -9,6 +9,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -29,7 +30,7 @@ from lightstep.state.host_fields import KeptWeights
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.host_weights import HostWeights, WeightGroup
 from tests.covering import every_value
-from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
+from tests.distributed.models import CLASSES, VOCABULARY, Block, TinyTransformer
 from tests.patience import PATIENCE
 from tests.training import Training, assert_same, made
 from tests.unit import test_homes_and_times as homes_and_times
@@ -446,12 +447,53 @@ class WrittenInForward(TinyTransformer):
             block.register_forward_hook(lambda block, _, out: out + block.table(torch.tensor([1, 3])).sum(0))
 
 
+@dataclass
+class Hidden:
+    """What torch's containers do not know, but FSDP2 does."""
+
+    states: Tensor
+
+
+class Opaque:
+    """What FSDP2 does not know either."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.states = states
+
+
+class ObjectBlock(Block):
+    def forward(self, hidden: Any) -> Any:
+        return type(hidden)(super().forward(hidden.states))
+
+
+class InObjects(TinyTransformer):
+    """Its blocks take and return objects."""
+
+    kind: Any = Hidden
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ObjectBlock(self.embed.embedding_dim) for _ in self.blocks)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.kind(self.frozen(self.embed(tokens)) * self.gain)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden.states)
+
+
+class InOpaqueObjects(InObjects):
+    kind = Opaque
+
+
 FORWARDS: dict[str, tuple[type[TinyTransformer], type[Training]]] = {
     "reads": (OwnHead, Training),
-    "writes": (WrittenInForward, Training),
     "fuses": (FusedLoss, FusedTraining),
+    "passes other objects": (InOpaqueObjects, Training),
+    "writes": (WrittenInForward, Training),
+    "passes dataclasses": (InObjects, Training),
 }
-"""What a forward does with weights by itself."""
+"""What a forward does with weights by itself, or what its blocks pass on."""
 
 
 def around_two_forwards(run: Training, slows: bool = False) -> tuple[list[list[float]], dict[str, Tensor]]:
@@ -472,7 +514,7 @@ def expected_around(forward: str, in_backward: bool) -> tuple[list[list[float]],
     return around_two_forwards(make("resident", time, "clipped", "bfloat16", make=make_model, kind=kind))
 
 
-@every_value(forward=FORWARDS, time=TIMES, mib=[0.001, 64.0], recompute=[False, "host"])
+@every_value(forward=FORWARDS, time=TIMES, mib=[64.0, 0.001, 0.001, 0.001], recompute=[False, False, "host"])
 def test_a_forward_that_uses_weights_by_itself(
     forward: str, time: str, mib: float, recompute: bool | str, inputs_leave: None
 ) -> None:
