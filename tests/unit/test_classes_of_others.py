@@ -394,6 +394,69 @@ def test_random_numbers_get_whole_tensors_and_are_those_of_a_plain_loop() -> Non
     assert_same(model, expected)
 
 
+class SumsRows(EachParameter):
+    """Of matrices only, with a sum for each row, and moments by columns."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, counts: bool = False) -> None:
+        super().__init__(params, lr, counts=counts)
+        if any(p.dim() != 2 for group in self.param_groups for p in group["params"]):
+            raise ValueError("matrices only")
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        sums, moment = (
+            state.setdefault("sums", grad.new_zeros(len(p))),
+            state.setdefault("moment", grad.t().clone().t()),
+        )
+        sums.add_(grad.square().sum(1))
+        moment.lerp_(grad, 0.3)
+        p.sub_(moment / (sums[:, None].sqrt() + 1e-3), alpha=group["lr"] / (1 + float(moment.norm())))
+        state["length"] = float(p.norm()) if group["counts"] else 0.0
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stack = nn.Parameter(torch.randn(4, 8, 6))
+
+    def forward(self, step: int) -> Tensor:
+        inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        return (torch.einsum("bi,eoi->beo", inputs, self.stack) * torch.arange(4.0)[:, None]).tanh().square().mean()
+
+
+def with_experts(place: str, **settings: Any) -> tuple[nn.Module, Any]:
+    values = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}, "optimizer_state": PLACES[place]}
+    strategy = lightstep.Strategy.load(values)
+    model = strategy.prepare_model(Experts())
+    return model, strategy.create_optimizer(model, SumsRows, **settings)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_each_matrix_of_a_stack_has_state_of_its_own(place: str) -> None:
+    expected, (model, optimizer) = Experts(), with_experts(place)
+    matrices = [nn.Parameter(matrix.detach()) for matrix in expected.stack]
+    plain = SumsRows(matrices)
+    for step in range(5):
+        expected.zero_grad()
+        expected(step).backward()
+        for matrix, gradient in zip(matrices, expected.stack.grad, strict=True):  # type: ignore[arg-type]
+            matrix.grad = gradient
+        plain.step()
+        optimizer.backward(model(step))
+        optimizer.step()
+    optimizer.synchronize()
+    assert_same(model, expected)
+
+
+def test_values_that_differ_between_the_matrices_of_a_stack_are_refused() -> None:
+    model, optimizer = with_experts("resident", counts=True)
+    optimizer.backward(model(0))
+    with pytest.raises(
+        RuntimeError, match=r"state 'length' differs between the matrices of stack, of shape \(4, 8, 6\)"
+    ):
+        optimizer.step()
+
+
 @every_value(
     case=[
         (TableByParameter, "TableByParameter keeps buffers in attributes of its own.*self.state"),
