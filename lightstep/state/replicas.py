@@ -203,7 +203,8 @@ class ReplicaShare:
         described = {key: _Description.from_value(value) for key, value in own.items()}
         described = self.replicas.broadcast_object(described, owner)
         found = own or {key: description.make(managed.local.device) for key, description in described.items()}
-        tensors = [found[key].contiguous() for key, description in described.items() if description.is_tensor]
+        tensors = [found[key] for key, description in described.items() if description.is_tensor]
+        tensors = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]  # in the order of their memory
         self.replicas.wait([self.replicas.broadcast(tensor, owner) for tensor in tensors if tensor.numel()])
         return found
 
@@ -248,13 +249,14 @@ class _Description:
     value: Any = None
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
     on_device: bool = False
 
     @classmethod
     def from_value(cls, value: Any) -> _Description:
         if not isinstance(value, Tensor):
             return cls(value)
-        return cls(None, value.dtype, tuple(value.shape), value.device.type != "cpu")
+        return cls(None, value.dtype, tuple(value.shape), value.stride(), value.device.type != "cpu")
 
     @property
     def is_tensor(self) -> bool:
@@ -264,4 +266,5 @@ class _Description:
         """The value, or uninitialised memory for the tensor."""
         if not self.is_tensor:
             return self.value
-        return torch.empty(self.shape, dtype=self.dtype, device=device if self.on_device else "cpu")
+        place = device if self.on_device else torch.device("cpu")
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=place)

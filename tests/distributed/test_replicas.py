@@ -28,6 +28,7 @@ from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool, on_ranks
 from tests.distributed.training import DDP, HSDP, PRECISIONS, RESIDENT, STREAM, Training, collectives, same_tensors
 from tests.reference.pair import same_tree, through_bytes
+from tests.unit.test_classes_of_others import Projects
 
 WIDE_RING = {"backend": "stream", "ring_mib": 1}
 """Under ``STREAM`` wide tensors go through the ring in parts."""
@@ -87,6 +88,18 @@ def _local(tree: Any) -> Any:
 
 
 # -- the same bits
+
+
+def strides_of_state(state: dict[str, Any]) -> dict[str, list[Any]]:
+    run = Run(DDP, state, "fp32", optimizer_class=Projects, groups=lambda model: [{"params": [*model.parameters()]}])
+    run.train(2)
+    states: dict[Any, dict[str, Any]] = run.optimizer.state_dict()["state"]
+    return {key: [own[key].stride() for own in states.values()] for key in ("basis", "moment")}
+
+
+@on_ranks(2)
+def test_all_replicas_see_the_strides_of_entries() -> None:
+    assert strides_of_state(STREAM) == strides_of_state(RESIDENT)
 
 
 @on_ranks(
