@@ -462,32 +462,37 @@ class ServerError(Exception):
 
 
 @contextmanager
-def failing_reads(place: str, name: str, error: BaseException, question: str = "cat_file") -> Iterator[None]:
-    """Every read of a manifest in the folder ``name`` fails; at a URL with ``"info"`` every question about it."""
+def failing_reads(
+    place: str, name: str, error: BaseException, file: str = "lightstep.json", question: str = "read"
+) -> Iterator[None]:
+    """Every read of such a file in the folder ``name`` fails; at a URL with ``"info"`` every question about it."""
     url = "://" in place
-    owner, method = (type(fsspec.core.url_to_fs(place)[0]), question) if url else (Path, "read_bytes")
-    read = getattr(owner, method)
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        if f"/{name}/lightstep.json" in f"{args[-1]}" or (question == "info" and str(args[-1]).endswith(name)):
-            raise error
-        return read(*args, **kwargs)
-
+    owner = type(fsspec.core.url_to_fs(place)[0]) if url else Path
+    reads = ("cat_file", "open") if url else ("read_bytes", "open")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, method, failing)
+        for method in reads if question == "read" else (question,):
+            read = getattr(owner, method)
+
+            def failing(*args: Any, read: Any = read, **kwargs: Any) -> Any:
+                path = str(args[1] if url else args[0])
+                if (f"/{name}/" in path and path.endswith(file)) or (question == "info" and path.endswith(name)):
+                    raise error
+                return read(*args, **kwargs)
+
+            patch.setattr(owner, method, failing)
         yield
 
 
 TIMED_OUT = OSError(errno.ETIMEDOUT, "Connection timed out")
 FORBIDDEN = PermissionError(errno.EACCES, "The token has expired")
 FAILURES: list[tuple[str, BaseException, str]] = [
-    ("", TIMED_OUT, "cat_file"),
-    ("", PermissionError(errno.EACCES, "Permission denied"), "cat_file"),
+    ("", TIMED_OUT, "read"),
+    ("", PermissionError(errno.EACCES, "Permission denied"), "read"),
     *(
         (scheme, error, question)
         for scheme in STORAGES[1:]
         for error in (TIMED_OUT, FORBIDDEN, ServerError("503"))
-        for question in ("cat_file", "info")
+        for question in ("read", "info")
     ),
 ]
 
@@ -498,9 +503,9 @@ def test_a_newest_checkpoint_that_a_network_hides_is_not_skipped(
 ) -> None:
     """A run would go on from step-2, and the next save would have the counter of step-3."""
     saved(place, 1, 2, 3)
-    file = r"step-3/lightstep\.json " if question == "cat_file" else ""
+    file = r"step-3/lightstep\.json " if question == "read" else ""
     hidden = rf"{file}could not be read \(.*{error.args[-1]}"
-    with failing_reads(place, "step-3", error, question):
+    with failing_reads(place, "step-3", error, question=question):
         with pytest.raises(CheckpointError, match=rf"{hidden}.*; try again"):
             latest_checkpoint(place)
         with pytest.raises(CheckpointError, match=rf"step-4 was not saved: .*{hidden}"):
@@ -510,25 +515,6 @@ def test_a_newest_checkpoint_that_a_network_hides_is_not_skipped(
     assert str(latest_checkpoint(place)) == f"{place}/step-3"
     saved(place, 4)
     assert str(latest_checkpoint(place)) == f"{place}/step-4"
-
-
-@contextmanager
-def failing_content(place: str, name: str, error: BaseException) -> Iterator[None]:
-    """Every read of a file in the folder ``step-3`` whose name ends with ``name`` fails."""
-    url = "://" in place
-    owner = type(fsspec.core.url_to_fs(place)[0]) if url else Path
-    with pytest.MonkeyPatch.context() as patch:
-        for method in ("cat_file", "open") if url else ("read_bytes", "open"):
-            read = getattr(owner, method)
-
-            def failing(*args: Any, read: Any = read, **kwargs: Any) -> Any:
-                path = str(args[1] if url else args[0])
-                if "/step-3/" in path and path.endswith(name):
-                    raise error
-                return read(*args, **kwargs)
-
-            patch.setattr(owner, method, failing)
-        yield
 
 
 DEVICE_ERROR = OSError(errno.EIO, "Input/output error")
@@ -549,7 +535,7 @@ def test_content_that_a_network_hides_is_not_damaged(place: str, name: str, erro
     """A run would go on from step-2, without a word."""
     saved(place, 1, 2, 3)
     model, sentence = model_of(7.0), rf"step-3/.*{name} could not be read \(.*{error.args[-1]}.*; try again"
-    with failing_content(place, name, error):
+    with failing_reads(place, "step-3", error, name):
         with pytest.raises(UnreadableError, match=rf"step-3 was not loaded: .*{sentence}$"):
             load_checkpoint(f"{place}/step-3", model)
         assert values_of(model) == {7.0}
@@ -569,7 +555,7 @@ def test_content_that_a_network_hides_is_not_damaged(place: str, name: str, erro
 @pytest.mark.parametrize("name", ["__0_0_0.distcp", "tensors.json", "state.pt"])
 def test_a_file_that_is_gone_is_damage(place: str, name: str) -> None:
     saved(place, 2, 3)
-    with failing_content(place, name, FileNotFoundError(errno.ENOENT, "gone")):
+    with failing_reads(place, "step-3", FileNotFoundError(errno.ENOENT, "gone"), name):
         with pytest.raises(DamagedError, match=rf"{name} .*gone; .*step-2 is undamaged: load that one"):
             load_checkpoint(f"{place}/step-3", model_of(7.0))
         assert str(newest_undamaged_before(location(f"{place}/step-4"), with_state=False)) == f"{place}/step-2"
