@@ -253,24 +253,11 @@ def test_clipping_that_the_strategy_does_not_do() -> None:
 # -- the optimizer's part
 
 
-def test_the_norm_before_the_step() -> None:
-    strategy = Strategy.load(FP16)
-    model = strategy.prepare_model(TinyModel())
-    optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
-    optimizer.backward(loss_of(model, 0, 0))
-    norm = optimizer.grad_norm()
-    assert torch.equal(norm, optimizer.grad_norm())
-    with pytest.raises(RuntimeError, match=r"backward\(\) between grad_norm\(\) and step\(\)"):
-        optimizer.backward(loss_of(model, 0, 1))
-    result = optimizer.step()
-    assert torch.equal(norm, result.grad_norm)
-    optimizer.backward(loss_of(model, 1, 0))
-    optimizer.grad_norm()
-    optimizer.zero_grad()
-    with pytest.warns(UserWarning, match="found no gradient"):
-        assert float(optimizer.step().grad_norm) == 0.0
+def test_an_optimizer_that_has_been_set_up_is_not_started_over() -> None:
+    training = Training(VALUES)
+    training.train(range(1))
     with pytest.raises(RuntimeError, match="shard the model before the first step"):
-        optimizer.start_over(strategy._make_backend(model))
+        training.optimizer.start_over(training.strategy._make_backend(training.model))
 
 
 def test_there_is_no_norm_before_the_step_with_updates_in_backward() -> None:

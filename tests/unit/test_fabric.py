@@ -86,26 +86,9 @@ def test_updates_in_backward_begin_through_the_wrapper(fabric: Fabric) -> None:
     assert run.optimizer.step()
 
 
-def test_a_scale_and_a_backward_that_knows_nothing_of_it_are_refused(fabric: Fabric) -> None:
-    run = Run(FP16, fabric)
-    fabric.backward(loss_of(run.model, 0))
-    with pytest.raises(RuntimeError, match=r"call optimizer\.backward\(loss\)"):
-        run.optimizer.step()
-
-
 def mixed_fabric() -> Fabric:
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     return Fabric(accelerator="cpu", devices=1, plugins=plugin)
-
-
-def test_fabrics_own_scaler_beside_ours_is_refused() -> None:
-    fabric = mixed_fabric()
-    run = Run({"precision": {**FP16["precision"], "parameters": "float32"}}, fabric)
-    with pytest.raises(RuntimeError, match=r"fabric\.backward"):
-        run.optimizer.backward(loss_of(run.model, 0))
-    fabric.backward(loss_of(run.model, 0))
-    with pytest.raises(RuntimeError, match="was not multiplied by this optimizer's loss scale"):
-        run.optimizer.step()
 
 
 def test_fabrics_own_precision_and_clipping_over_fp32_weights() -> None:
