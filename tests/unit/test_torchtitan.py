@@ -264,19 +264,6 @@ def test_modules_of_a_single_part_may_be_named_part0() -> None:
     same_tree("loaded", other.state_dict(), saved)
 
 
-def test_entries_of_fp32_weights_are_those_of_torch_optim() -> None:
-    parts, expected = stages(*PARTS), stages(*PARTS)
-    container, plain = container_of(parts), PlainContainer(expected, lr=1e-2)
-    for one, several in ((container, parts), (plain, expected)):
-        train(one, several, range(2))
-    flat, wanted = container.state_dict(), {}
-    for part, optimizer in zip(expected, plain.optimizers, strict=True):
-        for name, parameter in part.named_parameters():
-            wanted |= {f"state.{name}.{entry}": value for entry, value in optimizer.state[parameter].items()}
-            assert flat[f"param_groups.{name}.lr"] == (2e-2 if re.search(r"norm|bias", name) else 1e-2)
-    same_tree("state", {key: value for key, value in flat.items() if key.startswith("state.")}, wanted)
-
-
 RULES = [
     Rule(torch.optim.AdamW, names=r"^layers\.[02]\.(norm|up\.bias)", lr=2e-2, weight_decay=0.0),
     Rule(torch.optim.Muon, kinds="hidden_matrices", lr=3e-2),
