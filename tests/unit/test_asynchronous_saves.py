@@ -257,17 +257,6 @@ def test_an_error_of_the_writer_ends_training(
     assert "checkpoint-4" in names(tmp_path)
 
 
-def test_an_older_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    """With none of its files left behind, but for the user's."""
-    make(tmp_path, "resident", asynchronous_saves=False, max_steps=2, save_steps=2).train()
-    (tmp_path / "checkpoint-2" / "notes.txt").write_text("mine")
-    assert (tmp_path / "checkpoint-2" / "optimizer.pt").is_file()
-    make(tmp_path, "resident", max_steps=2, save_steps=2).train()
-    assert not (tmp_path / "checkpoint-2" / "optimizer.pt").exists()
-    assert (tmp_path / "checkpoint-2" / "notes.txt").read_text() == "mine"
-    assert names(tmp_path) == ["checkpoint-2"]
-
-
 def train_until_killed(folder: Path) -> int:
     """In a fork, which dies when the second of three checkpoints has been written in part; how it ended."""
     child = os.fork()
