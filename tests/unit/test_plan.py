@@ -385,24 +385,6 @@ def test_further_micro_batches_hide_their_own_copies(update: str, reduce: str) -
     assert reliefs("offload", config, made[0], planner)[0].change == "--micro-batches 2"
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "tokens", "moments", "measured"),
-    [
-        (1, 4096, "float32", 3051),
-        (4, 16_384, "float32", 10_153),
-        (2, 32_768, "bfloat16", 9681),
-    ],
-)
-def test_steps_of_8_b_in_24_gb_take_what_was_measured(
-    micro_batches: int, tokens: int, moments: str, measured: int
-) -> None:
-    """Those of docs/benchmarks.md, by `python -m tests.measure_offload --gpu-memory 24`."""
-    state = {"update": "next_forward", "moments": moments}
-    config = settings("offload", optimizer_state=state, precision__reduce="parameters", weights__device_mib=3600)
-    plan = planned(config, tokens=tokens, micro_batches=micro_batches, checkpointed=True, loss_chunk=1024)
-    assert plan.time.iteration == pytest.approx(measured, rel=0.1)
-
-
 @pytest.mark.parametrize(("reduce", "to_host"), [("float32", 4 + 2 + 2 + 10), ("parameters", 2 + 2 + 2 + 10)])
 def test_the_busier_direction_is_planned(reduce: str, to_host: int) -> None:
     """Updates in backward take gradient, new and previous weight and record to the host, and less to the device."""
