@@ -7,7 +7,8 @@ import copy
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import Adafactor
 
 from lightstep.distributed import like, local_tensor
+from lightstep.state.store import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.sharded_reference import DistributedLoop, ReplicatedLoop, ShardedLoop, units_of
+from tests.distributed.sharded_reference import DistributedLoop, GatheringLoop, ReplicatedLoop, ShardedLoop, units_of
 from tests.distributed.training import DEFERRED, OVERLAP, RESIDENT, STREAM, Training
 from tests.reference.pair import check_state
+from tests.reference.several_classes import SeveralClasses
 from tests.reference.tiny_model import representable
 from tests.unit.test_fuzz import delay_lanes
 
@@ -31,6 +35,7 @@ STATES: dict[str, dict[str, Any]] = {
     "next_forward": DEFERRED,
     "overlap": OVERLAP,
     "in_backward": {**STREAM, "update": "in_backward"},
+    "bulk": {"backend": "bulk"},
 }
 MOVES = ("resident", "stream", "next_forward", "overlap")
 HOST = {"placement": "host", "device_mib": 0.001}
@@ -54,6 +59,71 @@ class Skipping(TinyTransformer):
         return self.head(hidden)
 
 
+class WithExperts(Skipping):
+    """Four experts, so that a rank of three has none; a matrix of one row, so that most have none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 7, 7))
+        self.row = nn.Linear(7, 1, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = super().forward(tokens)
+        hidden = self.embed(tokens)
+        mixed = torch.einsum("bld,edh->blh", hidden, self.experts).tanh()
+        return logits + mixed[..., : logits.shape[-1]] + self.row(hidden)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scales the update of each tensor by its norm, and keeps its moment in bf16."""
+
+    whole_tensors = True
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter, dtype=torch.bfloat16))
+                moment.mul_(0.9).add_(parameter.grad, alpha=0.1)
+                ratio = parameter.norm() / (moment.float().norm() + 1e-6)
+                parameter.sub_(moment * (group["lr"] * ratio))
+
+
+Chosen = tuple[Callable[[Tensor], bool], type, dict[str, Any]]
+
+MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.05}
+CHANGED = {"nesterov": False, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3, "lr": 3e-3}
+NEWTON_SCHULZ = {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3, "adjust_lr_fn": "original"}
+ADAFACTOR = {"lr": 1e-2, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}
+WHOLE: dict[str, list[Chosen]] = {
+    "Muon": [(lambda p: p.dim() >= 2, torch.optim.Muon, MUON)],
+    "Muon-settings": [  # neither group has torch's
+        (lambda p: p.dim() == 2 and p.shape[0] > p.shape[1], torch.optim.Muon, CHANGED),
+        (lambda p: p.dim() >= 2, torch.optim.Muon, MUON | NEWTON_SCHULZ),
+    ],
+    # between two units that ranks update together there are several others
+    "Muon-few": [(lambda p: p.dim() == 3 or (p.dim() == 2 and p.shape[0] < p.shape[1]), torch.optim.Muon, MUON)],
+    "Adafactor": [(lambda p: True, Adafactor, ADAFACTOR)],
+    "Adafactor-rate": [(lambda p: True, Adafactor, {"lr": None})],  # its own
+    "Lamb": [(lambda p: True, Lamb, {"lr": 1e-2})],
+}
+"""Classes that need whole tensors, and which parameters are theirs; AdamW has the others."""
+
+
+def whole_groups(name: str, model: Any) -> list[dict[str, Any]]:
+    chosen: list[Chosen] = [*WHOLE[name], (lambda p: True, torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.1})]
+    groups = [{"params": list[Tensor](), "optimizer_class": kind, **settings} for _, kind, settings in chosen]
+    for parameter in model.parameters():
+        number = next(number for number, (takes, _, _) in enumerate(chosen) if takes(parameter))
+        groups[number]["params"].append(parameter)
+    return [group for group in groups if group["params"]]
+
+
 class Program(Training):
     """A run and the textbook's loop, on the same data on every rank.
 
@@ -66,18 +136,22 @@ class Program(Training):
         case: dict[str, Any],
         text: str = "",
         seed: int = 0,
-        make: Callable[[], nn.Module] = Skipping,
+        make: Callable[[], nn.Module] | None = None,
     ) -> None:
         self.frozen: set[str] = set()
         self.text, self.words = text, list[str]()
         self.values = {"sharding": sharding, "precision": {}, "clipping": {"max_norm": 0.5}, **copy.deepcopy(case)}
-        sgd = self.values.pop("optimizer", "") == "SGD"
+        name = self.values.pop("optimizer", "AdamW")
+        sgd, self.whole = name == "SGD", [kind for _, kind, _ in WHOLE.get(name, ())]
         common: dict[str, Any] = {"lr": 0.05, "momentum": 0.9} if sgd else {"lr": 3e-3}
         optimizer_class = torch.optim.SGD if sgd else torch.optim.AdamW
+        ddp = sharding["kind"] == "ddp"  # torch's Muon, which the reference has there, knows matrices alone
+        make = make or (WithExperts if self.whole and not ddp else Skipping)
 
-        def groups(model: Any) -> list[dict[str, Any]]:
+        def of_class(model: Any) -> list[dict[str, Any]]:
             return [{"params": group["params"]} if sgd else group for group in model.split()]
 
+        groups = partial(whole_groups, name) if self.whole else of_class
         torch.manual_seed(0)
         replica = representable(make())
         super().__init__(self.values, make, optimizer_class=optimizer_class, groups=groups, **common)
@@ -105,8 +179,12 @@ class Program(Training):
             **common,
         }
         if sharding["kind"] == "ddp":
-            return ReplicatedLoop(self.replica, groups, optimizer_class, **settings)
+            made: Any = SeveralClasses if self.whole else optimizer_class
+            return ReplicatedLoop(self.replica, groups, made, **settings)
         shard = sharding.get("mesh", {}).get("shard")
+        if self.whole:
+            short = self.values["optimizer_state"].get("moments") == "bfloat16"
+            return GatheringLoop(self.replica, groups, shard=shard, whole=self.whole, short=short, **settings)
         return ShardedLoop(self.replica, groups, optimizer_class, shard=shard, **settings)
 
     def named(self) -> list[tuple[str, Tensor, Tensor]]:
@@ -121,7 +199,7 @@ class Program(Training):
             found = dict(self.optimizer.state[parameter]) if parameter in self.optimizer.state else {}
             found = {key: local_tensor(value) if isinstance(value, Tensor) else value for key, value in found.items()}
             low = parameter.dtype != torch.float32
-            check_state(where, found, self.reference.state(expected), self.reference.masters[expected] if low else None)
+            check_state(where, found, self.reference.state(expected), self.reference.master(expected) if low else None)
 
     def run(self, length: int = 0) -> None:
         """What it was given, or random words. An error tells those up to it."""
@@ -303,7 +381,7 @@ class Program(Training):
                 else:
                     (changed[path].data if how == "data" else changed[path]).add_(float(change))
                 expected.add_(float(change))
-            self.reference.masters[expected].copy_(self.reference.part(expected))
+            self.reference.adopt(expected)
         if how == "load":
             self.inner.load_state_dict(changed, strict=False)
         if how == "data":
@@ -311,8 +389,8 @@ class Program(Training):
 
     def refresh(self) -> None:
         self.optimizer.refresh_master_weights()
-        for expected, master in self.reference.masters.items():
-            master.copy_(self.reference.part(expected))
+        for expected in self.reference.masters:
+            self.reference.adopt(expected)
 
     def gradients(self, factor: str, how: str = "", dropped: str = "") -> None:
         """In ``p.grad``: by another tensor, or ``in place``; one of them is dropped."""
@@ -364,6 +442,18 @@ class Program(Training):
         """Each rank keeps more than the one before it."""
         self.optimizer.set_residency(float(gib) * (1 + self.rank))
 
+    def exchanges(self) -> None:
+        """Several units of Muon were on their way among the ranks at a time; that memory is told, freed, made anew."""
+        self.optimizer.synchronize()
+        for exchange in self.optimizer.engine.classes.exchanges.values():
+            units = [unit for unit in self.backend.units() if unit.parts[0][0].rows is not None]
+            assert torch.optim.Muon not in self.whole or len(exchange._all) == min(AHEAD + 1, len(units)) > 1
+            elements = sum(item.param.numel() for item in self.optimizer.engine.managed)
+            assert 0 < self.optimizer.memory_report()["exchange_bytes"] < 3 * 4 * elements
+            exchange.retain(frozenset(self.optimizer.engine.managed))  # as for new parameters
+        self.optimizer.release_device_memory()
+        assert self.optimizer.memory_report()["exchange_bytes"] == 0
+
     def displace(self) -> None:
         """The model is moved to other memory, as :meth:`torch.nn.Module.to` does where it has something to do."""
         _displace(self.model, self.device)
@@ -413,6 +503,11 @@ class Program(Training):
         """A step that the checkpoint must not see."""
         self.optimizer.backward(loss_of(self.model, 0, 0, self.rank, self.device))
         self.optimizer.step()
+
+    def begin(self, values: Mapping[str, Any]) -> None:
+        super().begin(values)
+        if self.whole:  # several small units, which are begun before others are updated
+            self.backend.WHOLE_UNIT = self.backend._ring_plan.BULK_UNIT = 150
 
     def prepare(self, model: nn.Module) -> nn.Module:
         model.get_submodule("frozen").register_full_backward_hook(lambda module, gradients, outputs: None)

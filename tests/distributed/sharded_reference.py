@@ -117,18 +117,32 @@ class DistributedLoop(ABC):
         check_same_norm(reported, norm)
         applied = math.isfinite(float(norm))
         if applied:
-            for parameter, gradient in gradients.items():
-                self.masters[parameter].grad = gradient
+            updated = [tensor for p, gradient in gradients.items() for tensor in self.with_gradient(p, gradient)]
             if self.max_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.max_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(updated, self.max_norm, norm)
             self.optimizer.step()
+            for tensor in updated:
+                tensor.grad = None
             for parameter, master in self.masters.items():
-                master.grad = None
                 self.restore(parameter, master.to(parameter.dtype))
         self.loss_scale.update(overflow=not applied)
         return applied
 
+    def with_gradient(self, parameter: Tensor, gradient: Tensor) -> list[Tensor]:
+        """What the optimizer updates by this rank's part of a gradient."""
+        self.masters[parameter].grad = gradient
+        return [self.masters[parameter]]
+
+    def adopt(self, parameter: Tensor) -> None:
+        """The user changed it: its master starts again from it."""
+        self.masters[parameter].copy_(self.part(parameter))
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """This rank's part of it."""
+        return self.masters[parameter]
+
     def state(self, parameter: Tensor) -> dict[str, Any]:
+        """This rank's part of it."""
         return dict(self.optimizer.state.get(self.masters[parameter], {}))
 
 
@@ -242,60 +256,74 @@ class ReplicatedLoop(DistributedLoop):
 
 
 class GatheringLoop(ShardedLoop):
-    """Every rank gathers every gradient that Muon sees, and updates whole masters by it; other classes see shards.
+    """Every rank gathers the gradients of classes that need whole tensors, and updates whole masters by them.
 
-    The groups name their classes (``"optimizer_class"``). Of three dimensions, each matrix is a parameter of its own.
+    Other classes see shards. The groups name their classes (``"optimizer_class"``). For Muon, each matrix of a tensor
+    of three dimensions is a parameter of its own.
+
+    Args:
+        short: state is kept in bf16 between steps.
     """
 
     def __init__(
-        self, model: nn.Module, param_groups: Iterable[Mapping[str, Any]], *arguments: Any, **keywords: Any
+        self,
+        model: nn.Module,
+        param_groups: Iterable[Mapping[str, Any]],
+        *arguments: Any,
+        whole: Iterable[type],
+        short: bool = False,
+        **keywords: Any,
     ) -> None:
         groups = [dict(group) for group in param_groups]
         shards = [{**group, "optimizer_class": torch.optim.AdamW} for group in groups]
         super().__init__(model, shards, SeveralClasses, *arguments, **keywords)  # type: ignore[arg-type]
-        self.gathered = {p for g in groups if g["optimizer_class"] is torch.optim.Muon for p in g["params"]}
+        self.gathered = {p for group in groups if group["optimizer_class"] in whole for p in group["params"]}
         self.masters |= {p: p.detach().float().clone() for p in self.gathered}
-        self.matrices = {p: list(m) if m.dim() == 3 else [m] for p, m in self.masters.items()}
+        self.matrices = {p: [master] for p, master in self.masters.items()}
+        muons = [p for group in groups if group["optimizer_class"] is torch.optim.Muon for p in group["params"]]
+        self.matrices |= {p: list(self.masters[p]) for p in muons if p.dim() == 3}
         updated = [{**group, "params": [m for p in group["params"] for m in self.matrices[p]]} for group in groups]
-        self.optimizer = SeveralClasses(updated)  # type: ignore[assignment]
+        self.optimizer, self.short = SeveralClasses(updated), short  # type: ignore[assignment]
 
     @torch.no_grad()
     def step(self, reported: Tensor) -> bool:
-        assert self.max_norm is not None
-        averaged = self.average(self.sums)
-        gradients = {p: averaged[p].float() for p in in_order(averaged, self.model.parameters())}
-        self.sums = {}
-        norm = self.norm(gradients)
-        check_same_norm(reported, norm)
-        for parameter, part in gradients.items():
-            gradient = self._whole(parameter, part) if parameter in self.gathered else part
-            matrices = self.matrices[parameter]
-            for matrix, own in zip(matrices, gradient if len(matrices) > 1 else [gradient], strict=True):
-                matrix.grad = own
-        updated = [matrix for matrices in self.matrices.values() for matrix in matrices]
-        torch.nn.utils.clip_grads_with_norm_(updated, self.max_norm, norm)
-        self.optimizer.step()
-        for matrix in updated:
-            matrix.grad = None
-        for parameter, master in self.masters.items():
-            if parameter in self.gathered:
-                parameter.copy_(master)
-            else:
-                self.restore(parameter, master.to(parameter.dtype))
-        return True
+        applied = super().step(reported)
+        for state in self.optimizer.state.values() if self.short else ():
+            for key, value in state.items():
+                value.copy_(value if key == "step" else value.bfloat16())
+        return applied
 
-    def _whole(self, parameter: Tensor, part: Tensor) -> Tensor:
-        found = torch.empty_like(parameter, dtype=part.dtype)
-        self.restore(found, part)
-        return found
+    def with_gradient(self, parameter: Tensor, gradient: Tensor) -> list[Tensor]:
+        if parameter not in self.gathered:
+            return super().with_gradient(parameter, gradient)
+        whole = torch.empty_like(parameter, dtype=gradient.dtype)
+        super().restore(whole, gradient)
+        matrices = self.matrices[parameter]
+        for matrix, own in zip(matrices, whole if len(matrices) > 1 else [whole], strict=True):
+            matrix.grad = own
+        return matrices
+
+    def restore(self, parameter: Tensor, part: Tensor) -> None:
+        if parameter in self.gathered:
+            parameter.copy_(part)
+        else:
+            super().restore(parameter, part)
+
+    def adopt(self, parameter: Tensor) -> None:
+        self.masters[parameter].copy_(parameter if parameter in self.gathered else self.part(parameter))
+
+    def master(self, parameter: Tensor) -> Tensor:
+        return self.part(self.masters[parameter]) if parameter in self.gathered else self.masters[parameter]
 
     @torch.no_grad()
     def state(self, parameter: Tensor) -> dict[str, Any]:
-        """Whole."""
+        """This rank's part of what has the parameter's shape."""
         states = [self.optimizer.state.get(matrix, {}) for matrix in self.matrices[parameter]]
-        if len(states) > 1:
-            return {key: torch.stack([state[key] for state in states]) for key in states[0]}
-        found = states[0].items()
-        if parameter in self.gathered:
-            return dict(found)
-        return {k: self._whole(parameter, v) if isinstance(v, Tensor) and v.dim() else v for k, v in found}
+        found = states[0] if len(states) == 1 else {key: torch.stack([own[key] for own in states]) for key in states[0]}
+        parts = {}
+        for key, value in found.items():
+            cut = parameter in self.gathered and isinstance(value, Tensor) and value.shape == parameter.shape
+            parts[key] = self.part(value) if cut else value
+            if self.short and key != "step":
+                parts[key] = parts[key].bfloat16()
+        return parts

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightstep.state.host_activations import HostActivations
 from tests.covering import every_value
-from tests.distributed.programs import HOST, STATES, Program
+from tests.distributed.programs import HOST, STATES, WHOLE, Program
 from tests.distributed.ranks import on_ranks
-from tests.distributed.training import FSDP2, HSDP, LAYOUTS, PRECISIONS, SINGLE_BUCKETS, UNITS
+from tests.distributed.training import DEFERRED, FSDP2, HSDP, LAYOUTS, PRECISIONS, SINGLE_BUCKETS, UNITS
 from tests.unit.test_next_forward import host_activations_of
 from tests.unit.test_stream import random_delays
 
@@ -60,6 +60,17 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("fsdp2, resident, bf16-reduced-in-bf16", "fsdp2-checkpointed, resident, fp32"),
             *("ddp, resident, bf16", "ddp, stream, fp16", "ddp, resident, bf16-reduced-in-bf16"),
             *("ddp-checkpointed, resident, fp32", "ddp, resident, bf16, SGD", "fsdp2, resident, bf16, SGD"),
+        ),
+    ),
+    "classes that need whole tensors": (
+        "sum micro step:check sum micro:inf step micro step micro step exchanges micro step",
+        (
+            *("fsdp2-alone, overlap, bf16, Muon", "fsdp2-on-three, next_forward, bf16, Muon, short"),
+            *("fsdp2, bulk, bf16, Muon", "fsdp2, resident, bf16, Muon-settings", "hsdp, overlap, bf16, Muon"),
+            *("ddp, resident, bf16, Muon", "ddp, overlap, bf16, Muon"),
+            *("fsdp2-on-three, next_forward, bf16, Adafactor", "hsdp, next_forward, bf16, Adafactor"),
+            *("fsdp2, overlap, bf16, Adafactor-rate", "fsdp2, resident, bf16, Lamb"),
+            *("fsdp2, next_forward, bf16, Muon-few, small ring", "fsdp2, overlap, bf16, Muon, host"),
         ),
     ),
     **{name: (f"{route} step", ("ddp, resident, bf16",)) for name, route in ROUTES.items()},
@@ -178,6 +189,9 @@ MORE: dict[str, dict[str, Any]] = {
     "host": {"weights": HOST},
     "SGD": {"optimizer": "SGD", "clipping": {"max_norm": 0.05, "norm_type": "inf"}},
     "in_backward": {"clipping": {"max_norm": None}},
+    **{name: {"optimizer": name} for name in WHOLE},
+    "small ring": {"optimizer_state": {**DEFERRED, "ring_mib": 0.006}},
+    "short": {"optimizer_state": {**DEFERRED, "moments": "bfloat16"}},
 }
 
 

@@ -1,4 +1,4 @@
-"""Muon on matrices that are sharded by rows, beside a loop that gathers every gradient on every rank."""
+"""Muon, and other classes that need whole tensors, on shards: what the rows of ``test_programs.py`` do not have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,16 +30,12 @@ from lightstep.bench.strategies import StrategyContender
 from lightstep.distributed.matrices import assign_owners, orthogonalization_cost
 from lightstep.optimizer import queue
 from lightstep.optimizer.overlap import SpeculativeUpdates
-from lightstep.state.store import AHEAD
 from tests.distributed.failing_rank import train_as
-from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.programs import ADAFACTOR, MUON, Lamb, Program, WithExperts, whole_groups
 from tests.distributed.ranks import Pool, device_of, on_ranks
-from tests.distributed.sharded_reference import GatheringLoop, ReplicatedLoop, units_of
 from tests.distributed.training import (
-    DDP,
     DEFERRED,
     FSDP2,
-    HSDP,
     OVERLAP,
     RESIDENT,
     STREAM,
@@ -47,275 +44,42 @@ from tests.distributed.training import (
     same_tensors,
 )
 from tests.patience import PATIENCE
-from tests.reference.several_classes import SeveralClasses
-from tests.reference.tiny_model import representable
-
-RING = {"ring_mib": 0.02}
-STATES: dict[str, dict[str, Any]] = {
-    "resident": RESIDENT,
-    "bulk": {"backend": "bulk"},
-    "stream": {**STREAM, **RING},
-    "stream, next forward": {**DEFERRED, **RING},
-    "stream, overlap": {**OVERLAP, **RING},
-    "stream, short moments": {**DEFERRED, **RING, "moments": "bfloat16"},
-}
-MUON = {"lr": 0.02, "weight_decay": 0.05}
-ADAMW = {"lr": 3e-3, "weight_decay": 0.1}
 
 
-class WithExperts(TinyTransformer):
-    """Four experts, so that a rank of three has none; a matrix of one row, so that most have none of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Parameter(torch.randn(4, 7, 7))
-        self.row = nn.Linear(7, 1, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
-        logits = super().forward(tokens)
-        mixed = torch.einsum("bld,edh->blh", hidden, self.experts).tanh()
-        return logits + mixed[..., : logits.shape[-1]] + self.row(hidden)
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    return [
-        {"params": matrices, "optimizer_class": torch.optim.Muon, **MUON},
-        {"params": others, "optimizer_class": torch.optim.AdamW, **ADAMW},
-    ]
-
-
-class Run(Training):
-    """Of several small units, which are begun before others are updated. Steps have one micro-batch, and two.
-
-    Args:
-        beside: a loop on whole matrices sees every batch, and checks the norm.
-    """
-
-    def __init__(
-        self, sharding: dict[str, Any], state: dict[str, Any], groups: Any = None, beside: bool = False, **clipping: Any
-    ) -> None:
-        groups = groups or groups_of
-        values = {"sharding": {**FSDP2, **sharding}, "clipping": {"max_norm": 0.5, **clipping}}
-        super().__init__({**values, "optimizer_state": state}, WithExperts, groups=groups)
-        self.backend.WHOLE_UNIT = self.backend._ring_plan.BULK_UNIT = 150
-        self.loop = self._loop(groups, values["sharding"]) if beside else None
-        self.short = state.get("moments") == "bfloat16"
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        return super().prepare(representable(model))
-
-    def _loop(self, groups: Any, sharding: dict[str, Any]) -> Any:
-        torch.manual_seed(0)
-        replica: Any = representable(WithExperts()).to(self.device, torch.bfloat16)
-        trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups(replica)]
-        if sharding["kind"] == "ddp":
-            return ReplicatedLoop(replica, trained, SeveralClasses, units=units_of(replica), max_norm=0.5)  # type: ignore[arg-type]
-        shard = sharding.get("mesh", {}).get("shard")
-        return GatheringLoop(replica, trained, units=units_of(replica), max_norm=0.5, shard=shard)
-
-    def step(self, overflow: bool = False) -> list[float]:
-        step, micros = self.steps, self.micro_batches()
-        losses = super().step()
-        if self.loop is not None:
-            for micro in range(micros):
-                self.loop.backward(loss_of(self.loop.model, step, micro, self.rank, self.device) / 2)
-            self.step_loop()
-        return losses
-
-    def step_loop(self) -> None:
-        assert self.loop.step(self.result.grad_norm)
-        for state in self.loop.optimizer.state.values() if self.short else ():
-            for key, value in state.items():
-                if key != "step":
-                    value.copy_(value.bfloat16())
-
-    def content(self) -> dict[str, Tensor]:
-        """Whole."""
-        self.optimizer.synchronize()
-        found = {}
-        for name, parameter in self.inner.named_parameters():
-            state = self.optimizer.state
-            entries = {"weight": parameter, **state.get(parameter, {})}
-            found |= {f"{name}.{key}": whole(torch.as_tensor(value)) for key, value in entries.items()}
-        return found
-
-    def check(self) -> None:
-        found = self.content()
-        for name, parameter in self.loop.model.named_parameters():
-            assert torch.equal(found[f"{name}.weight"], parameter.cpu()), f"{name} differs"
-            for key, value in self.loop.state(parameter).items() if parameter in self.loop.masters else ():
-                if isinstance(value, Tensor):
-                    same = torch.equal(found[f"{name}.{key}"].to(value.dtype), value.cpu())
-                    assert same, f"{key} of {name} differs"
+def content(run: Training) -> dict[str, Tensor]:
+    """Weights and state, whole."""
+    run.optimizer.synchronize()
+    found = {}
+    for name, parameter in run.inner.named_parameters():
+        entries = {"weight": parameter, **run.optimizer.state.get(parameter, {})}
+        found |= {f"{name}.{key}": whole(torch.as_tensor(value)) for key, value in entries.items()}
+    return found
 
 
 def whole(value: Tensor) -> Tensor:
     return value.full_tensor().cpu() if isinstance(value, DTensor) else value.cpu()
 
 
-def few_matrices(model: nn.Module) -> list[dict[str, Any]]:
-    """Between two units that ranks update together there are several others."""
-    muon, adamw = groups_of(model)
-    chosen = [p for p in muon["params"] if p.dim() == 3 or p.shape[0] < p.shape[1]]
-    others = [p for p in [*muon["params"], *adamw["params"]] if all(p is not one for one in chosen)]
-    return [{**muon, "params": chosen}, {**adamw, "params": others}]
-
-
-def other_settings(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups of Muon, neither of which has torch's defaults."""
-    muon, adamw = groups_of(model)
-    changed = {"nesterov": False, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3, "lr": 3e-3}
-    newton_schulz = {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3, "adjust_lr_fn": "original"}
-    tall = [p for p in muon["params"] if p.dim() == 2 and p.shape[0] > p.shape[1]]
-    others = [p for p in muon["params"] if all(p is not one for one in tall)]
-    return [{**muon, **changed, "params": tall}, {**muon, **newton_schulz, "params": others}, adamw]
-
-
-def _check_exchange(optimizer: Any) -> None:
-    """Several units were on their way among the ranks at a time, and their memory is told."""
-    (exchange,) = optimizer.engine.classes.exchanges.values()
-    units = [unit for unit in optimizer._backend.units() if unit.parts[0][0].rows is not None]
-    assert len(exchange._all) == min(AHEAD + 1, len(units)) > 1
-    elements = sum(item.param.numel() for item in optimizer.engine.managed)
-    assert 0 < optimizer.memory_report()["exchange_bytes"] < 2 * 4 * elements
-    optimizer.release_device_memory()
-    assert optimizer.memory_report()["exchange_bytes"] == 0
-
-
-@on_ranks(
-    None,
-    ("ranks", "state", "sharding", "groups"),
-    [
-        (1, "stream, overlap", {}, groups_of),
-        (2, "bulk", {}, groups_of),
-        (3, "stream, short moments", {}, groups_of),
-        (2, "resident", {}, other_settings),
-        (4, "stream, overlap", HSDP, groups_of),
-        (2, "a smaller ring", {}, few_matrices),
-    ],
-)
-def test_the_bits_of_whole_matrices(rank: int, world_size: int, state: str, sharding: Any, groups: Any) -> None:
-    values = {**STATES, "a smaller ring": {**DEFERRED, "ring_mib": 0.006}}[state]
-    run = Run(sharding, values, groups, beside=True)
-    run.train(1)
-    if values["backend"] == "stream":
-        run.delay(rank, 3e-4)
-    run.train(1)
-    run.optimizer.synchronize()
-    for exchange in run.optimizer.engine.classes.exchanges.values():
-        exchange.retain(frozenset(run.optimizer.engine.managed))  # as for new parameters
-    run.train(1)
-    run.optimizer.synchronize()
-    if world_size > 1:
-        _check_exchange(run.optimizer)
-    run.check()
-    run.optimizer.close()
-
-
 @on_ranks(2)
 def test_layers_that_are_clipped_by_themselves() -> None:
     """Each layer's momentum has its own factor; later units' communication starts with the factors of their layers."""
     first, last = {}, {}
-    for name, state in {"streamed": "stream, next forward", "resident": "resident", "whole": "resident"}.items():
-        sharding = {"kind": "single"} if name == "whole" else {}
-        run = Run(sharding, STATES[state], max_norm=0.05, scope="unit")
+    for name, state in {"streamed": DEFERRED, "resident": RESIDENT, "whole": RESIDENT}.items():
+        sharding = {"kind": "single"} if name == "whole" else FSDP2
+        values = {"sharding": sharding, "optimizer_state": state, "clipping": {"max_norm": 0.05, "scope": "unit"}}
+        run = Training(values, WithExperts, groups=partial(whole_groups, "Muon"))
+        run.backend.WHOLE_UNIT = run.backend._ring_plan.BULK_UNIT = 150  # several units
         run.rank = 0  # the same batches everywhere
         run.train(1)
-        first[name] = run.content()
+        first[name] = content(run)
         if name != "whole":
             run.train(2)
-            last[name] = run.content()
+            last[name] = content(run)
         run.optimizer.close()
     for name, value in first["whole"].items():
         if name.endswith("momentum_buffer"):
             torch.testing.assert_close(first["resident"][name], value, rtol=1e-2, atol=1e-7)
     same_tensors(last["streamed"], last["resident"])
-
-
-def two_dimensions(model: nn.Module) -> list[dict[str, Any]]:
-    muon, adamw = groups_of(model)
-    return [
-        {**muon, "params": [p for p in model.parameters() if p.dim() == 2]},
-        {**adamw, "params": [p for p in model.parameters() if p.dim() != 2]},
-    ]
-
-
-@on_ranks(2, "state", ["stream, overlap", "resident"])
-def test_replicas_of_whole_matrices(rank: int, state: str) -> None:
-    """Every rank has whole matrices: DDP's replicas beside torch's two optimizers on every rank."""
-    run = Run(DDP, STATES[state], two_dimensions, beside=True)
-    run.train(1)
-    if state != "resident":
-        run.delay(rank, 3e-4)
-    run.train(2)
-    run.check()
-    run.optimizer.close()
-
-
-class Lamb(torch.optim.Optimizer):
-    """Scales the update of each tensor by its norm, and keeps its moment in bf16."""
-
-    whole_tensors = True
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter, dtype=torch.bfloat16))
-                moment.mul_(0.9).add_(parameter.grad, alpha=0.1)
-                ratio = parameter.norm() / (moment.float().norm() + 1e-6)
-                parameter.sub_(moment * (group["lr"] * ratio))
-
-
-CLASSES = {
-    "adafactor": (Adafactor, {"lr": 1e-2, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
-    "adafactor, by its own rate": (Adafactor, {}),
-    "lamb": (Lamb, {}),
-}
-
-
-@on_ranks(
-    None,
-    ("ranks", "name", "state"),
-    [
-        (3, "adafactor", "stream, next forward"),
-        (2, "adafactor, by its own rate", "stream, overlap"),
-        (2, "lamb", "resident"),
-    ],
-)
-def test_other_classes_see_whole_tensors(rank: int, world_size: int, name: str, state: str) -> None:
-    """Any class that needs whole tensors: matrices, biases, and experts; some ranks have nothing of some of them."""
-    optimizer_class, settings = CLASSES[name]
-    device = device_of(rank, world_size)
-    torch.manual_seed(0)
-    model = representable(WithExperts()).to(device, torch.bfloat16)
-    expected = {n: torch.nn.Parameter(p.detach().float()) for n, p in model.named_parameters() if p.requires_grad}
-    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
-    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": STATES[state]})
-    optimizer, plain = strategy.create_optimizer(model, optimizer_class, **settings), None
-    for step in range(3):
-        loss_of(model, step, 0, rank, device).backward()
-        used = {n: p for n, p in model.named_parameters() if p.grad is not None}
-        plain = plain or optimizer_class([expected[n] for n in used], **settings)
-        for name, parameter in used.items():
-            expected[name].grad = parameter.grad.full_tensor().float()
-        assert optimizer.step()
-        plain.step()
-    optimizer.synchronize()
-    for name, parameter in used.items():
-        assert torch.equal(parameter.full_tensor(), expected[name].bfloat16()), name
-        entries, theirs = dict(optimizer.state[parameter]), plain.state[expected[name]]
-        assert torch.equal(whole(entries.pop("master")), expected[name].detach().cpu()), name
-        assert list(entries) == list(theirs)
-        for key, value in entries.items():
-            assert torch.equal(whole(torch.as_tensor(value)), torch.as_tensor(theirs[key]).cpu()), (name, key)
-    optimizer.close()
 
 
 @on_ranks(4, "name", ["muon", "adafactor"])
@@ -328,9 +92,10 @@ def test_under_tensor_parallelism(rank: int, world_size: int, name: str) -> None
     wanted = [nn.Parameter(p.detach().bfloat16().float()) for p in model.parameters() if not is_muon or p.dim() == 2]
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model.bfloat16(), mesh=mesh["dp"])
-    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": STATES["stream, overlap"]})
-    optimizer_class, settings = (torch.optim.Muon, MUON) if is_muon else CLASSES[name]
-    rules = [Rule(torch.optim.Muon, dims=2, **MUON), Rule(torch.optim.AdamW, dims=1, **ADAMW)]
+    state = {**OVERLAP, "ring_mib": 0.02}
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+    optimizer_class, settings = (torch.optim.Muon, MUON) if is_muon else (Adafactor, ADAFACTOR)
+    rules = [Rule(torch.optim.Muon, dims=2, **MUON), Rule(torch.optim.AdamW, dims=1, lr=3e-3, weight_decay=0.1)]
     rules = rules if is_muon else [Rule(optimizer_class, **settings)]
     optimizer, plain = strategy.create_optimizer(model, rules=rules), optimizer_class(wanted, **settings)
     tested = [p for p in model.parameters() if not is_muon or p.dim() == 2]
@@ -355,22 +120,6 @@ def test_under_tensor_parallelism(rank: int, world_size: int, name: str) -> None
     optimizer.close()
 
 
-def adafactors(model: nn.Module) -> list[dict[str, Any]]:
-    return [{"params": list(model.parameters()), "optimizer_class": Adafactor, **CLASSES["adafactor"][1]}]
-
-
-@on_ranks(4)
-def test_other_classes_with_copies_of_the_shards() -> None:
-    """With copies of the shards, each of which has a share under stream."""
-    found = []
-    for state in ("resident", "stream, next forward"):
-        run = Run(HSDP, STATES[state], adafactors)
-        run.train(2)
-        found.append(run.content())
-        run.optimizer.close()
-    same_tensors(*found)
-
-
 @on_ranks(2)
 def test_the_benchs_loop_by_hand_does_the_same(rank: int, world_size: int) -> None:
     task = StepTask(device_of(rank, world_size), 0, LlamaShape.nearest(60_000, 2), optimizer="muon")
@@ -386,19 +135,21 @@ def test_the_benchs_loop_by_hand_does_the_same(rank: int, world_size: int) -> No
 
 
 def check_checkpoints(rank: int, folder: str, saves: bool) -> None:
-    for groups in (groups_of, adafactors):
-        own = Path(folder, groups.__name__)
-        run = Run({}, STATES["stream" if saves else "stream, next forward"], groups)
+    for name in ("Muon", "Adafactor"):
+        own = Path(folder, name)
+        program = Program(FSDP2, {"optimizer_state": STREAM if saves else DEFERRED, "optimizer": name})
         if saves:
-            run.train(1)
-            run.strategy.save_checkpoint(own / "a", run.model, run.optimizer)
-            found = run.content()
+            program.micro()
+            program.step()
+            program.strategy.save_checkpoint(own / "a", program.model, program.optimizer)
+            found = content(program)
             if rank == 0:
                 torch.save(found, own / "content.pt")
         else:
-            run.strategy.load_checkpoint(own / "a", run.model, run.optimizer)
-            same_tensors(run.content(), torch.load(own / "content.pt"))
-            run.train(1)
+            program.strategy.load_checkpoint(own / "a", program.model, program.optimizer)
+            same_tensors(content(program), torch.load(own / "content.pt"))
+            program.optimizer.backward(program.loss())
+            assert program.optimizer.step()
 
 
 def test_a_checkpoint_goes_to_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
@@ -572,9 +323,10 @@ ranks try together, on rank 0."""
 @on_ranks(None, ("ranks", "moments", "copies"), [(2, "bfloat16", 1), (4, "float32", 2)])
 def test_the_same_on_all_ranks(rank: int, world_size: int, moments: str, copies: int) -> None:
     """With copies of the shards, what is said of rank 1 is so of one copy, or of one rank of it."""
-    sharding = {"mesh": {"replicate": copies, "shard": world_size // copies}}
-    run = Run(sharding, {**STATES["stream, overlap"], "moments": moments}, beside=True)
-    optimizer, loop = run.optimizer, run.loop
+    sharding = {**FSDP2, "mesh": {"replicate": copies, "shard": world_size // copies}}
+    state = {**OVERLAP, "ring_mib": 0.02, "moments": moments}
+    program = Program(sharding, {"optimizer_state": state, "optimizer": "Muon"})
+    optimizer = program.optimizer
     overlap: SpeculativeUpdates = optimizer.engine.queue.early
     became: list[str] = []
     apply_verdict, roll_back, skip = overlap._apply_verdict, overlap._roll_back, overlap.skip
@@ -605,24 +357,18 @@ def test_the_same_on_all_ranks(rank: int, world_size: int, moments: str, copies:
     with one_by_one, mock.patch.multiple(overlap, **patches), mock.patch.object(overlap._link_share, "adapt"):
         for step, (in_backward, before_step, max_norm, expected) in enumerate(STEPS):
             overflow = max_norm != max_norm
-            optimizer.max_norm = loop.max_norm = 1.0 if overflow else max_norm
-            loss = loss_of(run.model, step, 0, rank, run.device)
-            with in_backward(rank, overlap), run.accumulate(last=True):
-                optimizer.backward(loss * max_norm if overflow else loss)
+            program.clip("1" if overflow else str(max_norm))
+            with in_backward(rank, overlap):
+                program.micro(*["inf"] * overflow)
             if before_step is not None:
                 before_step(rank, optimizer)
-            run.result = optimizer.step()
+            program.step()
             if rank == 0:
                 optimizer.synchronize()  # alone: what it waits for does not wait for what the others do next
             dist.barrier()
-            if not overflow:
-                loop.backward(loss_of(loop.model, step, 0, rank, run.device))
-                run.step_loop()
-            if step == 0:
-                run.delay(rank, 3e-4)
             assert rank > 0 or expected == "any" or became == [expected] * bool(expected), (step, became)
             became.clear()
-    run.check()
+    program.check()
     optimizer.close()
 
 
