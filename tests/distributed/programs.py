@@ -7,10 +7,13 @@ import copy
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Adafactor
 
 from lightstep.distributed import like, local_tensor
+from lightstep.state.snapshot import Snapshot
 from lightstep.state.store import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.sharded_reference import DistributedLoop, GatheringLoop, ReplicatedLoop, ShardedLoop, units_of
@@ -29,6 +33,7 @@ from tests.reference.several_classes import SeveralClasses
 from tests.reference.tiny_model import representable
 from tests.unit.test_fuzz import delay_lanes
 
+PARTLY = {"resident_gib": 3 * 2.0**-20}
 STATES: dict[str, dict[str, Any]] = {
     "resident": RESIDENT,
     "stream": STREAM,
@@ -36,6 +41,14 @@ STATES: dict[str, dict[str, Any]] = {
     "overlap": OVERLAP,
     "in_backward": {**STREAM, "update": "in_backward"},
     "bulk": {"backend": "bulk"},
+    "bulk overlap": {"backend": "bulk", "update": "overlap"},
+    "resident next_forward": {**RESIDENT, "update": "next_forward"},
+    "resident in_backward": {**RESIDENT, "update": "in_backward"},
+    "next_forward without copies": {**DEFERRED, "spare_host_gib": 0.0},
+    "partly next_forward": {**DEFERRED, **PARTLY},
+    "partly overlap": {**OVERLAP, **PARTLY},
+    "partly overlap versions": {**OVERLAP, **PARTLY, "previous_weights": "device"},
+    "partly in_backward": {**STREAM, **PARTLY, "update": "in_backward"},
 }
 MOVES = ("resident", "stream", "next_forward", "overlap")
 HOST = {"placement": "host", "device_mib": 0.001}
@@ -442,6 +455,15 @@ class Program(Training):
         """Each rank keeps more than the one before it."""
         self.optimizer.set_residency(float(gib) * (1 + self.rank))
 
+    def ahead(self) -> None:
+        """Each block's shards are gathered while the block before it runs."""
+        for first, second in pairwise(self.inner.blocks):
+            first.set_modules_to_forward_prefetch([second])
+
+    def waits(self) -> None:
+        """In the middle of forwards somebody waits for all updates."""
+        self.inner.blocks[0].register_forward_pre_hook(lambda *_: self.optimizer.wait_for_update())
+
     def exchanges(self) -> None:
         """Several units of Muon were on their way among the ranks at a time; that memory is told, freed, made anew."""
         self.optimizer.synchronize()
@@ -490,10 +512,12 @@ class Program(Training):
         places = [tempfile.mkdtemp() if self.rank == 0 else ""]
         dist.broadcast_object_list(places)
         folder = Path(places[0]) / "checkpoint"
-        saved = self.strategy.save_checkpoint(folder, self.model, self.optimizer, asynchronous=late)
-        if late:
-            self._train_on()
-            saved.result()
+        with slow_writer(self.own_chance) if late else contextlib.nullcontext():
+            saved = self.strategy.save_checkpoint(folder, self.model, self.optimizer, asynchronous=late)
+            if late:
+                self._train_on()
+                self._train_on()
+                saved.result()
         yield folder
         dist.barrier()
         if self.rank == 0:
@@ -583,6 +607,21 @@ class Program(Training):
         name = chance.choice([name for group in (anytime, reduced, between) for name in group])
         given = possible.get(name, [])
         return [f"{name}:{chance.choice(given)}"] if given else []
+
+
+@contextlib.contextmanager
+def slow_writer(chance: random.Random) -> Iterator[None]:
+    """Each parameter's entries are read together, its master is joined once, and training goes on meanwhile."""
+    take, taken = Snapshot.take, list[int]()
+
+    def slowly(snapshot: Snapshot, parameter: Tensor, key: str) -> Tensor:
+        time.sleep(chance.random() * 1e-3)
+        taken.append(id(parameter))
+        return take(snapshot, parameter, key)
+
+    with mock.patch.object(Snapshot, "take", slowly):
+        yield
+    assert len([*groupby(taken)]) == len({*taken})
 
 
 def _part(model: Any, name: str) -> Any:

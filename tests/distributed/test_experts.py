@@ -122,7 +122,7 @@ def test_the_same_bits(rank: int, world_size: int, home: str, time: str, limit: 
     """Those of a run whose state stays on the device.
 
     All weights of a model that rests on the host are sharded by the strategy, and every micro-batch is reduced by
-    itself. In the next forward, with weights on the device: ``test_update_times.py``.
+    itself. In the next forward, with weights on the device, where torch has it: ``test_update_times.py``.
     """
     by_strategy, micros = mib is not None or world_size == 4, 1 if mib is not None else 2
     plain = settings("resident", "in_backward" if time == "in_backward" else "at_step", limit, None)

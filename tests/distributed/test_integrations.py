@@ -267,7 +267,7 @@ def plain_loop(rank: int, world_size: int, values: dict[str, Any], logs: list[di
 def test_trainer(rank: int, world_size: int, kind: str, time: str, places: tuple[str, str], tmp_path: Path) -> None:
     """One run with checkpoints in it, those that continue from there, and the plain loop.
 
-    accelerate's shards are saved while training goes on: replicas and others in ``test_update_times.py``, as well.
+    accelerate's shards are saved while training goes on: replicas and others in ``test_programs.py``, as well.
 
     Args:
         places: of the weights, and of those of the run that continues.

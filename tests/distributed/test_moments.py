@@ -196,11 +196,3 @@ def test_8_bits_are_rounded_to_nearest_by_default_where_elements_have_no_numbers
     with mock.patch.object(logging.getLogger("lightstep.optimizer.moments"), "info") as info:
         train(optimizer, tested, expected, Int8Moments([{"params": expected}], torch.optim.AdamW, **SETTINGS))
     assert ["rounded to nearest" in call.args[0] for call in info.call_args_list] == [True]
-
-
-@on_ranks(3)
-def test_muon_on_shards(rank: int, world_size: int) -> None:
-    tested, expected = placed(device_of(rank, world_size), (3,), [Shard(0)], [(5, 7), (1, 6), (9, 4)])
-    optimizer = lightstep.MixedPrecisionOptimizer(tested, torch.optim.Muon, {"lr": 1e-2}, moments=Moments("bfloat16"))
-    train(optimizer, tested, expected, NearestMoments([{"params": expected}], torch.optim.Muon, lr=1e-2))
-    optimizer.close()

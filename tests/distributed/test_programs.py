@@ -30,6 +30,7 @@ PLACES = {
     "fsdp2-alone": (1, FSDP2),
     "fsdp2-on-three": (3, FSDP2),  # some shards are empty, and others have fewer rows
     "hsdp-named-units": (4, {**HSDP, "wrap": UNITS["wrap"]}),
+    "ddp-on-three": (3, SINGLE_BUCKETS),
     "ddp-checkpointed": (2, {**SINGLE_BUCKETS, "activation_checkpointing": True}),
 }
 SECONDS = float(os.environ.get("LIGHTSTEP_FUZZ_SECONDS", "0"))
@@ -73,6 +74,23 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("fsdp2, next_forward, bf16, Muon-few, small ring", "fsdp2, overlap, bf16, Muon, host"),
         ),
     ),
+    "every time and place of the state": (
+        "micro step micro step evaluate micro:without=1 step sum micro step evaluate micro step",
+        (
+            *("fsdp2-kept-gathered, partly next_forward, bf16", "fsdp2-checkpointed, bulk overlap, fp32"),
+            *("fsdp2-named-units, in_backward, bf16", "ddp, resident next_forward, fp32", "ddp, overlap, bf16"),
+            *("ddp, partly in_backward, fp32, in_backward", "copies, resident in_backward, bf16, in_backward"),
+            *("copies, partly overlap, bf16", "copies, partly overlap versions, fp16", "hsdp, partly overlap, fp16"),
+            *("ddp-on-three, stream, bf16", "fsdp2, overlap, bf16", *ON_THE_HOST),
+        ),
+    ),
+    "blocks are gathered ahead": (
+        "ahead micro step micro step evaluate micro step", ("fsdp2, next_forward, bf16", *ON_THE_HOST),
+    ),
+    "somebody waits for everything": (
+        "waits micro step micro step micro step micro step", ("fsdp2, next_forward, bf16", "fsdp2, overlap, bf16"),
+    ),
+    "replicas wait for everything": ("micro step " * 4, ("hsdp, overlap, bf16",)),
     **{name: (f"{route} step", ("ddp, resident, bf16",)) for name, route in ROUTES.items()},
     **{
         f"{name}, by hand": (f"{route} step".replace("without", "hand,without"), ("ddp, resident, bf16",))
@@ -180,7 +198,10 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "checkpoints": (
         "micro step rewind micro step rewind:late micro step reload micro step move:overlap micro step "
         "move:resident,late micro step move:stream,state_dicts micro step move:resident,state_dicts micro step",
-        ("fsdp2, next_forward, bf16", "ddp, next_forward, bf16", "hsdp, stream, fp16"),
+        (
+            *("fsdp2, next_forward, bf16", "ddp, next_forward without copies, bf16", "hsdp, stream, fp16"),
+            *("fsdp2, overlap, bf16", "copies, stream, bf16"),
+        ),
     ),
 }  # fmt: skip
 

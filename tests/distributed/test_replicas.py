@@ -87,7 +87,7 @@ def _local(tree: Any) -> Any:
     return local_tensor(tree).cpu() if isinstance(tree, Tensor) else tree
 
 
-# -- the same bits
+# -- the same bits: also rows of ``test_programs.py``
 
 
 def strides_of_state(state: dict[str, Any]) -> dict[str, list[Any]]:
@@ -100,28 +100,6 @@ def strides_of_state(state: dict[str, Any]) -> dict[str, list[Any]]:
 @on_ranks(2)
 def test_all_replicas_see_the_strides_of_entries() -> None:
     assert strides_of_state(STREAM) == strides_of_state(RESIDENT)
-
-
-@on_ranks(
-    None,
-    ("ranks", "sharding", "precision", "state"),
-    [(3, DDP, "bf16", STREAM), (2, DDP, "fp32", WIDE_RING), (4, HSDP, "fp16", STREAM)],
-)
-def test_equal_to_resident(rank: int, sharding: dict[str, Any], precision: str, state: dict[str, Any]) -> None:
-    overflows = (0, 2) if precision == "fp16" else (2,)
-    tested, expected = Run(sharding, state, precision), Run(sharding, RESIDENT, precision)
-    assert tested.backend._share is not None
-    for step in range(4):
-        for run in (tested, expected):
-            run.step(overflow=step in overflows)
-            assert bool(run.result) is (step not in overflows)
-        assert torch.equal(tested.norms[-1].nan_to_num(), expected.norms[-1].nan_to_num())
-        assert all(parameter.grad is None for parameter in tested.model.parameters())
-        same_tensors(tested.weights(), expected.weights(), f"rank {rank}, step {step}")
-        if step == 1:
-            tested.delay(rank)
-    assert 0 < len(tested.owned()) < len(tested.optimizer.managed())
-    same_runs(f"rank {rank}", tested, expected)
 
 
 @on_ranks(2)

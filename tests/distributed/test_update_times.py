@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-import random
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from itertools import groupby, pairwise
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -27,8 +23,8 @@ from lightstep.optimizer.in_backward import FinalUpdates
 from lightstep.optimizer.overlap import SpeculativeUpdates
 from lightstep.state.record import Record
 from lightstep.state.ring import Ring, Slot
-from lightstep.state.snapshot import Snapshot
 from tests.distributed.models import CLASSES, Block, TinyTransformer
+from tests.distributed.programs import Program
 from tests.distributed.ranks import on_ranks
 from tests.distributed.training import (
     COPIES,
@@ -43,97 +39,10 @@ from tests.distributed.training import (
     assert_same_bits,
     same_tensors,
 )
-from tests.patience import PATIENCE
-from tests.unit.test_homes_and_times import LIMITS
-from tests.unit.test_snapshots import ask_twice, check_saved
 
 CLIPPING = {"max_norm": 0.5}
 KIB = 2.0**-20  # in GiB
 NEVER_PAUSES = mock.patch.object(SpeculativeUpdates, "_update_pause", lambda updates: setattr(updates, "_pause", 0))
-
-
-class Skipping(TinyTransformer):
-    """Every second forward leaves out the block in the middle."""
-
-    calls = 0
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        self.calls += 1
-        hidden = self.frozen(self.embed(tokens)) * self.gain
-        for block in list(self.blocks)[:: 2 - self.calls % 2]:
-            hidden = block(hidden)
-        return self.head(hidden)
-
-
-def prefetch_forward(model: Any) -> None:
-    """Each block's shards are gathered while the block before it runs, and those of the one behind it too."""
-    for first, second in pairwise(model.blocks):
-        first.set_modules_to_forward_prefetch([second])
-
-
-def check_same_bits(
-    state: dict[str, Any],
-    make: Callable[[], nn.Module] = TinyTransformer,
-    seed: int = 2,
-    change: Callable[[Any], None] = lambda model: None,
-    **values: Any,
-) -> None:
-    """Losses of forwards, and everything at the end, equal those of updates in ``step()``."""
-    expected = Training({**values, "optimizer_state": RESIDENT}, make)
-    tested = Training({**values, "optimizer_state": state}, make)
-    change(tested.inner)
-    with mock.patch.object(queue, "SUBMIT_IN_STEP", (1, 48)[seed % 2]):
-        seed = seed * tested.world_size + tested.rank
-        assert_same_bits(tested, expected, "step", "step", "evaluate", "step", seed=seed)
-    tested.optimizer.close()
-
-
-# -- every way of sharding, and every time with shards, with replicas and with both
-
-
-SOME_RESIDENT = {**STREAM, "resident_gib": 3 * KIB}
-SCALED = {"parameters": "float16", "loss_scale": {"kind": "constant", "scale": 1024.0}}
-
-
-@on_ranks(
-    LAYOUTS,
-    ("layout", "time", "home", "precision", "limit", "make"),
-    [
-        ("fsdp2-kept-gathered", "next_forward", SOME_RESIDENT, "bf16", "clipped", TinyTransformer),
-        ("fsdp2-checkpointed", "overlap", {"backend": "bulk"}, "fp32", "clipped", Skipping),
-        ("fsdp2-named-units", "in_backward", STREAM, "fp16", "clipped", Skipping),
-        ("ddp", "next_forward", RESIDENT, "fp32", "not clipped", Skipping),
-        ("ddp", "overlap", STREAM, "bf16-reduced-in-bf16", "clipped", TinyTransformer),
-        ("ddp", "in_backward", SOME_RESIDENT, "fp32", "not clipped", TinyTransformer),
-        ("copies", "in_backward", RESIDENT, "bf16-reduced-in-bf16", "not clipped", TinyTransformer),
-        ("copies", "next_forward", {"backend": "bulk"}, "fp16", "clipped", Skipping),
-        ("hsdp", "overlap", SOME_RESIDENT, "fp16", "not clipped", TinyTransformer),
-    ],
-)
-def test_the_same_bits(
-    sharding: dict[str, Any], time: str, home: dict[str, Any], precision: str, limit: str, make: type[TinyTransformer]
-) -> None:
-    """The homes have met the times on one device. Shards in fp32 are cast when they are gathered."""
-    in_backward = time == "in_backward"
-    check_same_bits(
-        {**home, "update": time},
-        make,
-        sharding=sharding | ({"compute": "bfloat16"} if precision == "fp32" and sharding["kind"] == "fsdp2" else {}),
-        precision=SCALED if in_backward and precision == "fp16" else PRECISIONS[precision],
-        clipping={"max_norm": LIMITS[limit], "scope": "unit" if in_backward else "global"},
-    )
-
-
-@on_ranks(2, "previous_weights", ["device", "auto"])
-def test_what_comes_to_stay_on_the_device_is_not_tried(previous_weights: str) -> None:
-    """Replicas that share the state choose it when the step begins, and a state on the device has one version."""
-    state = {**SOME_RESIDENT, "update": "overlap", "previous_weights": previous_weights}
-    check_same_bits(state, sharding=COPIES, clipping={"max_norm": 0.3})
-
-
-@on_ranks(2)
-def test_gathering_ahead_waits_for_its_own_shards() -> None:
-    check_same_bits(DEFERRED, change=prefetch_forward, sharding=FSDP2, clipping=CLIPPING)
 
 
 OFTEN_OVERFLOWS = {"kind": "dynamic", "init_scale": 2.0**17, "growth_interval": 1}
@@ -169,38 +78,12 @@ def test_what_becomes_of_updates(
 
     patches: Any = {"_apply_verdict": applied, "_roll_back": rolled_back}
     with NEVER_PAUSES, mock.patch.multiple(SpeculativeUpdates, **patches):
-        check_same_bits(OVERLAP, seed=1, sharding=sharding, precision=precision, clipping={"max_norm": max_norm})
+        case = {"optimizer_state": OVERLAP, "precision": precision, "clipping": {"max_norm": max_norm}}
+        Program(sharding, case, "micro step micro step evaluate micro step").run()
     assert [verdict for verdict, number in sorted(found.items()) if number] == expected, found
 
 
 # -- who waits for what
-
-
-@on_ranks(
-    LAYOUTS,
-    ("layout", "update"),
-    [("fsdp2", "next_forward"), ("fsdp2", "overlap"), ("hsdp", "overlap")],
-)
-def test_gathering_after_somebody_has_waited_for_everything(rank: int, sharding: dict[str, Any], update: str) -> None:
-    """In the middle of a forward somebody waits for all updates; nothing waits for the device between steps."""
-    found = []
-    for state in (RESIDENT, {**DEFERRED, "update": update}):
-        training = Training({"sharding": sharding, "clipping": CLIPPING, "optimizer_state": state})
-        deferred = "update" in state
-        if deferred and "mesh" not in sharding:  # replicas that send weights wait for the end of the step anyway
-            training.inner.blocks[0].register_forward_pre_hook(lambda *_, of=training: of.optimizer.wait_for_update())
-        losses = []
-        for step in range(4):
-            loss = training.loss()
-            losses.append(loss.detach())
-            training.optimizer.backward(loss)
-            training.optimizer.step()
-            training.steps += 1
-            if deferred and step == 0:
-                training.delay(rank, 2e-2)
-        found.append(({str(step): loss for step, loss in enumerate(losses)}, training.snapshot()))
-    for tested, expected in zip(found[1], found[0], strict=True):
-        same_tensors(tested, expected)
 
 
 @pytest.mark.skipif(
@@ -231,7 +114,8 @@ def test_experts_on_a_mesh_of_their_own(rank: int) -> None:
                     mp_policy=policy,
                     shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), experts if p in apart else whole),
                 )
-            prefetch_forward(model)
+            for first, second in pairwise(model.blocks):
+                first.set_modules_to_forward_prefetch([second])
             return model
 
     def run(state: dict[str, Any]) -> ByHand:
@@ -456,48 +340,3 @@ def test_each_record_is_fetched_once_in_a_step(update: str, max_norm: float | No
     assert len(fetched) >= 6
     assert set(fetched.values()) == {2}, fetched
     assert not missed
-
-
-# -- what happens beside the steps
-
-
-@on_ranks(
-    LAYOUTS,
-    ("layout", "state"),
-    [
-        ("ddp", {"update": "next_forward", "spare_host_gib": 0.0}),
-        ("fsdp2", {"update": "overlap"}),
-        ("copies", {}),
-    ],
-)
-def test_what_is_saved_is_the_moment_of_asking(
-    rank: int, sharding: dict[str, Any], state: dict[str, Any], tmp_path: Path
-) -> None:
-    """Saves that read the host's records while training goes on.
-
-    Two of them, with slow lanes and a slow writer, held against synchronous ones, and the run against one without.
-    """
-    folder = tmp_path / str(sharding)
-    values = {"sharding": sharding, "clipping": CLIPPING}
-    expected = Training({**values, "optimizer_state": STREAM})
-    tested = Training({**values, "optimizer_state": {**STREAM, **state}})
-    take, chance = Snapshot.take, random.Random(rank)
-    taken: list[int] = []
-
-    def slowly(snapshot: Any, parameter: Tensor, key: str) -> Tensor:
-        time.sleep(chance.random() * 2e-3)
-        taken.append(id(parameter))
-        return take(snapshot, parameter, key)
-
-    with mock.patch.object(Snapshot, "take", slowly):
-        tested.step()
-        tested.delay(rank)
-        for number in range(2):
-            pending = ask_twice(tested, folder / str(number))
-            losses = tested.train(2)
-            pending.result(PATIENCE)
-            check_saved(folder / str(number))
-            assert taken and len([*groupby(taken)]) == len({*taken})  # each is read, and its master joined, once
-            taken.clear()
-    assert expected.train(5)[3:] == losses
-    same_tensors(tested.snapshot(), expected.snapshot())

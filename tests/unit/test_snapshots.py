@@ -156,7 +156,7 @@ def test_training_meanwhile_changes_nothing_that_is_saved(
     resident_gib: float,
     spare_host_gib: Any,
 ) -> None:
-    """Saves beside updates at the step: ``tests/distributed/test_update_times.py``."""
+    """Saves beside updates at the step: ``tests/distributed/test_programs.py``."""
     state = {**STREAM, "update": update, "resident_gib": resident_gib, "spare_host_gib": spare_host_gib}
     tested = Training(state, **settings(update, parameters))
     tested.train(1)
