@@ -23,14 +23,15 @@ from torch.distributed.tensor import DTensor
 from transformers import Adafactor
 
 from lightstep.distributed import like, local_tensor
+from lightstep.optimizer import queue
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.store import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.sharded_reference import DistributedLoop, GatheringLoop, ReplicatedLoop, ShardedLoop, units_of
-from tests.distributed.training import DEFERRED, OVERLAP, RESIDENT, STREAM, Training
+from tests.distributed.training import DEFERRED, OVERLAP, RESIDENT, STREAM, Training, slow_lanes
 from tests.reference.pair import check_state
 from tests.reference.several_classes import SeveralClasses
-from tests.reference.tiny_model import representable
+from tests.unit.test_exactness import CLASSES
 from tests.unit.test_fuzz import delay_lanes
 
 PARTLY = {"resident_gib": 3 * 2.0**-20}
@@ -152,23 +153,28 @@ class Program(Training):
         make: Callable[[], nn.Module] | None = None,
     ) -> None:
         self.frozen: set[str] = set()
-        self.text, self.words = text, list[str]()
+        self.text, self.words, self.is_slow = text, list[str](), text.startswith("slow")
         self.values = {"sharding": sharding, "precision": {}, "clipping": {"max_norm": 0.5}, **copy.deepcopy(case)}
         name = self.values.pop("optimizer", "AdamW")
-        sgd, self.whole = name == "SGD", [kind for _, kind, _ in WHOLE.get(name, ())]
-        common: dict[str, Any] = {"lr": 0.05, "momentum": 0.9} if sgd else {"lr": 3e-3}
-        optimizer_class = torch.optim.SGD if sgd else torch.optim.AdamW
+        self.whole = [kind for _, kind, _ in WHOLE.get(name, ())]
         ddp = sharding["kind"] == "ddp"  # torch's Muon, which the reference has there, knows matrices alone
         make = make or (WithExperts if self.whole and not ddp else Skipping)
+        optimizer_class, *settings, more = CLASSES.get(name, (torch.optim.AdamW, {}, {}, {}))
+        common: dict[str, Any] = {"lr": 3e-3, **more}
 
         def of_class(model: Any) -> list[dict[str, Any]]:
-            return [{"params": group["params"]} if sgd else group for group in model.split()]
+            groups = model.split()
+            own = zip(groups, settings, strict=True)
+            return groups if name == "AdamW" else [{"params": group["params"], **given} for group, given in own]
 
         groups = partial(whole_groups, name) if self.whole else of_class
         torch.manual_seed(0)
-        replica = representable(make())
-        super().__init__(self.values, make, optimizer_class=optimizer_class, groups=groups, **common)
-        self.replica: Any = replica.to(self.device, self.strategy.parameter_dtype)
+        self.replica: Any = make()
+        first = 5 * dist.get_rank()  # the first rank's weights count
+        super().__init__(self.values, make, optimizer_class=optimizer_class, groups=groups, seed=first, **common)
+        self.initial = {p: p.detach().clone().to(self.device) for p in self.replica.parameters()}
+        self.is_cast = "compute" in sharding  # the tested weights are masters then
+        self.replica.to(self.device, torch.bfloat16 if self.is_cast else self.strategy.parameter_dtype)
         self.spoil(self.replica)
         self.reference = self._reference(groups(self.replica), optimizer_class, sharding, common)
         self.chance, self.own_chance = random.Random(seed), random.Random(f"{seed} {self.rank}")
@@ -185,6 +191,7 @@ class Program(Training):
         precision, clipping = self.values["precision"], self.values["clipping"]
         settings = {
             "units": units_of(self.replica),
+            "initial": self.initial,
             "loss_scale": precision.get("loss_scale", "none"),
             "reduce": precision.get("reduce", "float32"),
             "max_norm": clipping["max_norm"],
@@ -208,7 +215,8 @@ class Program(Training):
         self.optimizer.synchronize()
         for name, parameter, expected in self.named():
             where = f"rank {self.rank}, step {self.steps}: {name}"
-            assert torch.equal(local_tensor(parameter), self.reference.part(expected)), f"{where} differs"
+            wanted = self.reference.master(expected) if self.is_cast else self.reference.part(expected)
+            assert torch.equal(local_tensor(parameter), wanted), f"{where} differs"
             found = dict(self.optimizer.state[parameter]) if parameter in self.optimizer.state else {}
             found = {key: local_tensor(value) if isinstance(value, Tensor) else value for key, value in found.items()}
             low = parameter.dtype != torch.float32
@@ -217,11 +225,12 @@ class Program(Training):
     def run(self, length: int = 0) -> None:
         """What it was given, or random words. An error tells those up to it."""
         try:
-            for word in self.text.split() or self.draw(length):
-                self.words.append(word)
-                name, _, options = word.partition(":")
-                getattr(self, name)(*(options.split(",") if options else ()))
-            self.check()
+            with mock.patch.object(queue, "SUBMIT_IN_STEP", 1 if self.is_slow else queue.SUBMIT_IN_STEP):
+                for word in self.text.split() or self.draw(length):
+                    self.words.append(word)
+                    name, _, options = word.partition(":")
+                    getattr(self, name)(*(options.split(",") if options else ()))
+                self.check()
         except BaseException as error:
             error.add_note(f"after {' '.join(self.words)}")
             raise
@@ -307,7 +316,8 @@ class Program(Training):
             self.optimizer.grad_norm()
         self.last = [*self.reference.reduced, *self.reference.sums]
         result = self.optimizer.step()
-        delay_lanes(self.optimizer, self.own_chance.randrange(1 << 30))
+        seed = self.own_chance.randrange(1 << 30)
+        slow_lanes(self.optimizer, seed, 2e-2) if self.is_slow else delay_lanes(self.optimizer, seed)
         assert self.reference.step(result.grad_norm) is bool(result)
         assert all(parameter.grad is None for parameter in self.model.parameters())
         self.steps += 1
@@ -455,6 +465,9 @@ class Program(Training):
         """Each rank keeps more than the one before it."""
         self.optimizer.set_residency(float(gib) * (1 + self.rank))
 
+    def slow(self) -> None:
+        """The lanes; and few units are updated before somebody waits for them."""
+
     def ahead(self) -> None:
         """Each block's shards are gathered while the block before it runs."""
         for first, second in pairwise(self.inner.blocks):
@@ -472,9 +485,10 @@ class Program(Training):
             assert torch.optim.Muon not in self.whole or len(exchange._all) == min(AHEAD + 1, len(units)) > 1
             elements = sum(item.param.numel() for item in self.optimizer.engine.managed)
             assert 0 < self.optimizer.memory_report()["exchange_bytes"] < 3 * 4 * elements
-            exchange.retain(frozenset(self.optimizer.engine.managed))  # as for new parameters
         self.optimizer.release_device_memory()
         assert self.optimizer.memory_report()["exchange_bytes"] == 0
+        for exchange in self.optimizer.engine.classes.exchanges.values():
+            exchange.retain(frozenset(self.optimizer.engine.managed))  # as for new parameters
 
     def displace(self) -> None:
         """The model is moved to other memory, as :meth:`torch.nn.Module.to` does where it has something to do."""
@@ -535,7 +549,7 @@ class Program(Training):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         model.get_submodule("frozen").register_full_backward_hook(lambda module, gradients, outputs: None)
-        prepared = super().prepare(representable(model))
+        prepared = super().prepare(model)
         for name in self.frozen:
             _part(self.strategy.unwrap_model(prepared), name).requires_grad_(False)
         if self.text.startswith("displace"):  # before there is an optimizer, too

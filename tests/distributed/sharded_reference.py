@@ -37,6 +37,7 @@ class DistributedLoop(ABC):
         model: this rank's whole model.
         param_groups: groups of its parameters.
         units: its parameters as they are reduced together, in the order of the reduction.
+        initial: fp32 values to start from, whole; without them the masters start from the parameters.
     """
 
     def __init__(
@@ -50,16 +51,18 @@ class DistributedLoop(ABC):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         reduce: str = "float32",
+        initial: Mapping[Tensor, Tensor] | None = None,
         **hyperparameters: Any,
     ) -> None:
-        self.model, self.units = model, units
+        self.model, self.units, self.initial = model, units, initial or {}
         self.reduce_dtype = torch.float32 if reduce == "float32" else None
         self.max_norm, self.norm_type = max_norm, norm_type
         self.loss_scale = ReferenceScale(loss_scale)
         self.sums: dict[Tensor, Tensor] = {}
         self.reduced: dict[Tensor, Tensor] = {}
         groups = [dict(group) for group in param_groups]
-        self.masters = {p: self.part(p.detach()).float().clone() for group in groups for p in group["params"]}
+        listed = [p for group in groups for p in group["params"]]
+        self.masters = {p: self.part(self.initial.get(p, p.detach())).float().clone() for p in listed}
         device = next(iter(self.masters.values())).device
         if not {"fused", "foreach"} & hyperparameters.keys() and has_fused(optimizer_class, device):
             hyperparameters["fused"] = True
@@ -278,7 +281,7 @@ class GatheringLoop(ShardedLoop):
         shards = [{**group, "optimizer_class": torch.optim.AdamW} for group in groups]
         super().__init__(model, shards, SeveralClasses, *arguments, **keywords)  # type: ignore[arg-type]
         self.gathered = {p for group in groups if group["optimizer_class"] in whole for p in group["params"]}
-        self.masters |= {p: p.detach().float().clone() for p in self.gathered}
+        self.masters |= {p: self.initial.get(p, p.detach()).float().clone() for p in self.gathered}
         self.matrices = {p: [master] for p, master in self.masters.items()}
         muons = [p for group in groups if group["optimizer_class"] is torch.optim.Muon for p in group["params"]]
         self.matrices |= {p: list(self.masters[p]) for p in muons if p.dim() == 3}

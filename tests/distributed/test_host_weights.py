@@ -6,8 +6,6 @@ import contextlib
 import gc
 import re
 import weakref
-import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,10 @@ import lightstep
 from lightstep import ConfigError
 from lightstep.distributed import local_tensor
 from lightstep.state.host_fields import Field
-from tests.covering import every_value
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import on_ranks
-from tests.distributed.training import FSDP2, LAYOUTS, PRECISIONS, Training, assert_same_bits
-from tests.unit.test_exactness import CLASSES as OPTIMIZERS
-from tests.unit.test_homes_and_times import HOMES, LIMITS
+from tests.distributed.training import FSDP2, PRECISIONS, Training, assert_same_bits
+from tests.unit.test_homes_and_times import HOMES
 
 SHARDED = ["fsdp2", "fsdp2-kept-gathered", "fsdp2-checkpointed", "fsdp2-named-units"]
 
@@ -35,109 +31,24 @@ class Run(Training):
 
     Args:
         mib: device memory for weights; ``None``: they are on the device.
-        gib: more of it, for gradients that stay.
     """
 
-    def __init__(self, values: dict[str, Any], mib: float | None, gib: float = 0, **more: Any) -> None:
-        weights = {"placement": "host", "device_mib": mib, "gradients_gib": gib}
-        self.on_host = mib is not None
-        super().__init__({**values, "weights": weights if self.on_host else {}}, **more)
-
-    def micro_batches(self) -> int:
-        return 1 if self.optimizer.engine.update_time.in_backward else super().micro_batches()
+    def __init__(self, mib: float | None, home: str = "stream", time: str = "next_forward", **more: Any) -> None:
+        weights = {} if mib is None else {"weights": {"placement": "host", "device_mib": mib}}
+        values = {"sharding": FSDP2, "clipping": {"max_norm": 0.3}, **weights, **more}
+        super().__init__({**values, "optimizer_state": {**HOMES[home], "update": time}})
 
     def accumulate(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        return super().accumulate(last) if self.on_host else contextlib.nullcontext()
+        return contextlib.nullcontext()
 
 
-def settings(sharding: dict[str, Any], home: str, time: str, limit: str, precision: str) -> dict[str, Any]:
-    clipping = {"max_norm": LIMITS[limit], **({"scope": "unit"} if time == "in_backward" else {})}
-    own = dict(PRECISIONS[precision])
-    if time == "in_backward" and precision == "fp16":
-        own["loss_scale"] = {"kind": "constant", "scale": 64.0}
-    return {
-        "sharding": sharding,
-        "precision": own,
-        "clipping": clipping,
-        "optimizer_state": {**HOMES[home], "update": time},
-    }
-
-
-def check_same_bits(
-    values: dict[str, Any],
-    mib: float,
-    gib: float = 0,
-    make: type[TinyTransformer] = TinyTransformer,
-) -> None:
-    time = values["optimizer_state"]["update"]
-    plain = {"backend": "resident", "update": time if time == "in_backward" else "at_step"}
-    expected = Run({**values, "optimizer_state": plain}, None, make=make)
-    tested = Run(values, mib, gib, make=make)
-    seed = zlib.crc32(f"{values} {mib}".encode()) + tested.rank
-    assert_same_bits(tested, expected, "step", "step", "evaluate", "step", seed=seed)
-    store, redone = tested.optimizer._backend, tested.optimizer.engine.queue.redone
-    if time == "overlap" and store.name != "resident":
-        limit = values["clipping"]["max_norm"]
-        assert (redone > 0) is any(float(norm) > limit for norm in tested.norms[1:])  # the first step makes the state
-        assert store._versions.host_bytes() > 0, "nothing was updated in backward"
-    assert all(p.grad is None for p in tested.inner.parameters())
-    assert all(local_tensor(p).device.type == "cpu" for p in tested.inner.parameters())
+@on_ranks(2)
+def test_shards_that_are_cast(rank: int) -> None:
+    """Other runs: ``test_programs.py``."""
+    cast = {"sharding": {**FSDP2, "compute": "bfloat16"}, "precision": PRECISIONS["fp32"]}
+    tested, expected = Run(0.001, **cast), Run(None, "resident", "at_step", **cast)
+    assert_same_bits(tested, expected, "step", "step", "evaluate", "step", seed=rank)
     tested.optimizer.close()
-
-
-def turned(values: Iterable[str], by: int) -> list[str]:
-    """Six of four, of which two meet others the second time."""
-    listed = list(values)
-    return [*listed, *listed[by:], *listed[:by]][:6]
-
-
-@every_value(
-    layout=SHARDED,
-    home=turned(HOMES, 1),
-    time=turned(["at_step", "next_forward", "overlap", "in_backward"], 2),
-    precision=turned(PRECISIONS, 3),
-    limit=LIMITS,
-    memory=[(0.001, 0), (64.0, 0), (0.001, 2e-6), (64.0, 2e-6), (0.001, 1), (64.0, 1)],
-)
-@on_ranks(LAYOUTS)
-def test_the_same_bits(
-    sharding: dict[str, Any], home: str, time: str, limit: str, precision: str, memory: tuple[float, float]
-) -> None:
-    """Pairs have met on one device (``tests/unit/test_host_weights.py``)."""
-    check_same_bits(settings(sharding, home, time, limit, precision), *memory)
-
-
-@on_ranks(None, "ranks", [1, 3])
-def test_other_numbers_of_ranks() -> None:
-    """On one rank FSDP2 gathers nothing, and reads shards elsewhere; on three they are uneven."""
-    check_same_bits(settings(FSDP2, "stream", "overlap", "clipped", "bf16"), mib=0.02)
-
-
-@on_ranks(2)
-def test_shards_that_are_cast() -> None:
-    check_same_bits(settings({**FSDP2, "compute": "bfloat16"}, "stream", "next_forward", "clipped", "fp32"), 0.001)
-
-
-# ---- other classes
-
-
-@every_value(
-    name=["SGD-plain", "SGD-foreach", "ASGD", "Lion"],
-    home=["stream", "bulk", "resident"],
-    time=["at_step", "next_forward", "overlap", "in_backward"],
-)
-@on_ranks(2)
-def test_other_classes(name: str, home: str, time: str) -> None:
-    """Without state, with one or several entries, and not torch's. All of them: ``tests/unit/test_exactness.py``."""
-    optimizer_class, *groups, common = OPTIMIZERS[name]
-
-    class Model(TinyTransformer):
-        def split(self) -> list[dict[str, Any]]:
-            listed = [group["params"] for group in super().split()]
-            of_class = {"optimizer_class": optimizer_class, **common}
-            return [{"params": params, **of_class, **own} for params, own in zip(listed, groups, strict=True)]
-
-    check_same_bits(settings(FSDP2, home, time, "clipped", "bf16"), 0.001, make=Model)
 
 
 # ---- checkpoints, and what users do between steps
@@ -148,7 +59,7 @@ def test_what_is_written_to_data_between_two_evaluations_counts() -> None:
     """Nobody counts such a write, and no read through the model says that there may be one."""
     losses = []
     for time, mib in (("at_step", None), ("at_step", 64.0), ("next_forward", 64.0)):
-        run = Run(settings(FSDP2, "resident", time, "clipped", "bf16"), mib)
+        run = Run(mib, "resident", time)
         weight = run.inner.blocks[1].up.weight  # FSDP2 keeps those of the root gathered
         run.step()
         run.step()  # the first one defers nothing
@@ -162,7 +73,7 @@ def test_what_is_written_to_data_between_two_evaluations_counts() -> None:
 
 @on_ranks(2)
 def test_parameters_that_were_replaced_are_refused() -> None:
-    run = Run(settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), 0.02)
+    run = Run(0.02)
     run.step()
     run.inner.load_state_dict({name: value.clone() for name, value in run.inner.state_dict().items()}, assign=True)
     with pytest.raises(RuntimeError, match=r"is another parameter than the one that rests.*load without assign=True"):
@@ -184,7 +95,7 @@ def test_a_second_derivative_is_refused(sharding: dict[str, Any]) -> None:
 @on_ranks(2, "mib", [None, 0.001])
 def test_an_interrupt_that_torch_cannot_forget_is_named(mib: float | None) -> None:
     """torch 2.11 cannot forget a backward; otherwise a run goes on (``test_programs.py``)."""
-    run = Run(settings(FSDP2, "stream", "next_forward", "clipped", "bf16"), mib)
+    run = Run(mib)
 
     def raising(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -203,7 +114,7 @@ def test_an_interrupt_that_torch_cannot_forget_is_named(mib: float | None) -> No
 @on_ranks(2, ("time", "counts"), [("at_step", (1, 5)), ("next_forward", (3,))])
 def test_a_run_goes_on_after_a_failure(time: str, counts: tuple[int, ...], tmp_path: Path) -> None:
     """No room for the same weights on all ranks: the run goes on from a checkpoint, in the same process."""
-    run = Run(settings(FSDP2, "stream", time, "clipped", "bf16"), 0.02)
+    run = Run(0.02, time=time)
     run.step()
     run.strategy.save_checkpoint(tmp_path / time, run.model, run.optimizer)
     start, bring, left = run.steps, Field.bring, 0
@@ -236,7 +147,7 @@ def test_a_run_goes_on_after_a_failure(time: str, counts: tuple[int, ...], tmp_p
 
 @on_ranks(2)
 def test_a_model_that_is_given_up_leaves_no_memory() -> None:
-    run = Run(settings(FSDP2, "stream", "overlap", "clipped", "bf16"), 0.02)
+    run = Run(0.02, time="overlap")
     run.train(2)
     weights, model = weakref.ref(run.optimizer.engine._host_weights), weakref.ref(run.inner)
     del run

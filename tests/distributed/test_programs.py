@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from lightstep.distributed import local_tensor
 from lightstep.state.host_activations import HostActivations
 from tests.covering import every_value
 from tests.distributed.programs import HOST, STATES, WHOLE, Program
@@ -30,6 +31,7 @@ PLACES = {
     "fsdp2-alone": (1, FSDP2),
     "fsdp2-on-three": (3, FSDP2),  # some shards are empty, and others have fewer rows
     "hsdp-named-units": (4, {**HSDP, "wrap": UNITS["wrap"]}),
+    "fsdp2-cast": (2, {**FSDP2, "compute": "bfloat16"}),
     "ddp-on-three": (3, SINGLE_BUCKETS),
     "ddp-checkpointed": (2, {**SINGLE_BUCKETS, "activation_checkpointing": True}),
 }
@@ -82,15 +84,28 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("ddp, partly in_backward, fp32, in_backward", "copies, resident in_backward, bf16, in_backward"),
             *("copies, partly overlap, bf16", "copies, partly overlap versions, fp16", "hsdp, partly overlap, fp16"),
             *("ddp-on-three, stream, bf16", "fsdp2, overlap, bf16", *ON_THE_HOST),
+            *("fsdp2-cast, resident, fp32", "fsdp2-cast, next_forward, fp32", "fsdp2-cast, next_forward, fp32, host"),
+        ),
+    ),
+    "layers come and go": (
+        "freeze:blocks.0.up.weight micro step freeze:blocks.1.up.weight micro step freeze:blocks.0.up.weight micro "
+        "step freeze:blocks.1.up.weight freeze:blocks.2.up.bias micro step micro step",
+        ("copies, in_backward, bf16", "fsdp2-named-units, in_backward, bf16", "ddp, in_backward, fp32"),
+    ),
+    "other classes": (
+        "micro step sum micro:inf step micro step micro step",
+        (  # without state, with one or several entries, and not torch's
+            *("fsdp2, resident, bf16, host, SGD-plain", "fsdp2, bulk overlap, bf16, host, SGD-foreach"),
+            *("fsdp2, next_forward, bf16, host, ASGD", "fsdp2, overlap, bf16, host, Lion", "ddp, stream, bf16, Lion"),
         ),
     ),
     "blocks are gathered ahead": (
-        "ahead micro step micro step evaluate micro step", ("fsdp2, next_forward, bf16", *ON_THE_HOST),
+        "slow ahead micro step micro step evaluate micro step", ("fsdp2, next_forward, bf16", *ON_THE_HOST),
     ),
     "somebody waits for everything": (
-        "waits micro step micro step micro step micro step", ("fsdp2, next_forward, bf16", "fsdp2, overlap, bf16"),
+        "slow waits micro step micro step micro step micro step", ("fsdp2, next_forward, bf16", "fsdp2, overlap, bf16"),
     ),
-    "replicas wait for everything": ("micro step " * 4, ("hsdp, overlap, bf16",)),
+    "replicas wait for everything": ("slow " + "micro step " * 4, ("hsdp, overlap, bf16",)),
     **{name: (f"{route} step", ("ddp, resident, bf16",)) for name, route in ROUTES.items()},
     **{
         f"{name}, by hand": (f"{route} step".replace("without", "hand,without"), ("ddp, resident, bf16",))
@@ -208,7 +223,8 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 MORE: dict[str, dict[str, Any]] = {
     "host": {"weights": HOST},
-    "SGD": {"optimizer": "SGD", "clipping": {"max_norm": 0.05, "norm_type": "inf"}},
+    "SGD": {"optimizer": "SGD-momentum", "clipping": {"max_norm": 0.05, "norm_type": "inf"}},
+    **{name: {"optimizer": name} for name in ("SGD-plain", "SGD-foreach", "ASGD", "Lion")},
     "in_backward": {"clipping": {"max_norm": None}},
     **{name: {"optimizer": name} for name in WHOLE},
     "small ring": {"optimizer_state": {**DEFERRED, "ring_mib": 0.006}},
@@ -263,6 +279,37 @@ def test_random_programs(sharding: dict[str, Any], state: str, precision: str) -
         dist.broadcast_object_list(over)
         if over[0]:
             break
+
+
+@every_value(
+    layout=["fsdp2", "fsdp2-alone", "fsdp2-on-three", "fsdp2-kept-gathered", "fsdp2-checkpointed", "fsdp2-named-units"],
+    state=["resident", "bulk overlap", "next_forward", "overlap", "partly overlap", "in_backward"],
+    precision=["bf16", "bf16", "fp16", "bf16-reduced-in-bf16", "fp32", "fp16"],
+    max_norm=[0.3, 1e3, 0.3],
+    memory=[(0.001, 0), (64.0, 0), (0.001, 2e-6), (64.0, 2e-6), (0.001, 1), (64.0, 1)],
+)
+@on_ranks(PLACES)
+def test_weights_on_the_host(
+    sharding: dict[str, Any], state: str, precision: str, max_norm: float, memory: tuple[float, float]
+) -> None:
+    """Pairs have met on one device (``tests/unit/test_host_weights.py``).
+
+    Sums of three ranks in 16 bits have no order, and are in no case.
+
+    Args:
+        memory: of the device, for weights, in MiB, and for gradients that stay, in GiB.
+    """
+    case = {"clipping": {"max_norm": max_norm}, **case_of(state, precision)}
+    if state == "in_backward" and precision == "fp16":
+        case["precision"] = {"parameters": "float16", "loss_scale": {"kind": "constant", "scale": 64.0}}
+    case["weights"] = {"placement": "host", "device_mib": memory[0], "gradients_gib": memory[1]}
+    program = Program(sharding, case, "micro step sum micro step evaluate micro step")
+    program.run()
+    store = program.backend
+    if "overlap" in state and store.name != "resident" and program.world_size > 1:
+        assert store._versions.host_bytes() > 0, "nothing was updated in backward"
+    assert all(local_tensor(parameter).device.type == "cpu" for parameter in program.inner.parameters())
+    program.strategy.close()
 
 
 @every_value(layout=["fsdp2", "fsdp2-kept-gathered", "ddp"], case=[("resident", "bf16"), ("stream", "fp16")])
