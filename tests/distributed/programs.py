@@ -319,7 +319,8 @@ class Program(Training):
         seed = self.own_chance.randrange(1 << 30)
         slow_lanes(self.optimizer, seed, 2e-2) if self.is_slow else delay_lanes(self.optimizer, seed)
         assert self.reference.step(result.grad_norm) is bool(result)
-        assert all(parameter.grad is None for parameter in self.model.parameters())
+        groups = self.optimizer.param_groups  # a read of the model's parameters waits for their updates
+        assert all(parameter.grad is None for group in groups for parameter in group["params"])
         self.steps += 1
         if "check" in how:
             self.check()

@@ -106,7 +106,8 @@ class DistributedLoop(ABC):
         averaged = self.average(self.sums)
         self.sums = {}
         for parameter, part in averaged.items():
-            self.reduced[parameter] = self.reduced[parameter] + part if parameter in self.reduced else part
+            total = self.reduced[parameter] + part if parameter in self.reduced else part
+            self.reduced[parameter] = total.to(self.reduce_dtype or parameter.dtype).to(total.dtype)
 
     @torch.no_grad()
     def step(self, reported: Tensor) -> bool:

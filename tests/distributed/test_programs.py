@@ -105,7 +105,6 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "somebody waits for everything": (
         "slow waits micro step micro step micro step micro step", ("fsdp2, next_forward, bf16", "fsdp2, overlap, bf16"),
     ),
-    "replicas wait for everything": ("slow " + "micro step " * 4, ("hsdp, overlap, bf16",)),
     **{name: (f"{route} step", ("ddp, resident, bf16",)) for name, route in ROUTES.items()},
     **{
         f"{name}, by hand": (f"{route} step".replace("without", "hand,without"), ("ddp, resident, bf16",))

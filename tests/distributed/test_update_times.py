@@ -86,6 +86,15 @@ def test_what_becomes_of_updates(
 # -- who waits for what
 
 
+@on_ranks(LAYOUTS, "layout", ["hsdp"])
+def test_replicas_send_weights_before_others_receive_them(rank: int, sharding: dict[str, Any]) -> None:
+    """Nothing waits for the device between steps."""
+    values = {"sharding": sharding, "clipping": CLIPPING}
+    runs = [Training({**values, "optimizer_state": state}) for state in (OVERLAP, RESIDENT)]
+    assert_same_bits(*runs, *["step"] * 4, seed=rank, longest=2e-2)
+    runs[0].optimizer.close()
+
+
 @pytest.mark.skipif(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch shards a module over one mesh"
 )
