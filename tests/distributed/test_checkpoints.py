@@ -36,7 +36,7 @@ from tests.checkpoint_runs import (
     full_disk,
     same,
 )
-from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
+from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, on_ranks
 from tests.distributed.training import DDP, FSDP2, OVERLAP, Training, same_tensors, weights_of
 from tests.faults import disk_of
@@ -186,20 +186,6 @@ def test_weights_alone_rebuild_the_masters(tmp_path: Path) -> None:
     for name, weight in expected.items():
         master = found.get(f"{name}.master", weight.cpu())
         assert torch.equal(master, weight.cpu().to(master.dtype)), name
-
-
-@on_ranks(2)
-def test_transformers_reads_an_export(rank: int, tmp_path: Path) -> None:
-    strategy = Strategy.load({"sharding": {"kind": "fsdp2"}})
-    torch.manual_seed(0)
-    model = strategy.prepare_model(tiny_llama())
-    strategy.export_model(tmp_path / "m", model)
-    expected = {name: value.cpu() for name, value in weights_of(strategy, model).items()}
-    dist.barrier()
-    if rank == 0:
-        read: nn.Module = type(tiny_llama()).from_pretrained(tmp_path / "m", dtype="auto")
-        same_tensors({name: p.detach() for name, p in read.named_parameters()}, expected)
-        assert json.loads((tmp_path / "m" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
 @on_ranks(2)

@@ -20,7 +20,7 @@ from lightstep.distributed import local_tensor
 from lightstep.state.host_fields import Field
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import on_ranks
-from tests.distributed.training import FSDP2, PRECISIONS, Training, assert_same_bits
+from tests.distributed.training import FSDP2, PRECISIONS, Training
 from tests.unit.test_homes_and_times import HOMES
 
 SHARDED = ["fsdp2", "fsdp2-kept-gathered", "fsdp2-checkpointed", "fsdp2-named-units"]
@@ -40,15 +40,6 @@ class Run(Training):
 
     def accumulate(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
-
-
-@on_ranks(2)
-def test_shards_that_are_cast(rank: int) -> None:
-    """Other runs: ``test_programs.py``."""
-    cast = {"sharding": {**FSDP2, "compute": "bfloat16"}, "precision": PRECISIONS["fp32"]}
-    tested, expected = Run(0.001, **cast), Run(None, "resident", "at_step", **cast)
-    assert_same_bits(tested, expected, "step", "step", "evaluate", "step", seed=rank)
-    tested.optimizer.close()
 
 
 # ---- checkpoints, and what users do between steps

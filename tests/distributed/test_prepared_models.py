@@ -16,7 +16,6 @@ import lightstep
 from lightstep import ConfigError
 from lightstep.distributed import local_tensor
 from lightstep.optimizer import queue
-from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import on_ranks
 from tests.distributed.training import (
@@ -127,27 +126,3 @@ def test_a_model_that_was_never_prepared_is_refused() -> None:
             with pytest.raises(ConfigError, match=r"prepare_model\(model\)"):
                 train(strategy, model, optimizer)
             same_tensors(local(model), before)
-
-
-def record_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
-
-
-@on_ranks(2, "sharding", [DDP, FSDP2])
-def test_masters_start_from_what_rank_0_was_given(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
-    """Rank 0's fp32 values, this rank's shards of them, whatever the others were built with."""
-    torch.manual_seed(0)
-    first = TinyTransformer()
-    torch.manual_seed(rank)
-    model = load(sharding).prepare_model(TinyTransformer())
-    record = PreparedModel.of(model)
-    for name, parameter in record_names(model):
-        master = record.initial_master(parameter)
-        given = first.get_parameter(name).detach()
-        if not parameter.requires_grad:
-            assert master is None
-            continue
-        assert master is not None and master.dtype == torch.float32
-        expected = given if sharding["kind"] == "ddp" else given.chunk(world_size)[rank : rank + 1]
-        whole = expected if isinstance(expected, Tensor) else torch.cat([*expected, given[:0]])
-        assert torch.equal(master, whole.to(master.device)), name

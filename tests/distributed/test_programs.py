@@ -87,11 +87,6 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("fsdp2-cast, resident, fp32", "fsdp2-cast, next_forward, fp32", "fsdp2-cast, next_forward, fp32, host"),
         ),
     ),
-    "layers come and go": (
-        "freeze:blocks.0.up.weight micro step freeze:blocks.1.up.weight micro step freeze:blocks.0.up.weight micro "
-        "step freeze:blocks.1.up.weight freeze:blocks.2.up.bias micro step micro step",
-        ("copies, in_backward, bf16", "fsdp2-named-units, in_backward, bf16", "ddp, in_backward, fp32"),
-    ),
     "other classes": (
         "micro step sum micro:inf step micro step micro step",
         (  # without state, with one or several entries, and not torch's

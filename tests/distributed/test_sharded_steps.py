@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -68,27 +67,6 @@ def test_what_is_sent(rank: int, sharding: dict[str, Any], reductions: int, norm
     with collectives() as counted:
         optimizer.step()
     assert counted == Counter({"allreduce_": norm + 1}), counted
-
-
-@on_ranks(None, ("ranks", "sharding"), [(3, FSDP2), (4, HSDP), (2, DDP)])
-def test_overflow_on_one_rank_skips_on_all(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
-    """An inf that only the last rank has, in its shard or in its copy."""
-    strategy, model, optimizer = made(sharding, TinyTransformer())
-    train(strategy, model, optimizer, steps=1, micro_batches=1)
-    before = weights_of(strategy, model)
-    for name, parameter in strategy.unwrap_model(model).named_parameters():
-        if name.startswith(("dead", "frozen", "blocks.0", "blocks.1")):
-            continue
-        local = torch.zeros_like(local_tensor(parameter))
-        if rank == world_size - 1 and local.numel():
-            local.view(-1)[-1] = torch.inf
-        parameter.grad = like(parameter, local)
-        on_last = torch.tensor(float(local.numel() > 0), device=strategy.device)
-        dist.broadcast(on_last, src=world_size - 1)
-        result = optimizer.step()
-        assert bool(result) is (float(on_last) == 0.0), name
-    if sharding["kind"] == "ddp":
-        same_tensors(before, weights_of(strategy, model))
 
 
 @on_ranks(None, ("ranks", "sharding", "backend"), [(2, FSDP2, "bulk"), (4, HSDP, "stream")])
@@ -208,32 +186,6 @@ def test_parameters_swapped_after_building(sharding: dict[str, Any], parameters:
     expected = run("prepared first")
     same_tensors(run("optimizer first"), expected)
     same_tensors(run("another model's optimizer"), expected)
-
-
-@on_ranks(2)
-def test_the_replica_is_found(rank: int) -> None:
-    """The optimizer may be built from DDP's module, from the module in it, or before DDP was there."""
-
-    def run(order: str, backend: str) -> dict[str, Tensor]:
-        strategy = load(DDP, optimizer_state={"backend": backend})
-        torch.manual_seed(0)
-        model: nn.Module = TinyTransformer()
-        early = strategy.create_optimizer(model, lr=1e-2) if order == "before" else None
-        prepared = strategy.prepare_model(model)
-        built_from = prepared if order == "wrapped" else strategy.unwrap_model(prepared)
-        optimizer = early or strategy.create_optimizer(built_from, lr=1e-2)
-        for step in range(2):
-            for micro in range(2):
-                with strategy.accumulate(built_from, last=micro == 1):
-                    optimizer.backward(loss_of(prepared, step, micro, rank, strategy.device) / 2)
-            assert optimizer.step()
-        optimizer.synchronize()
-        assert same_on_all_ranks(model), (order, backend)
-        return weights_of(strategy, prepared)
-
-    expected = run("wrapped", "resident")
-    for order, backend in (("inner", "resident"), ("before", "resident"), ("inner", "stream"), ("before", "stream")):
-        same_tensors(run(order, backend), expected)
 
 
 @on_ranks(2)

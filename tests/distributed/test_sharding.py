@@ -105,38 +105,6 @@ def test_hugging_face_folder(rank: int, tmp_path: Path, sharding: dict[str, Any]
         load(sharding).prepare_model(empty, weights=tmp_path)
 
 
-@on_ranks(2)
-def test_fp32_shards_that_compute_in_bf16(rank: int) -> None:
-    """fp32 shards that compute in bf16: fp32 gradients, no masters, the weights of a plain FSDP2 run."""
-    strategy = load({**FSDP2, "compute": "bfloat16"}, precision={"parameters": "float32"}, clipping={"max_norm": None})
-    torch.manual_seed(0)
-    model = strategy.prepare_model(TinyTransformer())
-    seen = []
-    model.blocks[0].up.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    optimizer = strategy.create_optimizer(model, lr=1e-2)
-    train(strategy, model, optimizer)
-    assert set(seen) == {torch.bfloat16}
-    for parameter in model.parameters():
-        assert parameter.dtype == torch.float32
-        assert "master" not in optimizer.state[parameter]
-
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    torch.manual_seed(0)
-    plain = TinyTransformer().to(strategy.device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in [*plain.blocks, plain]:
-        fully_shard(module, mesh=strategy.mesh(), mp_policy=policy)
-    reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, fused=True)
-    for step in range(2):
-        for micro in range(2):
-            plain.set_requires_gradient_sync(micro == 1)
-            (loss_of(plain, step, micro, rank, strategy.device) / 2).backward()
-        reference.step()
-        reference.zero_grad()
-    same_tensors(weights_of(strategy, model), weights_of(strategy, plain))
-
-
 # -- units and meshes
 
 

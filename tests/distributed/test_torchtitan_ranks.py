@@ -24,38 +24,11 @@ from tests.distributed.training import slow_lanes
 from tests.reference.pair import same_tree
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_model import representable
-from tests.unit.test_torchtitan import PARTS, WIDTH, Stage, loss_of, parameters_of, stages, train
+from tests.unit.test_torchtitan import PARTS, WIDTH, Stage, loss_of, parameters_of, stages
 
 
 def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
-
-
-@on_ranks(2)
-def test_parts_that_are_sharded_already(tmp_path: Path) -> None:
-    """Parts that something else sharded, clipped by torch's own function over all of them."""
-
-    def build(create: Any) -> tuple[list[Stage], Any]:
-        parts = stages(*PARTS)
-        for part in parts:
-            for layer in part.layers.values():
-                fully_shard(layer)
-            fully_shard(part)
-        return parts, create(parts)
-
-    values = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
-    strategy = Strategy.load({**values, "optimizer_state": {"backend": "stream"}})
-    expected, plain = build(lambda parts: torch.optim.AdamW(parameters_of(parts), lr=1e-2, fused=True))
-    parts, container = build(lambda parts: OptimizersContainer(strategy, parts, lr=1e-2))
-    assert train(container, parts, range(2)) == train(plain, expected, range(2))
-    dcp.save({"optimizer": container}, checkpoint_id=tmp_path)
-    later, other = build(lambda parts: OptimizersContainer(strategy, parts, lr=1e-2))
-    for one, another in zip(parameters_of(later), parameters_of(parts), strict=True):
-        one.detach().copy_(another.detach())
-    dcp.load({"optimizer": other}, checkpoint_id=tmp_path)
-    train(other, later, range(2, 4))
-    train(plain, expected, range(2, 4))
-    same_tree("weights", whole(parameters_of(later)), whole(parameters_of(expected)))
 
 
 @on_ranks(None, "ranks", [2, 4])
