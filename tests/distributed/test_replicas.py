@@ -102,6 +102,15 @@ def test_all_replicas_see_the_strides_of_entries() -> None:
     assert strides_of_state(STREAM) == strides_of_state(RESIDENT)
 
 
+@on_ranks(3)
+def test_weights_that_are_not_row_major(rank: int) -> None:
+    runs = [Run(DDP, state) for state in (STREAM, RESIDENT)]
+    for run in runs:
+        run.train(3)
+    assert 0 < len(runs[0].owned()) < len(runs[0].optimizer.managed())
+    same_runs(f"rank {rank}", *runs)
+
+
 @on_ranks(2)
 def test_a_weight_is_sent_when_all_its_parts_are_updated(rank: int) -> None:
     """Each replica gets what a weight is when its sending begins."""
