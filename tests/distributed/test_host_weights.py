@@ -23,8 +23,6 @@ from tests.distributed.ranks import on_ranks
 from tests.distributed.training import FSDP2, PRECISIONS, Training
 from tests.unit.test_homes_and_times import HOMES
 
-SHARDED = ["fsdp2", "fsdp2-kept-gathered", "fsdp2-checkpointed", "fsdp2-named-units"]
-
 
 class Run(Training):
     """Every micro-batch is reduced.
@@ -33,9 +31,9 @@ class Run(Training):
         mib: device memory for weights; ``None``: they are on the device.
     """
 
-    def __init__(self, mib: float | None, home: str = "stream", time: str = "next_forward", **more: Any) -> None:
+    def __init__(self, mib: float | None, home: str = "stream", time: str = "next_forward") -> None:
         weights = {} if mib is None else {"weights": {"placement": "host", "device_mib": mib}}
-        values = {"sharding": FSDP2, "clipping": {"max_norm": 0.3}, **weights, **more}
+        values = {"sharding": FSDP2, "clipping": {"max_norm": 0.3}, **weights}
         super().__init__({**values, "optimizer_state": {**HOMES[home], "update": time}})
 
     def accumulate(self, last: bool) -> contextlib.AbstractContextManager[Any]:

@@ -178,6 +178,10 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
         (*SHARDS, *REPLICAS),
     ),
     "weights are read and edited": ("micro step edit:blocks.1,0.5 " * 5, REPLICAS),
+    "weights are read and edited before they arrive elsewhere": (
+        "slow " + "micro step edit:blocks.0,0.5 micro step edit:blocks.1,0.5 micro step edit:blocks.2,0.5 " * 2,
+        ("ddp, next_forward, bf16", *COPIES),
+    ),
     "weights are used": (
         "micro step micro step read micro step evaluate micro step forward micro evaluate step evaluate micro step",
         ("fsdp2, next_forward, bf16", *SHARDS),

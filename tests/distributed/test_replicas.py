@@ -145,21 +145,6 @@ def test_weights_that_one_replica_alone_edits() -> None:
         assert all(torch.equal(values[0], value) for value in values), "replicas differ"
 
 
-@on_ranks(2, ("sharding", "update"), [(DDP, "next_forward"), (HYBRID, "next_forward"), (HYBRID, "overlap")])
-def test_a_weight_that_is_read_has_been_sent(sharding: dict[str, Any], update: str) -> None:
-    """The reader may write to it, and the other replica would get what was written, and write once more."""
-    tested, expected = Run(sharding, {**STREAM, "update": update}), Run(sharding, RESIDENT)
-    for run in (tested, expected):
-        for step in range(6):
-            run.train(1)
-            if run is tested:
-                run.delay(step)
-            with torch.no_grad():
-                for parameter in run.inner.blocks[step % 3].parameters():
-                    parameter.mul_(0.5)
-    same_runs(update, tested, expected)
-
-
 class TurnedAtTimes(TinyTransformer):
     """Its weights that are not row-major have no gradient in every other step."""
 

@@ -37,10 +37,6 @@ REDUCTIONS = {"allreduce_", "_reduce_scatter_base_", "reduce_scatter_tensor_coal
 # -- gradients
 
 
-UNCLIPPED = {"clipping": {"max_norm": None}}
-SGD = torch.optim.SGD
-
-
 def slopes(micro: int, world_size: int, apart: int = 9) -> tuple[list[Tensor], Tensor]:
     """A gradient for each rank, and their mean, which needs more than bf16's 8 bits."""
     values = [torch.full((5, 3), 2.0 ** (-5 * micro - apart * rank)) for rank in range(world_size)]

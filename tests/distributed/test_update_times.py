@@ -41,7 +41,6 @@ from tests.distributed.training import (
 )
 
 CLIPPING = {"max_norm": 0.5}
-KIB = 2.0**-20  # in GiB
 NEVER_PAUSES = mock.patch.object(SpeculativeUpdates, "_update_pause", lambda updates: setattr(updates, "_pause", 0))
 
 
