@@ -474,10 +474,6 @@ class Program(Training):
         for first, second in pairwise(self.inner.blocks):
             first.set_modules_to_forward_prefetch([second])
 
-    def waits(self) -> None:
-        """In the middle of forwards somebody waits for all updates."""
-        self.inner.blocks[0].register_forward_pre_hook(lambda *_: self.optimizer.wait_for_update())
-
     def exchanges(self) -> None:
         """Several units of Muon were on their way among the ranks at a time; that memory is told, freed, made anew."""
         self.optimizer.synchronize()

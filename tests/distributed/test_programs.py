@@ -97,9 +97,6 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "blocks are gathered ahead": (
         "slow ahead micro step micro step evaluate micro step", ("fsdp2, next_forward, bf16", *ON_THE_HOST),
     ),
-    "somebody waits for everything": (
-        "slow waits micro step micro step micro step micro step", ("fsdp2, next_forward, bf16", "fsdp2, overlap, bf16"),
-    ),
     **{name: (f"{route} step", ("ddp, resident, bf16",)) for name, route in ROUTES.items()},
     **{
         f"{name}, by hand": (f"{route} step".replace("without", "hand,without"), ("ddp, resident, bf16",))

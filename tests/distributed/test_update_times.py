@@ -85,13 +85,31 @@ def test_what_becomes_of_updates(
 # -- who waits for what
 
 
-@on_ranks(LAYOUTS, "layout", ["hsdp"])
-def test_replicas_send_weights_before_others_receive_them(rank: int, sharding: dict[str, Any]) -> None:
-    """Nothing waits for the device between steps."""
-    values = {"sharding": sharding, "clipping": CLIPPING}
-    runs = [Training({**values, "optimizer_state": state}) for state in (OVERLAP, RESIDENT)]
-    assert_same_bits(*runs, *["step"] * 4, seed=rank, longest=2e-2)
-    runs[0].optimizer.close()
+@on_ranks(
+    LAYOUTS,
+    ("layout", "update"),
+    [("fsdp2", "next_forward"), ("fsdp2", "overlap"), ("hsdp", "overlap")],
+)
+def test_gathering_after_somebody_has_waited_for_everything(rank: int, sharding: dict[str, Any], update: str) -> None:
+    """In the middle of a forward somebody waits for all updates; nothing waits for the device between steps."""
+    found = []
+    for state in (RESIDENT, {**DEFERRED, "update": update}):
+        training = Training({"sharding": sharding, "clipping": CLIPPING, "optimizer_state": state})
+        deferred = "update" in state
+        if deferred and "mesh" not in sharding:  # replicas that send weights wait for the end of the step anyway
+            training.inner.blocks[0].register_forward_pre_hook(lambda *_, of=training: of.optimizer.wait_for_update())
+        losses = []
+        for step in range(4):
+            loss = training.loss()
+            losses.append(loss.detach())
+            training.optimizer.backward(loss)
+            training.optimizer.step()
+            training.steps += 1
+            if deferred and step == 0:
+                training.delay(rank, 2e-2)
+        found.append(({str(step): loss for step, loss in enumerate(losses)}, training.snapshot()))
+    for tested, expected in zip(found[1], found[0], strict=True):
+        same_tensors(tested, expected)
 
 
 @pytest.mark.skipif(
