@@ -31,9 +31,15 @@ class Run(Training):
         mib: device memory for weights; ``None``: they are on the device.
     """
 
-    def __init__(self, mib: float | None, home: str = "stream", time: str = "next_forward") -> None:
+    def __init__(
+        self,
+        mib: float | None,
+        home: str = "stream",
+        time: str = "next_forward",
+        sharding: dict[str, Any] = FSDP2,
+    ) -> None:
         weights = {} if mib is None else {"weights": {"placement": "host", "device_mib": mib}}
-        values = {"sharding": FSDP2, "clipping": {"max_norm": 0.3}, **weights}
+        values = {"sharding": sharding, "clipping": {"max_norm": 0.3}, **weights}
         super().__init__({**values, "optimizer_state": {**HOMES[home], "update": time}})
 
     def accumulate(self, last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -75,10 +81,10 @@ def test_parameters_that_were_replaced_are_refused() -> None:
 @on_ranks(2, "sharding", [FSDP2, {**FSDP2, "reshard_after_forward": False}])
 def test_a_second_derivative_is_refused(sharding: dict[str, Any]) -> None:
     """FSDP2 gives back the memory of weights that it would read: the process may end."""
-    run = Run(settings(sharding, "stream", "next_forward", "clipped", "bf16"), 64.0)
+    run = Run(64.0, sharding=sharding)
     run.step()
     with pytest.raises(RuntimeError, match=r"^create_graph=True, and FSDP2 gathers.*placement: device, and call model"):
-        run.loss().backward(create_graph=True)
+        loss_of(run.model, 1, 0, run.rank, run.device).backward(create_graph=True)
 
 
 @on_ranks(2, "mib", [None, 0.001])
