@@ -162,7 +162,7 @@ class Pair:
         self.late_from, self.intermittent = late_from, intermittent
         self.values = strategy_values(**strategy)
         update = self.values["optimizer_state"].get("update", "at_step")
-        self.deferred = update == "next_forward"
+        self.deferred = update in ("next_forward", "overlap")
         self.steps = 0
         self.overflow = False
         torch.manual_seed(seed)
@@ -251,7 +251,8 @@ class Pair:
         assert bool(result) is applied
         assert bool(result.applied) is applied
         assert float(result.loss_scale) == scale
-        assert all(p.grad is None for p in self.model.parameters())
+        groups = self.optimizer.param_groups  # a read of the model's parameters waits for their updates
+        assert all(p.grad is None for group in groups for p in group["params"])
         return result
 
     def check_weights(self) -> None:
