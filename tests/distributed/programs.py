@@ -153,7 +153,8 @@ class Program(Training):
         make: Callable[[], nn.Module] | None = None,
     ) -> None:
         self.frozen: set[str] = set()
-        self.text, self.words, self.is_slow = text, list[str](), text.startswith("slow")
+        self.text, self.words = text, list[str]()
+        self.is_slow = text.startswith("slow") if text else seed % 2 == 0
         self.values = {"sharding": sharding, "precision": {}, "clipping": {"max_norm": 0.5}, **copy.deepcopy(case)}
         name = self.values.pop("optimizer", "AdamW")
         self.whole = [kind for _, kind, _ in WHOLE.get(name, ())]

@@ -77,7 +77,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "every time and place of the state": (
-        "micro step micro step evaluate micro:without=1 step sum micro step evaluate micro step",
+        "slow micro step micro step evaluate micro:without=1 step sum micro step evaluate micro step",
         (
             *("fsdp2-kept-gathered, partly next_forward, bf16", "fsdp2-checkpointed, bulk overlap, fp32"),
             *("fsdp2-named-units, in_backward, bf16", "ddp, resident next_forward, fp32", "ddp, overlap, bf16"),
