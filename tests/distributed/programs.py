@@ -224,9 +224,13 @@ class Program(Training):
             check_state(where, found, self.reference.state(expected), self.reference.master(expected) if low else None)
 
     def run(self, length: int = 0) -> None:
-        """What it was given, or random words. An error tells those up to it."""
+        """What it was given, or random words. An error tells those up to it.
+
+        Few units are updated before somebody waits for them, except in random programs that are not slow.
+        """
         try:
-            with mock.patch.object(queue, "SUBMIT_IN_STEP", 1 if self.is_slow else queue.SUBMIT_IN_STEP):
+            at_once = 1 if self.is_slow or self.text else queue.SUBMIT_IN_STEP
+            with mock.patch.object(queue, "SUBMIT_IN_STEP", at_once):
                 for word in self.text.split() or self.draw(length):
                     self.words.append(word)
                     name, _, options = word.partition(":")
@@ -468,7 +472,7 @@ class Program(Training):
         self.optimizer.set_residency(float(gib) * (1 + self.rank))
 
     def slow(self) -> None:
-        """The lanes; and few units are updated before somebody waits for them."""
+        """The lanes."""
 
     def ahead(self) -> None:
         """Each block's shards are gathered while the block before it runs."""
