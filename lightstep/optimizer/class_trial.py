@@ -248,6 +248,13 @@ class _Trial:
                 "in self.state[parameter], and numbers in its group; or use another optimizer"
             )
         names = self._differing_settings(plain, whole)
+        sliced = sorted({key for state in plain.states for key, value in state.items() if _has_gaps(value)})
+        if sliced and not names:
+            return (
+                f"{self._name} keeps {', '.join(map(repr, sliced))} as a slice of a larger tensor, and sums over it "
+                "have other last bits than over the slice alone, which is what lightstep keeps between steps. Put "
+                "slice.clone() into the state"
+            )
         written = f"; it writes {', '.join(map(repr, names))} into its groups" if names else " (a norm of its own?)"
         return (
             f"{self._name} computes something over all its parameters together{written}, and lightstep applies it to "
@@ -379,6 +386,11 @@ def _gathered(values: Sequence[Tensor], segment: list[tuple[int, int, int]], who
 
 def _renewed(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _has_gaps(value: Any) -> bool:
+    """Whether a copy has other strides: it is a slice of a larger tensor, whose memory would not be kept."""
+    return isinstance(value, Tensor) and value.stride() != torch.empty_like(value, device="meta").stride()
 
 
 def _keeps_other_shapes(outcome: _Outcome) -> bool:

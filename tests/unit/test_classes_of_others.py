@@ -176,6 +176,15 @@ class TurnsItsState(EachParameter):
         state["turned"] = total.t() if total.dim() == 2 else total
 
 
+class KeepsASlice(EachParameter):
+    """A row in four of a larger tensor, and what it does depends on the last bits of a sum over them."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        rows = state.setdefault("rows", grad.clone()[::4])
+        last_bits = float(rows.sum()) * 2**20 % 1
+        p.sub_(grad, alpha=group["lr"] * (1 + last_bits))
+
+
 class ExchangesEntries(EachParameter):
     """The older sum is the newer one of the next step."""
 
@@ -461,6 +470,7 @@ def test_values_that_differ_between_the_matrices_of_a_stack_are_refused() -> Non
     case=[
         (TableByParameter, "TableByParameter keeps buffers in attributes of its own.*self.state"),
         (TableById, "TableById"),
+        (KeepsASlice, "KeepsASlice keeps 'rows' as a slice of a larger tensor.*clone"),
         (EstimatesARate, "EstimatesARate computes something over all its parameters together; it writes 'd' into"),
         (DifferentiatesGradients, "DifferentiatesGradients failed in the trial.*gradients that have no graph"),
         (NeedsAClosure, "NeedsAClosure failed in the trial.*a closure is needed.*without a closure"),
