@@ -43,7 +43,7 @@ from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_tex
 from lightstep.checkpoint.layout import INDEX, reading
 from lightstep.checkpoint.storage import storage_for
 from lightstep.crc32 import crc32
-from lightstep.distributed import Ranks, whole_shape
+from lightstep.distributed import Ranks, empty_in_order, memory_order, whole_shape
 
 IN_FLIGHT_BYTES = 128 * 2**20
 """Limit on the bytes in host memory on their way to or from the files. Two tensors or chunks of any size are always
@@ -448,13 +448,15 @@ def read_tensors(folder: Path, index: Index, targets: Sequence[Target], cache: C
                 cache.add(found[0].chunk, tensor)
                 target.on_filled(tensor.to(dtype))
                 continue
-            local = torch.empty(target.shard.lengths, dtype=dtype) if target.allocate is None else target.allocate()
+            local = None if target.allocate is None else target.allocate()
             with torch.no_grad():
                 for overlap in found:
                     tensor = next(chunks)
+                    if local is None:  # an entry's order in memory is kept
+                        local = empty_in_order(target.shard.lengths, memory_order(tensor), dtype)
                     local[overlap.in_target].copy_(tensor[overlap.in_chunk])
                     cache.add(overlap.chunk, tensor)
-            target.on_filled(local)
+            target.on_filled(torch.empty(target.shard.lengths, dtype=dtype) if local is None else local)
 
 
 def read_whole(folder: Path, key: str, stored: StoredTensor) -> Tensor:
@@ -511,6 +513,9 @@ class _Overlap:
 def _overlaps(target: Target, index: Index) -> list[_Overlap]:
     shard = target.shard
     found = []
+    if target.allocate is None and not shard.numel and len(shard.shape) > 1 and index[target.key].chunks:
+        nothing = (slice(0, 0),) * len(shard.shape)
+        return [_Overlap(index[target.key].chunks[0], nothing, nothing)]  # its order in memory counts
     chunks = {(chunk.offsets, chunk.lengths): chunk for chunk in index[target.key].chunks if shard.numel > 0}
     for chunk in chunks.values():  # each part of a save on several disks may have the same one
         ends = zip(chunk.offsets, chunk.lengths, shard.offsets, shard.lengths, strict=True)

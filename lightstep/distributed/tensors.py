@@ -6,7 +6,7 @@ Parameters that DeepSpeed has divided among the ranks (stage 3) count too.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -93,6 +93,25 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     return DTensor(
         local, spec, requires_grad=False
     )  # as FSDP2; `from_local` would move the tensor to the mesh's device
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's dimensions as ``torch.Tensor.clone`` keeps them in memory, the outermost one first.
+
+    A part of it in this order, of one row or empty, has the order, too.
+    """
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], -tensor.shape[dim])))
+
+
+def empty_in_order(
+    shape: Sequence[int], order: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """New memory without gaps for a tensor of this shape, whose dimensions are in this :func:`memory_order`."""
+    strides, inner = [1] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], inner = inner, inner * max(shape[dim], 1)
+    return torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
 
 
 def gather_tensor(

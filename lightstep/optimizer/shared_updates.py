@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightstep.distributed import MatrixExchange, MatrixTransfer, Rows
+from lightstep.distributed import MatrixExchange, MatrixTransfer, Rows, empty_in_order, memory_order
 from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.matrix_stack import Matrix
@@ -213,9 +213,14 @@ _EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _ShardedEntry(NamedTuple):
-    """An entry of the tensor's shape: its blocks are sent apart from this."""
+    """An entry of the tensor's shape: its blocks are sent apart from this.
+
+    Attributes:
+        order: of its dimensions in memory, which its blocks keep: sums over it depend on that.
+    """
 
     dtype: torch.dtype
+    order: tuple[int, ...]
 
 
 class _ReplicatedEntry(NamedTuple):
@@ -272,7 +277,7 @@ class _Gathered:
         each = len(local[0])
 
         def step(number: int, wholes: list[Tensor]) -> None:
-            self._step(number, wholes, [tensor.dtype for tensor in local[number]], overflow, values)
+            self._step(number, wholes, local[number], overflow, values)
 
         transfer = self._start_transfer(each)
         flat = [tensor for tensors in local for tensor in tensors]
@@ -280,13 +285,16 @@ class _Gathered:
             block.copy_(tensor.reshape(block.shape))
         transfer.send()
         transfer.compute_together(each, step)
-        layouts = self._exchange_layouts()
-        transfer.wait()
-        for number, (block, tensor) in enumerate(zip(transfer.blocks, flat, strict=True)):
-            if number % each:  # the first of each is the gradient
-                tensor.copy_(block.view(tensor.shape))
-        transfer.release()
+        layouts, sent = self._exchange_layouts(), [_sharded_keys(segment) for segment in self._segments]
         new = [self._adopt_layout(number, layout) for number, layout in enumerate(layouts)]
+        transfer.wait()
+        for number, (segment, names) in enumerate(zip(self._segments, sent, strict=True)):
+            _, master, *entries = transfer.blocks[number * each : (number + 1) * each]
+            segment.master.copy_(master.view(segment.master.shape))
+            for key, block in zip(names, entries, strict=True):
+                if isinstance(layouts[number].get(key), _ShardedEntry):
+                    segment.state[key].copy_(block.view(segment.master.shape))
+        transfer.release()
         for keys in sorted({tuple(keys) for keys in new if keys}):
             self._scatter_new([number for number, own in enumerate(new) if tuple(own) == keys], keys, layouts)
 
@@ -300,19 +308,19 @@ class _Gathered:
         return self._exchange.start(keys, rows, torch.float32, self._segments[0].master.device, each)
 
     def _step(
-        self, number: int, wholes: list[Tensor], dtypes: list[torch.dtype], overflow: Tensor, values: GroupValues
+        self, number: int, wholes: list[Tensor], local: list[Tensor], overflow: Tensor, values: GroupValues
     ) -> None:
         """The class's own step, on the owner; the results are left in ``wholes``."""
         segment = self._segments[number]
-        gradient, master, *entries = (whole.to(dtype) for whole, dtype in zip(wholes, dtypes, strict=True))
+        gradient, master, *entries = (_as_part(whole, part) for whole, part in zip(wholes, local, strict=True))
         sharded = dict(zip(_sharded_keys(segment), entries, strict=True))
         state = {key: sharded.get(key, value) for key, value in segment.state.items()}
         self._arithmetic.update(
             [(Matrix(master, segment.group, state, segment.attributes), gradient)], overflow, values
         )
-        results = [master, *(state.get(key, old) for key, old in sharded.items())]
-        for whole, result in zip(wholes[1:], results, strict=True):
-            whole.copy_(result)
+        for whole, result in zip(wholes[1:], [master, *(state.get(key) for key in sharded)], strict=True):
+            if isinstance(result, Tensor) and result.shape == whole.shape:
+                whole.copy_(result)
         self._owned[number] = state
 
     def _exchange_layouts(self) -> list[StateLayout]:
@@ -343,15 +351,18 @@ class _Gathered:
                 )
 
     def _adopt_layout(self, number: int, layout: StateLayout) -> list[str]:
-        """Store the replicated entries; returns the names of sharded entries that are new."""
-        state, device = self._segments[number].state, self._segments[number].master.device
-        before, new = dict(state), []
+        """Store the replicated entries, and make room for the sharded ones; returns the names of those that are new."""
+        state, master = self._segments[number].state, self._segments[number].master
+        before, new, device = dict(state), [], master.device
         state.clear()
         for key, entry in layout.items():
             if isinstance(entry, _ShardedEntry):
-                if key not in before:
+                known = before.get(key)
+                if not isinstance(known, Tensor) or known.shape != master.shape:
                     new.append(key)
-                state[key] = before.get(key)  # keeps the class's order of entries
+                elif (known.dtype, memory_order(known)) != entry:
+                    known = empty_in_order(master.shape, entry.order, entry.dtype, device)
+                state[key] = known  # keeps the class's order of entries
             elif isinstance(entry.value, Tensor):
                 state[key] = entry.value.to(device) if entry.on_device else entry.value
             else:
@@ -377,7 +388,8 @@ class _Gathered:
             for key in keys:
                 entry = layouts[number][key]
                 assert isinstance(entry, _ShardedEntry)
-                segment.state[key] = next(blocks).view(segment.master.shape).to(entry.dtype, copy=True)
+                part = empty_in_order(segment.master.shape, entry.order, entry.dtype, segment.master.device)
+                segment.state[key] = part.copy_(next(blocks).view(part.shape))
         transfer.release()
 
 
@@ -393,13 +405,21 @@ def _sharded_keys(segment: Segment) -> list[str]:
     return [key for key, value in segment.state.items() if isinstance(value, Tensor) and value.shape == shape]
 
 
+def _as_part(whole: Tensor, part: Tensor) -> Tensor:
+    """The row-major ``whole`` in the dtype of its ``part``, and in the order in memory."""
+    order = memory_order(part)
+    if order == tuple(range(whole.dim())):
+        return whole.to(part.dtype)
+    return empty_in_order(whole.shape, order, part.dtype, whole.device).copy_(whole)
+
+
 def _layout_of(state: Mapping[str, Any], shape: torch.Size) -> StateLayout:
     layout: StateLayout = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
             layout[key] = _ReplicatedEntry(value)
         elif value.shape == shape:
-            layout[key] = _ShardedEntry(value.dtype)
+            layout[key] = _ShardedEntry(value.dtype, memory_order(value))
         else:
             layout[key] = _ReplicatedEntry(value.detach().cpu(), value.device.type != "cpu")
     return layout

@@ -108,6 +108,27 @@ class Lamb(torch.optim.Optimizer):
                 parameter.sub_(moment * (group["lr"] * ratio))
 
 
+class ByColumns(torch.optim.Optimizer):
+    """Keeps a moment whose last dimension is the outermost in memory: sums over it have other last bits by rows."""
+
+    whole_tensors = True
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, dims = self.state[parameter], [*range(parameter.dim())][::-1]
+                new = torch.zeros_like(parameter.permute(dims).contiguous()).permute(dims)
+                moment = state.setdefault("moment", new).mul_(0.9).add_(parameter.grad)
+                last_bits = float(moment.sum()) * 2**20 % 1
+                parameter.sub_(moment, alpha=group["lr"] * (1 + last_bits))
+
+
 Chosen = tuple[Callable[[Tensor], bool], type, dict[str, Any]]
 
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.05}
@@ -125,6 +146,7 @@ WHOLE: dict[str, list[Chosen]] = {
     "Adafactor": [(lambda p: True, Adafactor, ADAFACTOR)],
     "Adafactor-rate": [(lambda p: True, Adafactor, {"lr": None})],  # its own
     "Lamb": [(lambda p: True, Lamb, {"lr": 1e-2})],
+    "ByColumns": [(lambda p: True, ByColumns, {"lr": 1e-2})],
 }
 """Classes that need whole tensors, and which parameters are theirs; AdamW has the others."""
 
