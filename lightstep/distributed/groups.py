@@ -108,9 +108,12 @@ def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """A group that its ranks alone make. Its collectives have the time limit of the default group's."""
-    group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-    _limit_time(group)
+    """A group that its ranks alone make. They wait for each other as long as in the default group, here and later."""
+    world = dist.group.WORLD
+    assert world is not None
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), timeout=_time_limit(world), backend=backend, use_local_synchronization=True
+    )
     return group
 
 

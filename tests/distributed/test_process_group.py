@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightstep.distributed import LostRankError, Ranks, let_gloo_finish_at_exit
+from lightstep.distributed import LostRankError, Ranks, let_gloo_finish_at_exit, new_group
 from tests.distributed.models import TinyTransformer
-from tests.distributed.ranks import Pool, on_ranks
+from tests.distributed.ranks import TIMEOUT, Pool, on_ranks
 from tests.distributed.training import DDP, FSDP2, load, train
 
 
@@ -63,6 +64,19 @@ def test_a_process_group_that_is_destroyed_too_early_is_named() -> None:
     for gather in (ranks.gather, ranks.gather_integer):
         with pytest.raises(LostRankError, match=r"the process group was destroyed .* call strategy.close\(\) before"):
             gather(0)
+
+
+@on_ranks(2, cpu=True)
+def test_a_group_that_other_ranks_do_not_make(rank: int) -> None:
+    """They are waited for as long as in the default group; torch's own limit is half an hour."""
+    store, limit = dist.distributed_c10d._get_default_store(), datetime.timedelta(seconds=2)
+    if rank == 0:
+        dist.distributed_c10d._set_pg_timeout(limit, None)
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out|[Tt]imeout"):
+            new_group([0, 1])
+        store.set("refused", "yes")
+    else:
+        store.wait(["refused"], TIMEOUT)
 
 
 def check_dying_rank(rank: int, world_size: int, folder: str, values: dict[str, Any]) -> None:
