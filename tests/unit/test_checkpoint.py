@@ -192,10 +192,12 @@ def test_the_state_of_torch_without_a_file(tmp_path: Path) -> None:
 # -- what is in the groups and beside them -----------------------------------------------------------------------------
 
 
-def test_parameters_without_state_stay_without(tmp_path: Path) -> None:
-    _, model2, optimizer2 = tiny_run(steps=2)
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+def test_parameters_without_state_stay_without(tmp_path: Path, parameters: str) -> None:
+    """Before the first step those of bf16 have a master. Those of fp32 have nothing."""
+    _, model2, optimizer2 = tiny_run(parameters, steps=2)
     for steps in (0, 1):
-        strategy, model, optimizer = tiny_run(steps=steps)
+        strategy, model, optimizer = tiny_run(parameters, steps=steps)
         strategy.save_checkpoint(tmp_path / "a", model, optimizer)
         strategy.load_checkpoint(tmp_path / "a", model2, optimizer2)
         assert (model2.head.weight in optimizer2.state) == bool(steps) and model2.dead.weight not in optimizer2.state
@@ -264,6 +266,19 @@ def test_a_tensor_learning_rate_is_filled_in_place(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model2.parameters(), lr=rate)
     load_checkpoint(tmp_path / "a", model2, optimizer)
     assert optimizer.param_groups[0]["lr"] is rate and float(rate) == 0.25
+
+
+def test_a_scheduler_made_after_the_load_goes_on(tmp_path: Path) -> None:
+    """torch's schedulers begin in mid-run only with a group's ``initial_lr``."""
+
+    def halved(optimizer: torch.optim.Optimizer, step: int) -> Any:
+        return lr_scheduler.LambdaLR(optimizer, lambda number: 0.5**number, last_epoch=step)
+
+    run, other = Run(steps=1), Run(steps=0)
+    halved(run.optimizer, -1).step()
+    run.save(tmp_path / "a")
+    other.load(tmp_path / "a")
+    assert halved(other.optimizer, 1).get_last_lr() == [1e-2 / 4]
 
 
 def test_groups_are_matched_by_name_and_told_when_they_were_one(

@@ -90,8 +90,9 @@ def test_a_class_that_counts_no_steps_gets_none(tmp_path: Path) -> None:
     strategy.save_checkpoint(tmp_path / "a", model, optimizer)
     convert_checkpoint(tmp_path / "a", tmp_path / "b.pt", "torch")
     for name in ("a", "b.pt"):
-        entries = read_checkpoint(tmp_path / name).entries
-        assert [set(own) for own in entries.values()] == [{"master", "momentum_buffer"}] * 2, name
+        state = read_checkpoint(tmp_path / name)
+        assert [set(own) for own in state.entries.values()] == [{"master", "momentum_buffer"}] * 2, name
+        assert state.step is None, name
 
 
 def test_a_plain_loop_loads_the_file_and_follows(saved: tuple[Path, str, Any, Any], tmp_path: Path) -> None:

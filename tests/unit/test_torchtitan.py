@@ -315,6 +315,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"layers\.0\.norm\.weight of shape \(\d+,\) \(norms\) is trained, and matches no rule; rules: .*'bias'",
     ),
+    "a group's own value": (
+        lambda: divided(param_groups=[{"pattern": "", "lr": -1.0}], lr=1e-2),
+        ValueError,
+        r"Rule\(AdamW, names=''\): Invalid learning rate: -1\.0",
+    ),
     "rules and groups": (lambda: divided(rules=RULES), TypeError, "leave all other arguments out"),
     "repeated": (
         lambda: container_of(stages([0, 1], [1, 2])),
