@@ -80,10 +80,9 @@ class Ring:
             if record in self._upcoming:
                 self._upcoming.remove(record)
             self._fetch(record)
-        slot, caller = self._staged[record], self._lanes.caller()
+        slot, caller = self._staged.pop(record), self._lanes.caller()
         caller.wait(slot.staged)
         caller.wait(slot.drained)
-        del self._staged[record]  # only now: an interrupt during the waits would lose the slot
         slot.modified_early = False
         return slot
 
