@@ -528,7 +528,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             ValueError: groups or shapes do not match; nothing has been changed then.
         """
         with self.engine.reading("load_state_dict()"):
-            self.engine.drop_broken_step()  # a pending update still writes to its groups
+            self.engine.drop_broken_step()
             load_torch_state_dict(self, self.engine, state_dict)
 
     def __repr__(self) -> str:

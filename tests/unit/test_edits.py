@@ -36,7 +36,7 @@ class Setup(OnVectors):
     """A small model under one strategy, which is not told of micro-batches."""
 
     def __init__(self, backend: str = "resident", parameters: str = "bfloat16", **settings: Any) -> None:
-        defaults = {"state": BACKENDS[backend], "clipping": {"max_norm": None}, "make": small_model}
+        defaults = {"state": EVERY_TIME[backend], "clipping": {"max_norm": None}, "make": small_model}
         super().__init__(parameters=parameters, **{**defaults, **settings})
 
     def backward(self, number: int, parts: int = 1) -> None:
@@ -337,12 +337,14 @@ def test_one_tensor_is_a_group_and_a_frozen_model_is_counted() -> None:
 # -- limits
 
 
-@backends
+@pytest.mark.parametrize("backend", ["resident", "stream", "stream-in-backward-and-forward"])
 def test_a_closed_optimizer_says_so(backend: str) -> None:
     setup = Setup(backend).train(0)
     optimizer = setup.optimizer
     optimizer.close()
     uses = [optimizer.step, optimizer.state_dict, lambda: optimizer.state[setup.model[0].weight]]
+    if optimizer.engine.update_time.early is not None:
+        uses.append(lambda: setup.backward(1))
     for use in [*uses, optimizer.release_device_memory, lambda: optimizer.set_residency(1)]:
         with pytest.raises(RuntimeError, match="is closed"):
             use()
