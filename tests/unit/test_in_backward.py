@@ -398,3 +398,28 @@ def test_an_error_before_any_layer_was_updated_changes_nothing() -> None:
     training.optimizer.zero_grad()
     assert training.train(2) == expected.train(4)[2:]
     assert_same(training.snapshot(), expected.snapshot())
+
+
+class WithoutBias(nn.Linear):
+    """Has a bias that it does not use."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.linear(inputs, self.weight)
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+def test_a_layer_in_which_a_gradient_is_missing_is_updated_in_the_step(backend: str) -> None:
+    model = nn.Sequential(WithoutBias(4, 4), nn.Linear(4, 4))
+    expected = copy.deepcopy(model)
+    reference = torch.optim.AdamW(expected.parameters(), lr=1e-2, fused=True)
+    state = {"backend": backend, "update": "in_backward"}
+    values = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}, "optimizer_state": state}
+    _, model, optimizer = made(values, model, torch.optim.AdamW, lr=1e-2)
+    for step in range(2):
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.backward(model(inputs).sum())
+        optimizer.step()
+        expected(inputs).sum().backward()
+        reference.step()
+        reference.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))

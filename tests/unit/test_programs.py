@@ -276,12 +276,14 @@ SETTINGS = [dict(zip(AXES, case, strict=True)) for case in every_pair(**AXES).ar
 """Every two values of two axes meet in one of them."""
 PLACES = [[own for own in SETTINGS if own["kind"] in kinds] for kinds in (KINDS, *([kind] for kind in ON_THE_HOST))]
 CASES = [(program, own[7 * number % len(own)]) for number, program in enumerate(PROGRAMS) for own in PLACES]
+IN_BACKWARD = [own for own in SETTINGS if own["kind"] == "stream, in_backward"]
 CASES += [
     ("memory comes and goes between backward and step", {**own, "kind": kind})
-    for own in [own for own in SETTINGS if own["kind"] == "stream, in_backward"][:3]
+    for own in IN_BACKWARD[:3]
     for kind in ("stream, in_backward", "resident, in_backward")
 ]
-"""Each program runs once with weights on the device, and twice with weights on the host; one oftener."""
+CASES += [("a loss that is not a number", IN_BACKWARD[0])]
+"""Each program runs once with weights on the device, and twice with weights on the host; two oftener."""
 
 
 @pytest.mark.parametrize(("program", "settings"), CASES, ids=[f"{name}-{own['kind']}" for name, own in CASES])
