@@ -126,7 +126,8 @@ def test_experts_on_a_mesh_of_their_own(rank: int) -> None:
 
     class ByHand(Training):
         def loss(self, micro: int = 0) -> Tensor:
-            grads = [p.grad.dtype for p in self.model.parameters() if p.grad is not None]
+            groups = self.optimizer.param_groups  # a read of the model's parameters waits for their updates
+            grads = [p.grad.dtype for group in groups for p in group["params"] if p.grad is not None]
             assert {*grads} <= {torch.float32}, "of the micro-batch before"
             return super().loss(micro)
 
