@@ -513,7 +513,7 @@ class _Overlap:
 def _overlaps(target: Target, index: Index) -> list[_Overlap]:
     shard = target.shard
     found = []
-    if target.allocate is None and not shard.numel and len(shard.shape) > 1 and index[target.key].chunks:
+    if target.allocate is None and not shard.numel and len(shard.lengths) > 1 and index[target.key].chunks:
         nothing = (slice(0, 0),) * len(shard.shape)
         return [_Overlap(index[target.key].chunks[0], nothing, nothing)]  # its order in memory counts
     chunks = {(chunk.offsets, chunk.lengths): chunk for chunk in index[target.key].chunks if shard.numel > 0}
