@@ -12,6 +12,7 @@ has shared memory.
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import gc
 import importlib
 import inspect
@@ -211,7 +212,8 @@ def _answer(pipe: Connection) -> tuple[bool, Any]:
 
 
 def _serve(pipe: Connection) -> None:
-    """A rank process: check after check until the pipe closes."""
+    """A rank process: check after check until the pipe closes. If it crashes, it says where."""
+    faulthandler.enable()
     gc.freeze()  # what was imported before the fork is collected by nobody
     collect_seldom()  # _run() does after each check
     make_units_small(pytest.MonkeyPatch())

@@ -74,7 +74,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("fsdp2-on-three, next_forward, bf16, Adafactor", "hsdp, next_forward, bf16, Adafactor"),
             *("fsdp2, overlap, bf16, Adafactor-rate", "fsdp2, resident, bf16, Lamb"),
             *("fsdp2-on-three, stream, bf16, ByColumns", "fsdp2, resident, fp32, ByColumns"),
-            *("fsdp2, next_forward, bf16, Muon-few, small ring", "fsdp2, overlap, bf16, Muon, host"),
+            *("fsdp2, next_forward, bf16, Muon-few, small ring", "fsdp2, next_forward, bf16, Muon, host"),
         ),
     ),
     "every time and place of the state": (
