@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -358,3 +358,36 @@ def test_marked_experts(rank: int, world_size: int) -> None:
         assert close(
             lightstep.global_grad_norm([shared, expert], norm_type), exact([v.cpu() for v in values], norm_type)
         )
+
+
+@on_ranks(4)
+def test_experts_on_slices(rank: int, world_size: int) -> None:
+    """Experts that FSDP shards over a slice of a mesh: one norm when they say that they differ, else refused."""
+    from torch.distributed.fsdp import fully_shard
+
+    device = device_of(rank, world_size)
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("ep", "dp"))
+    own = rank // (world_size // 2)
+
+    def run(seed: int, marked: bool) -> Any:
+        torch.manual_seed(0)
+        router = nn.Linear(4, 4)
+        torch.manual_seed(seed)
+        model = nn.Sequential(OrderedDict(router=router, expert=nn.Linear(4, 4))).to(device)
+        fully_shard(model.expert, mesh=mesh["dp"])
+        fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+        strategy = lightstep.Strategy.load("fp32")
+        for parameter in model.expert.parameters():
+            if marked:
+                parameter.differs_across_ranks = True  # type: ignore[attr-defined]
+        optimizer = strategy.create_optimizer(model)
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + own if marked and "expert" in name else 1.0)
+        return optimizer.step
+
+    assert float(run(seed=1, marked=False)().grad_norm) == pytest.approx(40**0.5)  # one expert, in copies
+    assert float(run(seed=own, marked=True)().grad_norm) == pytest.approx((20 + 20 + 4 * 20) ** 0.5)
+    step = run(seed=own, marked=False)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"shape \(4, 4\) .* between ranks 0 and 2, .*differs_across_ranks = True"):
+            step()
