@@ -559,13 +559,13 @@ class HostWeights:
         Raises:
             RuntimeError: they do not all stay on the device.
         """
-        size = sum(group.weights.nbytes for group in self.groups)
         if gathered:
             raise RuntimeError(
                 "create_graph=True, and FSDP2 gathers weights that rest on the host (weights.placement: host) for each "
                 "module's backward alone: a second derivative needs all of them. Set weights.placement: device, and "
                 "call model.set_reshard_after_backward(False)"
             )
+        size = sum(group.weights.nbytes for group in self.groups)
         if size > self._device_bytes:
             raise RuntimeError(
                 f"create_graph=True, and of {_mib(size)} of weights that rest on the host (weights.placement: host) "

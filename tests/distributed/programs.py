@@ -29,6 +29,7 @@ from lightstep.state.store import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.sharded_reference import DistributedLoop, GatheringLoop, ReplicatedLoop, ShardedLoop, units_of
 from tests.distributed.training import DEFERRED, OVERLAP, RESIDENT, STREAM, Training, slow_lanes
+from tests.reference.own_classes import EachParameter
 from tests.reference.pair import check_state
 from tests.reference.several_classes import SeveralClasses
 from tests.unit.test_exactness import CLASSES
@@ -88,45 +89,29 @@ class WithExperts(Skipping):
         return logits + mixed[..., : logits.shape[-1]] + self.row(hidden)
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(EachParameter):
     """Scales the update of each tensor by its norm, and keeps its moment in bf16."""
 
     whole_tensors = True
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter, dtype=torch.bfloat16))
-                moment.mul_(0.9).add_(parameter.grad, alpha=0.1)
-                ratio = parameter.norm() / (moment.float().norm() + 1e-6)
-                parameter.sub_(moment * (group["lr"] * ratio))
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        moment = state.setdefault("moment", torch.zeros_like(p, dtype=torch.bfloat16))
+        moment.mul_(0.9).add_(grad, alpha=0.1)
+        ratio = p.norm() / (moment.float().norm() + 1e-6)
+        p.sub_(moment * (group["lr"] * ratio))
 
 
-class ByColumns(torch.optim.Optimizer):
+class ByColumns(EachParameter):
     """Keeps a moment whose last dimension is the outermost in memory: sums over it have other last bits by rows."""
 
     whole_tensors = True
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state, dims = self.state[parameter], [*range(parameter.dim())][::-1]
-                new = torch.zeros_like(parameter.permute(dims).contiguous()).permute(dims)
-                moment = state.setdefault("moment", new).mul_(0.9).add_(parameter.grad)
-                last_bits = float(moment.sum()) * 2**20 % 1
-                parameter.sub_(moment, alpha=group["lr"] * (1 + last_bits))
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        dims = [*range(p.dim())][::-1]
+        new = torch.zeros_like(p.permute(dims).contiguous()).permute(dims)
+        moment = state.setdefault("moment", new).mul_(0.9).add_(grad)
+        last_bits = float(moment.sum()) * 2**20 % 1
+        p.sub_(moment, alpha=group["lr"] * (1 + last_bits))
 
 
 Chosen = tuple[Callable[[Tensor], bool], type, dict[str, Any]]
