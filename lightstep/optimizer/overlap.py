@@ -151,9 +151,13 @@ class Speculation:
     own_versions: dict[Managed, int] = field(default_factory=dict)
 
     def let_go(self, items: Iterable[Managed]) -> None:
-        """Their updates have been submitted: gradients that go to the host are not kept on the device."""
+        """Gradients that go to the host are not kept on the device.
+
+        But those of shared units that have not been submitted are: when they are, the host may not have them yet.
+        """
+        waiting = {owner for unit in self.shared_queue for owner in unit.owners}
         for item in items:
-            if item.home is not None and item in self.gradients:
+            if item.home is not None and item in self.gradients and item not in waiting:
                 self.gradients[item] = item.home.gradient(self.gradients[item].dtype)
 
 
@@ -391,6 +395,8 @@ class SpeculativeUpdates(Early):
             unit = speculation.shared_queue.popleft()
             if complete:
                 self._queue.guard.work("backward()", self._submit_speculative, speculation, [unit])
+                if self._backend.host_weights is not None:
+                    speculation.let_go(unit.owners)
 
     def _submit_speculative(self, speculation: Speculation, units: Sequence[Unit]) -> None:
         """Submit the speculative updates of units whose gradients are complete."""

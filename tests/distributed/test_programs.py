@@ -12,12 +12,14 @@ import itertools
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from lightstep.distributed import local_tensor
+from lightstep.optimizer.host_gradients import HostGradients
 from lightstep.state.host_activations import HostActivations
 from tests.covering import every_value
 from tests.distributed.programs import HOST, STATES, WHOLE, Program
@@ -74,7 +76,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("fsdp2-on-three, next_forward, bf16, Adafactor", "hsdp, next_forward, bf16, Adafactor"),
             *("fsdp2, overlap, bf16, Adafactor-rate", "fsdp2, resident, bf16, Lamb"),
             *("fsdp2-on-three, stream, bf16, ByColumns", "fsdp2, resident, fp32, ByColumns"),
-            *("fsdp2, next_forward, bf16, Muon-few, small ring", "fsdp2, next_forward, bf16, Muon, host"),
+            *("fsdp2, next_forward, bf16, Muon-few, small ring", "fsdp2, overlap, bf16, Muon, host"),
         ),
     ),
     "every time and place of the state": (
@@ -247,6 +249,23 @@ def case_of(state: str, precision: str, *more: str) -> dict[str, Any]:
 def test_written_programs(sharding: dict[str, Any], case: list[str], text: str) -> None:
     program = Program(sharding, case_of(*case), text)
     program.run()
+    program.strategy.close()
+
+
+@on_ranks(2)
+def test_what_waits_for_others_reads_its_own_gradient() -> None:
+    """A shared unit waits for the turn that ranks have agreed on. FSDP2 reduces all matrices of the outermost module
+    together, and only then do their gradients go to the host: after the updates, as on a device, where these do not run
+    in a thread."""
+    take, case = HostGradients.take, case_of("overlap", "bf16", "Muon", "host")
+    program = Program(FSDP2, {**case, "clipping": {"max_norm": None}}, "sum micro step:check micro step micro step")
+
+    def after_updates(self: HostGradients, group: Any) -> None:
+        program.optimizer.engine.backend.lanes.compute.synchronize()
+        take(self, group)
+
+    with mock.patch.object(HostGradients, "take", after_updates):
+        program.run()
     program.strategy.close()
 
 
