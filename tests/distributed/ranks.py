@@ -4,9 +4,9 @@
 
 A check is a module-level function of ``rank``, ``world_size`` and other arguments, or of these alone; it runs on ranks
 ``0 … world_size - 1`` inside a fresh process group: nccl with one GPU per rank where the machine has that many, else
-gloo, in processes that see no GPU. There is no way to skip: a check that does not run is a failure. A rank that fails
-or hangs takes the pool down with it, and the next check gets a new one. Tensors are pickled as bytes: not every machine
-has shared memory.
+gloo, in processes that see no GPU. With ``LIGHTSTEP_SHARED_GPU=1`` all ranks share one GPU, over gloo. There is no way
+to skip: a check that does not run is a failure. A rank that fails or hangs takes the pool down with it, and the next
+check gets a new one. Tensors are pickled as bytes: not every machine has shared memory.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightstep.strategy import process_group
 from tests.collector import collect_and_skip, collect_seldom
 from tests.patience import PATIENCE
 from tests.ports import free_port
@@ -49,6 +50,12 @@ CHECKS = 64
 """After so many checks new processes are started: gloo's threads outlive some groups, and each of them polls."""
 
 LINEAR = torch.nn.functional.linear
+
+SHARED_GPU = os.environ.get("LIGHTSTEP_SHARED_GPU") == "1"
+"""So the streams of several ranks are tried where there is one GPU, which nccl refuses to share.
+
+gloo's thread counts what it receives as a write to a tensor: the tests fail in which replicas send each other weights
+while deferred updates are pending. torch 2.11 crashes in its own collectives where the loss has a penalty of shards."""
 
 
 class Pool:
@@ -79,7 +86,7 @@ class Pool:
         self._checks += 1
         if self._checks % CHECKS == 0:
             self.close()
-        gpus = torch.cuda.device_count() >= world_size and not cpu
+        gpus = device_of(0, world_size).type == "cuda" and not cpu
         pipes = self._pipes[gpus]
         self._grow(world_size, gpus)
         with tempfile.TemporaryDirectory() as meeting_place:
@@ -199,7 +206,9 @@ def called(function: Callable[..., Any], rank: int, world_size: int, arguments: 
 
 
 def device_of(rank: int, world_size: int) -> torch.device:
-    """The rank's own GPU if every rank has one, else the CPU."""
+    """The rank's own GPU if every rank has one, or the first one if they share it, else the CPU."""
+    if SHARED_GPU and torch.cuda.is_available():
+        return torch.device("cuda", 0)
     return torch.device("cuda", rank) if torch.cuda.device_count() >= world_size else torch.device("cpu")
 
 
@@ -214,6 +223,8 @@ def _answer(pipe: Connection) -> tuple[bool, Any]:
 def _serve(pipe: Connection) -> None:
     """A rank process: check after check until the pipe closes. If it crashes, it says where."""
     faulthandler.enable()
+    if SHARED_GPU:
+        process_group._has_nccl = lambda: True  # strategies take gloo for a group of CPUs
     gc.freeze()  # what was imported before the fork is collected by nobody
     collect_seldom()  # _run() does after each check
     make_units_small(pytest.MonkeyPatch())
@@ -254,21 +265,22 @@ def _run(
     arguments: dict[str, Any],
     tell: Callable[[bool, Any], None],
 ) -> None:
+    device = device_of(rank, world_size)
     os.environ |= {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank if device.type == "cpu" else device.index),
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    device = device_of(rank, world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(0)
     torch.set_num_threads(1)  # accelerate sets others, and sums have other bits then
     torch.nn.functional.linear = LINEAR  # DeepSpeed's third stage puts its own there for good, with other bits
     if meeting_place is not None:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        on_gpus = "cpu:gloo,cuda:gloo" if SHARED_GPU else "cpu:gloo,cuda:nccl"
+        backend = on_gpus if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend, f"file://{meeting_place}/store", timeout=TIMEOUT, rank=rank, world_size=world_size
         )

@@ -24,10 +24,15 @@ from tests.reference.several_classes import SeveralClasses
 
 
 def units_of(model: Any) -> list[list[Tensor]]:
-    """The parameters of each block, and the rest."""
-    blocks = [list(block.parameters()) for block in model.blocks]
+    """The parameters of each block, and the rest; of FSDP2's groups, a module's own come after those below it."""
+    blocks = [_from_below(block) for block in model.blocks]
     inside = {parameter for block in blocks for parameter in block}
-    return [*blocks, [parameter for parameter in model.parameters() if parameter not in inside]]
+    return [*blocks, [parameter for parameter in _from_below(model) if parameter not in inside]]
+
+
+def _from_below(module: nn.Module) -> list[Tensor]:
+    own = [parameter for child in module.children() for parameter in _from_below(child)]
+    return list(dict.fromkeys([*own, *module.parameters(recurse=False)]))
 
 
 class DistributedLoop(ABC):

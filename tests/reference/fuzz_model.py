@@ -42,7 +42,7 @@ class FuzzModel(nn.Module):
         self.late = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, tokens: Tensor, left_out: int = -1) -> Tensor:
-        hidden = self.embed(tokens) * self.gain + self.empty.sum()
+        hidden = self.embed(tokens.to(self.gain.device)) * self.gain + self.empty.sum()
         for number, block in enumerate(self.blocks):
             hidden = hidden if number == left_out else block(hidden)
         return self.out(F.linear(hidden, self.mix.weight) + self.late(hidden))
@@ -61,4 +61,5 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
     """fp32 loss of micro-batch ``number``; in two of five a block is left out."""
     generator = torch.Generator().manual_seed(number)
     tokens, targets = torch.randint(VOCABULARY, (2, 6), generator=generator)
-    return F.cross_entropy(model(tokens, number % 5).float(), targets)
+    logits = model(tokens, number % 5).float()
+    return F.cross_entropy(logits, targets.to(logits.device))
