@@ -52,6 +52,8 @@ class Engine(BetweenSteps):
                 "backward() between grad_norm() and step(): the gradients have been added up; call step() or "
                 "zero_grad() first"
             )
+        if self.closed:
+            self.refuse_if_closed()
         self.guard.check("backward()")
         self.guard.trainer = threading.get_ident()
         self.queue.wait_outside_step()  # updates may still read gradients from memory that the next ones are written to
@@ -99,8 +101,6 @@ class Engine(BetweenSteps):
     def prepare_backward(self, final: bool) -> tuple[Sequence[Sequence[Managed]], Factors] | None:
         if not final and (self._norms is None or self.clip_layers or self.broken.reason is not None):
             return None
-        if self.closed:
-            self.refuse_if_closed()
         if final:
             self._check_in_backward_settings()  # settings may have been changed
             self.refuse_unusable("Load a checkpoint before the next backward")
