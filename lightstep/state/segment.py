@@ -334,7 +334,8 @@ class Segment(Run):
         if self._history is None:
             return {}
         assert self._views is not None, "the segment is not open"
-        entries = dict(self._views.entries)
+        # The class gets tensors of its own: it may assign to their data, and the views are kept.
+        entries = {key: row.detach() for key, row in self._views.entries.items()}
         for key, coded in self._views.coded.items():
             row = self._decoded_row(key)  # its signs still carry bits of masters
             coded.decode(row)
@@ -496,8 +497,6 @@ class Segment(Run):
                     return False
                 others[key] = value
                 continue
-            if value is row:
-                continue
             shape, dtype = (self.shape, torch.float32) if row is None else (row.shape, row.dtype)
             if not isinstance(value, Tensor) or value.shape != torch.Size(shape) or value.dtype != dtype:
                 return False
@@ -543,7 +542,7 @@ class Segment(Run):
         if has_entries:
             decoded = {key: self._decoded_row(key).view(self.shape) for key in views.coded}
             pairs = [(place, self.state[key]) for key, place in (views.entries | decoded).items()]
-            moved = [(to, one) for to, one in pairs if one is not to and one.data_ptr() != to.data_ptr()]
+            moved = [(to, one) for to, one in pairs if one.data_ptr() != to.data_ptr()]
             # A class may exchange its entries: they are read before any is written.
             values = [one.clone() if views.share_memory_with(one) else one for _, one in moved]
             for (place, _), value in zip(moved, values, strict=True):

@@ -194,6 +194,15 @@ class ExchangesEntries(EachParameter):
         state["new"], state["old"] = old, new
 
 
+class ExchangesData(EachParameter):
+    """As ``ExchangesEntries``, by assigning to the entries' data."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        new, old = (state.setdefault(key, torch.zeros_like(p)) for key in ("new", "old"))
+        new.data, old.data = old.data, new.data
+        p.sub_(new.mul_(0.5).add_(grad).add_(old, alpha=0.3), alpha=group["lr"])
+
+
 class DrawsNumbers(EachParameter):
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         p.add_(grad + 0.1 * torch.rand_like(p), alpha=-group["lr"])
@@ -311,6 +320,7 @@ ELEMENT_WISE = [
     DecaysUnmarked,
     ChecksRequiresGrad,
     ExchangesEntries,
+    ExchangesData,
 ]
 WHOLE = [StableAdamW, QueuesGradients, SmallStates, DecaysMatrices, LooksAhead, Projects, TurnsItsState]
 
@@ -355,7 +365,8 @@ def test_a_group_without_gradients_counts_the_step(optimizer_class: Any, place: 
     place=["resident", "stream", "overlap"],
     way=["state_dict", "checkpoint", "copy"],
     optimizer_class=[
-        *(CountsInStateFromTheStart, CountsInAttributes, CountsInItsGroup, SmallStates, LooksAhead, Projects),
+        *(CountsInStateFromTheStart, CountsInAttributes, CountsInItsGroup),
+        *(ExchangesData, SmallStates, LooksAhead, Projects),
         torch.optim.Adafactor,
     ],
 )
