@@ -522,8 +522,11 @@ def _adopt_state(inner: torch.optim.Optimizer, segments: Sequence[ParameterLike]
 
 
 def _adopt_data(segment: ParameterLike, place: Tensor) -> None:
-    """Copy the new values back if the class has assigned to ``p.data``."""
+    """Copy the new values back if the class has assigned to ``p.data``. It may have put the old ones into the state."""
     if segment.master.data_ptr() != place.data_ptr():
+        for key, value in segment.state.items():
+            if isinstance(value, Tensor) and value.data_ptr() == place.data_ptr():
+                segment.state[key] = value.clone()
         place.copy_(segment.master.detach())
         segment.master.data = place
 

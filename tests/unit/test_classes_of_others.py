@@ -310,8 +310,20 @@ class AssignsToData(EachParameter):
         p.data = p.data - group["lr"] * state["total"]
 
 
+class ExchangesDataWithState(EachParameter):
+    """The weights of the step before go into the state, and an average of weights comes out of it."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        average, previous = state.setdefault("average", p.clone()), state.get("previous", p.clone())
+        p.data, state["average"] = average, p.data
+        state["previous"] = p.data
+        p.data = p.data + 0.1 * (p.data - previous) - group["lr"] * grad
+        state["average"].lerp_(p.data, 0.3)
+
+
 ELEMENT_WISE = [
     AssignsToData,
+    ExchangesDataWithState,
     CountsInState,
     CountsInStateFromTheStart,
     CountsInAttributes,
