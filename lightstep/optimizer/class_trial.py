@@ -10,9 +10,11 @@ which classes behave differently, settings that are on, and more steps than the 
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -104,6 +106,7 @@ class _Outcome:
     Attributes:
         random: the class has drawn random numbers.
         changed: attributes of the class's instance that changed and that cannot be carried from step to step.
+        borrowed: the names of entries that hold, in a list or an object, tensors whose memory is used again.
     """
 
     values: list[Tensor]
@@ -111,6 +114,7 @@ class _Outcome:
     groups: list[dict[str, Any]]
     random: bool = False
     changed: list[str] = field(default_factory=list)
+    borrowed: set[str] = field(default_factory=set)
 
 
 def needs_whole_tensors(tried: TriedClass, settings: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
@@ -255,6 +259,12 @@ class _Trial:
                 "have other last bits than over the slice alone, which is what lightstep keeps between steps. Put "
                 "slice.clone() into the state"
             )
+        if whole.borrowed:
+            return (
+                f"{self._name} keeps tensors that it was given (gradients, weights or state) in "
+                f"{', '.join(map(repr, sorted(whole.borrowed)))}, and lightstep uses their memory again in the next "
+                "update. Put tensor.clone() there"
+            )
         written = f"; it writes {', '.join(map(repr, names))} into its groups" if names else " (a norm of its own?)"
         return (
             f"{self._name} computes something over all its parameters together{written}, and lightstep applies it to "
@@ -345,18 +355,24 @@ class _Trial:
         states: list[dict[str, Any]] = [{} for _ in segments]
         owners = [groups[segment[0][0] // len(self._conditions.shapes)] for segment in segments]
         overflow = torch.zeros((), dtype=torch.float32, device=self._device)
-        tried = self._tried.prepared(self._arguments(), self._device)
+        tried, borrowed = self._tried.prepared(self._arguments(), self._device), set[str]()
         with undisturbed(self._device):
             for gradients in steps:
                 numbers = GroupValues(groups)
                 for i, segment in enumerate(segments):
-                    state = {key: _renewed(value) for key, value in states[i].items()}
+                    state = states[i]
                     seen = Matrix(masters[i].clone(), owners[i], state)
                     self._alive.append(seen)
-                    tried.update([(seen, _gathered(gradients, segment, whole))], overflow, numbers)
-                    masters[i], states[i] = seen.master, seen.state
+                    gradient = _gathered(gradients, segment, whole)
+                    lent = [each for each in (seen.master, gradient, *state.values()) if _is_in_a_record(each)]
+                    tried.update([(seen, gradient)], overflow, numbers)
+                    borrowed |= _borrowing(seen.state, lent)
+                    masters[i] = seen.master.clone()
+                    states[i] = {key: _renewed(value) for key, value in seen.state.items()}
+                    for each in lent:  # its memory has something else in the next update
+                        each.fill_(math.nan if each.is_floating_point() else 1)
                 numbers.write_back()
-        return _Outcome([master.detach() for master in masters], states, groups)
+        return _Outcome([master.detach() for master in masters], states, groups, borrowed=borrowed)
 
 
 @functools.lru_cache(maxsize=4)
@@ -386,6 +402,29 @@ def _gathered(values: Sequence[Tensor], segment: list[tuple[int, int, int]], who
 
 def _renewed(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _is_in_a_record(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter) and value.dim() > 0 and value.layout is torch.strided
+
+
+def _borrowing(state: Mapping[str, Any], lent: Sequence[Tensor]) -> set[str]:
+    """The names of entries that are no tensors, and hold some with memory of ``lent``."""
+    memory = {each.untyped_storage().data_ptr() for each in lent}
+    return {key for key, value in state.items() if not isinstance(value, Tensor) and _holds(value, memory)}
+
+
+def _holds(value: Any, memory: Container[int], depth: int = 4) -> bool:
+    """Whether it is a tensor in this memory, or has one."""
+    if isinstance(value, Tensor):
+        return value.layout is torch.strided and value.untyped_storage().data_ptr() in memory
+    if isinstance(value, Mapping):
+        values: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple, set, collections.deque)):
+        values = value
+    else:
+        values = getattr(value, "__dict__", {}).values()
+    return depth > 0 and any(_holds(each, memory, depth - 1) for each in values)
 
 
 def _has_gaps(value: Any) -> bool:

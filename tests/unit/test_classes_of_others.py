@@ -110,6 +110,25 @@ class QueuesGradients(EachParameter):
         p.sub_(queue[0], alpha=group["lr"])
 
 
+class QueuesTheGradientsThemselves(EachParameter):
+    """Which are other tensors in each step of a plain loop."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        queue = state.setdefault("queue", collections.deque(maxlen=3))
+        queue.append(grad)
+        p.sub_(queue[0], alpha=group["lr"])
+
+
+class KeepsOlderSums(EachParameter):
+    """In a list, before it makes the next one."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        sums, total = state.setdefault("sums", []), state.get("total", grad)
+        p.sub_(total if len(sums) < 2 else sums[-2], alpha=group["lr"])
+        state["total"] = total * 0.9 + grad
+        sums.append(total)
+
+
 class SmallStates(EachParameter):
     """As bitsandbytes and torchao: state of fewer than 4096 elements is kept in fp32."""
 
@@ -493,6 +512,8 @@ def test_values_that_differ_between_the_matrices_of_a_stack_are_refused() -> Non
     case=[
         (TableByParameter, "TableByParameter keeps buffers in attributes of its own.*self.state"),
         (TableById, "TableById"),
+        (QueuesTheGradientsThemselves, "keeps tensors that it was given.*in 'queue'.*clone"),
+        (KeepsOlderSums, "KeepsOlderSums keeps tensors that it was given.*in 'sums'.*clone"),
         (KeepsASlice, "KeepsASlice keeps 'rows' as a slice of a larger tensor.*clone"),
         (EstimatesARate, "EstimatesARate computes something over all its parameters together; it writes 'd' into"),
         (DifferentiatesGradients, "DifferentiatesGradients failed in the trial.*gradients that have no graph"),
