@@ -42,6 +42,7 @@ ADAMS = (torch.optim.AdamW, torch.optim.Adam)
 _CPU = torch.device("cpu")  # explicit everywhere: users may change torch's default device and dtype
 _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "defaults", "found_inf", "grad_scale"})
 _LARGE_ENOUGH = 136  # rows and columns: classes that factor moments do so from 128 on
+_PERIOD = 27  # steps; more than the periods after which classes drop an entry
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"})
 
 
@@ -193,8 +194,8 @@ class BaseArithmetic:
     def problem_without(
         self, missing: frozenset[str], parameter: Tensor, device: torch.device, settings: Mapping[str, Any]
     ) -> str | None:
-        """What goes wrong in an update of state that lacks these entries; ``None``: the class makes them again, or
-        such a parameter does not have them."""
+        """What goes wrong in an update of state that lacks these entries; ``None``: the class makes them again, it
+        drops them itself, or such a parameter does not have them."""
         setting, shape = copy.deepcopy(self.resolved(settings, device)), self._small_shape(parameter.shape)
         case = (missing, shape, device, repr(setting))
         if case not in self._problems:
@@ -215,7 +216,10 @@ class BaseArithmetic:
         probe.grad = torch.zeros_like(probe)
         with undisturbed(device), torch.no_grad():
             optimizer = self._construct([{**setting, "params": [probe]}], self._default_fused[device])
-            self._raw_step(optimizer)
+            for _ in range(_PERIOD):
+                self._raw_step(optimizer)
+                if not missing & optimizer.state[probe].keys():  # it has dropped them itself
+                    return None
             for key in missing & optimizer.state[probe].keys():
                 del optimizer.state[probe][key]
             try:

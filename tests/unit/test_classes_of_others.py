@@ -222,6 +222,18 @@ class ExchangesData(EachParameter):
         p.sub_(new.mul_(0.5).add_(grad).add_(old, alpha=0.3), alpha=group["lr"])
 
 
+class AddsUpGradients(EachParameter):
+    """Steps by the sum of four, and drops it."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state["t"] = state.get("t", 0) + 1
+        if state["t"] % 4 == 1:
+            state["sum"] = torch.zeros_like(p)
+        state["sum"].add_(grad)
+        if state["t"] % 4 == 0:
+            p.sub_(state.pop("sum"), alpha=group["lr"])
+
+
 class DrawsNumbers(EachParameter):
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         p.add_(grad + 0.1 * torch.rand_like(p), alpha=-group["lr"])
@@ -397,7 +409,7 @@ def test_a_group_without_gradients_counts_the_step(optimizer_class: Any, place: 
     way=["state_dict", "checkpoint", "copy"],
     optimizer_class=[
         *(CountsInStateFromTheStart, CountsInAttributes, CountsInItsGroup),
-        *(ExchangesData, SmallStates, LooksAhead, Projects),
+        *(AddsUpGradients, ExchangesData, SmallStates, LooksAhead, Projects),
         torch.optim.Adafactor,
     ],
 )
