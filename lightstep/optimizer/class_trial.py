@@ -106,6 +106,7 @@ class _Outcome:
     Attributes:
         random: the class has drawn random numbers.
         changed: attributes of the class's instance that changed and that cannot be carried from step to step.
+        on_parameters: attributes that the class has set on its parameters.
         borrowed: the names of entries that hold, in a list or an object, tensors whose memory is used again.
     """
 
@@ -114,6 +115,7 @@ class _Outcome:
     groups: list[dict[str, Any]]
     random: bool = False
     changed: list[str] = field(default_factory=list)
+    on_parameters: list[str] = field(default_factory=list)
     borrowed: set[str] = field(default_factory=set)
 
 
@@ -178,11 +180,21 @@ class _Trial:
 
     def needs_whole(self) -> bool:
         plain = self._run_plainly()
+        self._refuse_sparse(plain)
         whole = self._mixes_elements(plain)
         self._steps = _FEW_STEPS if whole else _STEPS
         plain = self._run_plainly()
         self._check_whole(plain)
         return whole or self._mixes_elements(plain)
+
+    def _refuse_sparse(self, plain: _Outcome) -> None:
+        entries = (item for state in plain.states for item in state.items() if isinstance(item[1], Tensor))
+        sparse = [(key, value.layout) for key, value in entries if value.layout is not torch.strided]
+        if sparse:
+            raise TypeError(
+                f"{self._name} keeps {sparse[0][0]!r} as a tensor of layout {sparse[0][1]}, and lightstep keeps dense "
+                "ones: use an optimizer whose state is dense"
+            )
 
     def _mixes_elements(self, plain: _Outcome) -> bool:
         """Whether joined and cut tensors get other bits. Random numbers depend on shapes: they are not compared."""
@@ -258,6 +270,11 @@ class _Trial:
                 f"{self._name} keeps {', '.join(map(repr, sliced))} as a slice of a larger tensor, and sums over it "
                 "have other last bits than over the slice alone, which is what lightstep keeps between steps. Put "
                 "slice.clone() into the state"
+            )
+        if plain.on_parameters:
+            return (
+                f"{self._name} sets {', '.join(plain.on_parameters)} on its parameters, and the tensors that lightstep "
+                "gives it are other objects in every step. Keep what belongs to a parameter in self.state[parameter]"
             )
         if whole.borrowed:
             return (
@@ -346,7 +363,9 @@ class _Trial:
             random = generators.drawn()
         states = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
         changed = sorted(_uncarried(before, _attributes(optimizer)))
-        return _Outcome([p.detach() for p in parameters], states, optimizer.param_groups, random, changed)
+        set_by_class = sorted({key for parameter in parameters for key in vars(parameter)})
+        values = [p.detach() for p in parameters]
+        return _Outcome(values, states, optimizer.param_groups, random, changed, set_by_class)
 
     def _run_as_lightstep(self, segments: Segments, whole: bool = False) -> _Outcome:
         """Each segment is a unit."""

@@ -253,6 +253,18 @@ class TableById(TableByParameter):
         p.add_(self.buffers.setdefault(id(p), torch.zeros_like(p)).mul_(0.9).add_(grad), alpha=-group["lr"])
 
 
+class MarksParameters(EachParameter):
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p._momentum = getattr(p, "_momentum", 0) * 0.9 + grad  # type: ignore[attr-defined]
+        p.sub_(p._momentum, alpha=group["lr"])  # type: ignore[attr-defined]
+
+
+class KeepsSparseState(EachParameter):
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.sub_(state.get("large", torch.zeros_like(p).to_sparse()).to_dense(), alpha=group["lr"])
+        state["large"] = (grad * (grad.abs() > 1)).to_sparse()
+
+
 class EstimatesARate(EachParameter):
     """As Prodigy: one estimate over all parameters of a group."""
 
@@ -524,6 +536,8 @@ def test_values_that_differ_between_the_matrices_of_a_stack_are_refused() -> Non
     case=[
         (TableByParameter, "TableByParameter keeps buffers in attributes of its own.*self.state"),
         (TableById, "TableById"),
+        (MarksParameters, "MarksParameters sets _momentum on its parameters.*self.state"),
+        (KeepsSparseState, "KeepsSparseState keeps 'large' as a tensor of layout torch.sparse_coo"),
         (QueuesTheGradientsThemselves, "keeps tensors that it was given.*in 'queue'.*clone"),
         (KeepsOlderSums, "KeepsOlderSums keeps tensors that it was given.*in 'sums'.*clone"),
         (KeepsASlice, "KeepsASlice keeps 'rows' as a slice of a larger tensor.*clone"),
