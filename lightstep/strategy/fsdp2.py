@@ -288,7 +288,13 @@ class FSDP2Strategy(ProcessGroupStrategy):
         return contextlib.nullcontext() if last or on_host else _no_sync(model)
 
     def _reshard(self, model: nn.Module) -> None:
-        """Reshard all units. The root stays unsharded after a forward: its parameters are no DTensors then."""
+        """Reshard all units. The root stays unsharded after a forward: its parameters are no DTensors then.
+
+        FSDP2 reshards nothing of the root that a forward has gathered until that forward ends.
+        """
+        inner = unwrap_model(model)
+        if isinstance(inner, FSDPModule):
+            _forget_interrupted(inner)
         for module in sharded_modules(model):
             cast(FSDPModule, module).reshard()
 
@@ -347,7 +353,7 @@ def _refuse_unsharded(optimizer: BaseOptimizer, shards: Mapping[Tensor, Place]) 
         )
 
 
-def _forget_interrupted(root: nn.Module, _: Any) -> None:
+def _forget_interrupted(root: nn.Module, *_: Any) -> None:
     forget_interrupted(root, any(optimizer.unreduced for optimizer in PreparedModel.of(root).optimizers))
 
 

@@ -347,7 +347,8 @@ class Program(Training):
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
 
     def interrupt(self, where: str) -> None:
-        """A forward or backward is as if it had not been; ``where``: as torch names the hook."""
+        """A forward is as if it had not been, and a backward is dropped; ``where``: as torch names the hook."""
+        self.inner.skipped = frozenset()
 
         def raising(*_: Any) -> None:
             raise KeyboardInterrupt
@@ -356,7 +357,8 @@ class Program(Training):
         with pytest.raises(KeyboardInterrupt):
             self.optimizer.backward(loss_of(self.model, self.batches, 3, self.rank, self.device))
         handle.remove()
-        self.optimizer.zero_grad()
+        if "backward" in where:
+            self.zero_grad()
 
     def zero_grad(self, whose: str = "optimizer") -> None:
         (self.model if whose == "model" else self.optimizer).zero_grad()
@@ -610,6 +612,7 @@ class Program(Training):
             "lr": [f"{group},{value}" for group in range(2) for value in (1e-3, 3e-3)],
             "clip": ["", "0.3", "1e4"],
             "read": ["", "0", "1"],
+            "interrupt": ["forward_pre", "forward"],
         }
         reduced = {
             "gradients": [

@@ -155,7 +155,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
         "micro penalty write_gradients refuse:written zero_grad micro penalty step", ("ddp, resident, bf16",),
     ),
     "a forward that is interrupted": (
-        "micro step interrupt:forward_pre micro step interrupt:forward micro step",
+        "micro interrupt:forward_pre step interrupt:forward_pre micro interrupt:forward step micro step",
         ("fsdp2, next_forward, bf16", *ON_THE_HOST),
     ),
     "a backward that is interrupted": (
