@@ -326,6 +326,22 @@ def sharded_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+@contextlib.contextmanager
+def showing_shards(model: nn.Module) -> Iterator[None]:
+    """In the body the parameters are the shards, also of what a forward has gathered, which stays gathered for its
+    backward: one that begins in the middle of the model gathers nothing of the root again."""
+    groups = (group for module in sharded_modules(model) for group in parameter_groups(module))
+    hidden = [part for group in groups for part in group.parts if part.sharded_state.name != "SHARDED"]
+    for part in hidden:
+        part._setattr_on_modules(part.sharded_param)
+    try:
+        yield
+    finally:
+        for part in hidden:
+            is_whole = part.sharded_state.name == "UNSHARDED"
+            part._setattr_on_modules(part._unsharded_param if is_whole else part._sharded_post_forward_param)
+
+
 def gathered_with(module: nn.Module, sharded: Iterable[nn.Module] = ()) -> list[nn.Parameter]:
     """The parameters that FSDP2 gathers for this FSDP module: those in no FSDP module below it.
 

@@ -37,7 +37,7 @@ from lightstep.rollout.publishing import PublishedWeights
 from lightstep.rollout.roles import ReinforcementLearning, Role, Roles, check_role, fsdp_version, prepare_inference
 from lightstep.rollout.transport import WeightTransport
 from lightstep.sharding.dtypes import planned_dtypes
-from lightstep.sharding.fsdp_groups import sharded_modules
+from lightstep.sharding.fsdp_groups import sharded_modules, showing_shards
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.parameter_reads import called_modules
 from lightstep.sharding.preparation import (
@@ -505,12 +505,12 @@ class Strategy(ABC):
 
     def _places(self, model: nn.Module) -> Mapping[torch.Tensor, Place]:
         """Each parameter's position in the model, in the order of use. Called when an optimizer sets up its state."""
-        self._reshard(model)
-        self._check_prepared(model)
-        for optimizer in self._optimizers_of(model):  # again: the model may have been sharded in the meantime
-            self._connect(model, optimizer)
         inner = unwrap_model(model)
-        return in_order_of_use(inner, places(inner))
+        with showing_shards(inner):
+            self._check_prepared(model)
+            for optimizer in self._optimizers_of(model):  # again: the model may have been sharded in the meantime
+                self._connect(model, optimizer)
+            return in_order_of_use(inner, places(inner))
 
     def _check_prepared(self, model: nn.Module) -> None:
         """Raise ``ConfigError`` if the model is not prepared for training by this strategy."""

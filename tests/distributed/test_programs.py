@@ -124,7 +124,9 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
         "zeros micro:without=1 step zeros micro:without=0 step " * 3,
         ("ddp, stream, fp32", "fsdp2, next_forward, fp32", "ddp, in_backward, fp32", "fsdp2, overlap, fp32"),
     ),
-    "a backward that begins in the middle": ("micro step middle step micro step", SHARDS),
+    "a backward that begins in the middle": (
+        "middle step micro step middle step", (*SHARDS, "fsdp2, in_backward, bf16, in_backward"),
+    ),
     "a penalty": (
         "micro:penalty step micro penalty step penalty micro step micro penalty:hand step micro micro:penalty step",
         NAMED_UNITS,
