@@ -612,7 +612,7 @@ class Program(Training):
             "lr": [f"{group},{value}" for group in range(2) for value in (1e-3, 3e-3)],
             "clip": ["", "0.3", "1e4"],
             "read": ["", "0", "1"],
-            "interrupt": ["forward_pre", "forward"],
+            "interrupt": ["forward_pre", "forward"],  # a step follows: until then the root has no shards to be read
         }
         reduced = {
             "gradients": [
@@ -633,7 +633,8 @@ class Program(Training):
         possible = anytime | (reduced if self.reduced else {}) | ({} if self.pending else between)
         name = chance.choice([name for group in (anytime, reduced, between) for name in group])
         given = possible.get(name, [])
-        return [f"{name}:{chance.choice(given)}"] if given else []
+        words = [f"{name}:{chance.choice(given)}"] if given else []
+        return [*words, *self._step()] if name == "interrupt" else words
 
 
 @contextlib.contextmanager
