@@ -45,10 +45,6 @@ class Run(Training):
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
         return torch.stack([shard.float().sum() for shard in shards]).sum()
 
-    def update(self) -> None:
-        self.optimizer.step()
-        self.steps += 1
-
 
 WRAPPED = {**FSDP2, "wrap": ["Linear"]}
 IN_BACKWARD = {"backend": "stream", "update": "in_backward"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import Counter
 from itertools import pairwise
@@ -21,6 +22,7 @@ from lightstep.distributed import local_tensor
 from lightstep.optimizer import queue
 from lightstep.optimizer.in_backward import FinalUpdates
 from lightstep.optimizer.overlap import SpeculativeUpdates
+from lightstep.optimizer.unit_updater import UnitUpdater
 from lightstep.state.record import Record
 from lightstep.state.ring import Ring, Slot
 from tests.distributed.models import CLASSES, Block, TinyTransformer
@@ -39,6 +41,7 @@ from tests.distributed.training import (
     assert_same_bits,
     same_tensors,
 )
+from tests.patience import PATIENCE
 
 CLIPPING = {"max_norm": 0.5}
 NEVER_PAUSES = mock.patch.object(SpeculativeUpdates, "_update_pause", lambda updates: setattr(updates, "_pause", 0))
@@ -155,17 +158,35 @@ def test_experts_on_a_mesh_of_their_own(rank: int) -> None:
 
 @on_ranks(LAYOUTS, "layout", ["hsdp"])
 def test_two_optimizers_at_once(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
-    """An actor and a critic: the weights of both are sent while both go on, in an order of each rank's own."""
+    """An actor and a critic: the weights of both are sent while both go on, in an order of each rank's own.
+
+    On a CPU the critic's updates begin when the actor's next forward has come to its blocks.
+    """
     values = {"sharding": sharding, "clipping": CLIPPING}
-    losses = Training(values).train(3)
+    losses = Training(values).train(4)
     pair = [Training({**values, "optimizer_state": DEFERRED}) for _ in range(2)]
     found = [[training.step() for training in pair]]
     for number, training in enumerate(pair):
         training.delay(100 + world_size * number + rank, 5e-3)
-    found += [[training.step() for training in pair] for _ in range(2)]
-    assert [list(each) for each in zip(*found, strict=True)] == [losses, losses]
-    for training in pair:
-        training.optimizer.close()
+    actor, critic = pair
+    update, runs_forward = UnitUpdater.update, threading.Event()
+    actor.inner.blocks[0].register_forward_pre_hook(lambda *_: runs_forward.set())
+
+    def late(self: UnitUpdater, *given: Any) -> None:
+        if self is critic.optimizer.engine.updater and threading.current_thread() is not threading.main_thread():
+            assert runs_forward.wait(PATIENCE), "no update is deferred"
+        update(self, *given)
+
+    with mock.patch.object(UnitUpdater, "update", late):
+        for _ in range(3):
+            found.append([training.backward() for training in pair])
+            runs_forward.clear()
+            for training in pair:
+                training.update()
+        runs_forward.set()
+        assert [list(each) for each in zip(*found, strict=True)] == [losses, losses]
+        for training in pair:
+            training.optimizer.close()
 
 
 class Deep(TinyTransformer):

@@ -118,7 +118,13 @@ class Training:
         return self.strategy.accumulate(self.model, last=last)
 
     def step(self, overflow: bool = False) -> list[float]:
-        """Losses of its micro-batches.
+        """:meth:`backward` and :meth:`update`."""
+        losses = self.backward(overflow)
+        self.update()
+        return losses
+
+    def backward(self, overflow: bool = False) -> list[float]:
+        """Losses of a step's micro-batches.
 
         Args:
             overflow: in the last micro-batch of rank 1.
@@ -131,10 +137,12 @@ class Training:
                 losses.append(loss.item())
                 self.optimizer.backward(loss)
         self.overflow = False
+        return losses
+
+    def update(self) -> None:
         self.result = self.optimizer.step()
         self.norms.append(self.result.grad_norm)
         self.steps += 1
-        return losses
 
     def train(self, steps: int) -> list[list[float]]:
         return [self.step() for _ in range(steps)]
