@@ -547,6 +547,7 @@ class _Job:
 
 def _thread_main(jobs: queue.SimpleQueue[_Job | None], status: _Status, name: str) -> None:
     """The body of a lane's thread."""
+    torch.get_num_threads()  # from here on LAPACK has as many as torch.set_num_threads says: others give other bits
     while (job := jobs.get()) is not None:
         _run(job, status, name)
         del job  # a job refers to its submitter, which must be collectable while the thread waits

@@ -48,6 +48,21 @@ def test_lanes_run_beside_each_other_and_beside_the_caller(lanes: Lanes) -> None
     lanes.synchronize()
 
 
+def test_a_lane_computes_with_as_many_threads_as_its_maker() -> None:
+    """The bits of a decomposition depend on their number."""
+    before, found = torch.get_num_threads(), list[torch.Tensor]()
+    matrix = torch.randn(160, 4) @ torch.randn(4, 32)
+    torch.set_num_threads(before + 1)
+    lanes = Lanes(CPU)
+    try:
+        lanes.compute.run(lambda: found.append(torch.linalg.svd(matrix, full_matrices=False).U))
+        lanes.synchronize()
+        assert torch.equal(found[0], torch.linalg.svd(matrix, full_matrices=False).U)
+    finally:
+        torch.set_num_threads(before)
+        lanes.close()
+
+
 def test_a_wait_is_not_for_records_after_it(lanes: Lanes) -> None:
     event, late, gate, done = lanes.event(), threading.Event(), threading.Event(), threading.Event()
     lanes.compute.run(late.wait)  # comes to its wait when the event has been recorded again
