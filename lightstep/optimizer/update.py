@@ -56,7 +56,6 @@ KEPT = "kept_by_class"
 """An entry of a group: what classes keep outside groups and parameters, by class (:meth:`GroupValues.kept`)."""
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_IMMUTABLE = (*_PLAIN, tuple)
 
 
 @dataclass(eq=False)
@@ -218,9 +217,7 @@ class GroupValues:
         changed = {
             key: value
             for key, value in seen.items()
-            if key not in ("params", "fused")
-            and not (type(value) in _IMMUTABLE and key in given and value is given[key])  # most of them
-            and not _is_as_given(value, given.get(key), initial.get(key))
+            if key not in ("params", "fused") and not _is_as_given(value, given.get(key), initial.get(key))
         }
         self._written.setdefault(id(group), {}).update(changed)
 
