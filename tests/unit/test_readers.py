@@ -548,6 +548,7 @@ def test_a_fork_neither_trains_nor_reads_state(name: str, history: History) -> N
     run.optimizer.synchronize()
     works: list[Callable[[], Any]] = [
         run.step,
+        lambda: run.optimizer.backward(run.model(run.ones()).float().sum()),
         run.optimizer.step,
         run.optimizer.state_dict,
         run.optimizer.synchronize,

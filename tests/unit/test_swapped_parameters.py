@@ -38,7 +38,7 @@ def network() -> nn.Module:
 
 @pytest.mark.parametrize("changed", [reload, lambda model: model.bfloat16()], ids=["swapped", "cast"])
 def test_a_backward_by_hand_that_nobody_has_watched_is_said(changed: Move) -> None:
-    """With one micro-batch nothing is wrong; from the next step on all are watched."""
+    """With one micro-batch nothing is wrong; from the next step or ``optimizer.backward()`` on all are watched."""
     strategy = lightstep.Strategy.load("resident")
     model = strategy.prepare_model(network())
     if changed is not reload:
@@ -52,6 +52,11 @@ def test_a_backward_by_hand_that_nobody_has_watched_is_said(changed: Move) -> No
             optimizer.step()
     for _ in range(2):
         model(inputs).float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    optimizer.zero_grad()
+    changed(model.float())
+    for _ in range(2):
+        optimizer.backward(model(inputs.to(model[0][0].weight.dtype)).float().square().mean())
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
