@@ -18,7 +18,6 @@ That reader never waits for an update.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -424,13 +423,7 @@ class Versions:
     def _add_spare(self, slab: HostSlab) -> None:
         self._spare[slab.nbytes].append(slab)
         if self._released:
-            self._close_spare()
-
-    def _close_spare(self) -> None:
-        for slabs in list(self._spare.values()):
-            with contextlib.suppress(IndexError):  # none is left: another thread may close some at the same time
-                while True:
-                    slabs.pop().close()
+            self._spare.clear()
 
     @property
     def in_use(self) -> bool:
@@ -498,7 +491,7 @@ class Versions:
             self._free(kept.slab)
         self._kept, self._wanted = {}, []
         self._released = True
-        self._close_spare()
+        self._spare.clear()
         self._bytes, self._full = 0, False
 
 
