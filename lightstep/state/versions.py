@@ -222,7 +222,6 @@ class Versions:
         self._kept: dict[WeightGroup, KeptWeights] = {}
         self._wanted: list[Record] = []  # whose weights the next forward keeps
         self.may_reserve = True
-        self._reserved = False  # speculative updates are wanted
         self._device_full = False
         self.device_copies: DeviceCopies | None = None
 
@@ -238,10 +237,9 @@ class Versions:
     def slot_bytes(self, record: Record) -> int:
         """Size of the record in the ring, with the previous weights that follow it to the host."""
         previous = self._previous.get(record)
-        if previous is not None:
-            return record.nbytes + (0 if previous.weights_on_host is None else previous.weights_nbytes)
-        follow = self._goes_to_host and self._reserved and not _rests_on_host(record)
-        return record.nbytes + (_size_of_weights(record) if follow else 0)
+        if previous is None or previous.weights_on_host is None:
+            return record.nbytes
+        return record.nbytes + previous.weights_nbytes
 
     @property
     def _goes_to_host(self) -> bool:
@@ -252,7 +250,6 @@ class Versions:
         """Allocate memory for speculative updates, outside of a step; returns the records with enough of it."""
         records = [record for record in records if record.slab is not None]
         self.may_reserve = False
-        self._reserved = self._reserved or bool(records)
         for gone in self._previous.keys() - set(records):
             self._free_previous(gone)
         wanted: dict[int, int] = defaultdict(int)
