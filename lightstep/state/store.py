@@ -330,7 +330,7 @@ class Store:
         Raises:
             torch.OutOfMemoryError: the device has no room. Nothing has changed, and this may be called again.
         """
-        if self._share is None and (not self._prepared or (self._on_host and self._residency.has_to_choose)):
+        if self._share is None and (not self._prepared or self._residency.has_to_choose):
             self._prepare()
 
     def _prepare(self) -> None:
@@ -565,7 +565,7 @@ class Store:
             self._computed = self.lanes.event() if self._computed is None else self._computed
             self.lanes.caller().record(self._computed)
         is_complete = self._staging.is_steady and self._staging.is_kept and not self._one_slot_each
-        self._prepared = is_complete and not (self._on_host and self._residency.has_to_choose)
+        self._prepared = is_complete and not self._residency.has_to_choose
         if self._one_slot_each:
             if self._ring is not None:
                 self._ring.free()
