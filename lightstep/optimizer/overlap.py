@@ -282,7 +282,7 @@ class SpeculativeUpdates(Early):
         if self._link_share.device.type != "cpu":
             self._link_share.adapt()
         plan, now = self._plan, (self._arrivals.changes, self._link_share.fraction)
-        holds = plan is not None and plan.made_for == now and not (written or self._pause)
+        holds = plan is not None and plan.made_for == now and not written
         if plan is not None and holds and self._backend.reserve_speculation(plan.candidates) is plan.ready:
             return plan
         return self._make_plan(groups, written)
