@@ -28,9 +28,11 @@ used: Counter[str] = Counter()
 
 def update(batch: AdamBatch, gradients: Sequence[Tensor], steps: Sequence[Tensor], call: AdamCall) -> None:
     """See :func:`lightstep.precision.adam_triton.update`."""
+    assert len({gradient.dtype for gradient in gradients}) == 1  # a kernel has one pointer type for all
     for marks in batch.marks:
         marks.zero_()
     for memory, gradient, step in zip(batch.memories, gradients, steps, strict=True):
+        assert gradient.is_contiguous() and gradient.numel() == memory.n
         _update(memory, gradient.view(-1), step, call.shared, call.numbers, *call.constants)
         if batch.fingerprints is not None:
             found, place = torch.zeros(1, dtype=torch.int32), batch.fingerprints[memory.number : memory.number + 1]

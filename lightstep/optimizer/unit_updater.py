@@ -508,7 +508,7 @@ def _plan(
         if memories is None:
             left.append(i)
             continue
-        by_part = len(memories) == len(own) and all(gradient.is_contiguous() for gradient in own)
+        by_part = alike and len(memories) == len(own)
         dtype = own[0].dtype if by_part else torch.float32
         head = memories[0]
         weight, low = head.tensors.weight, head.tensors.low

@@ -327,6 +327,16 @@ def test_a_running_maximum_that_the_group_does_not_ask_for_has_no_say(
     pair.check()
 
 
+def test_a_gradient_with_other_strides_than_its_neighbours(one_pass_on_cpu: Counter[str]) -> None:
+    """A hook of the user's may leave it so: it is copied with those that are updated together."""
+    pair = Pair(*ADAMS["AdamW"], {"lr": 1e-3}, backend="resident", max_norm=None)
+    for model in (pair.model, pair.reference_model):
+        for matrix in (p for p in model.parameters() if p.dim() == 2 and p.requires_grad):
+            matrix.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.t().contiguous().t()))
+    pair.train(3)
+    assert one_pass_on_cpu["split"] > 0
+
+
 class LateEntry(EachParameter):
     """Has state that its first update does not make."""
 
