@@ -186,7 +186,7 @@ def check_overflow_anywhere(rank: int, world_size: int, placed: list[Any], devic
     """An inf or NaN on one rank, in each parameter it has a part of, is an overflow on all."""
     sharded = [number for number, (_, mesh, _) in enumerate(placed) if mesh is not None]
     for number in sharded:
-        for norm_type, value in ((2.0, math.inf), (math.inf, math.nan)):
+        for norm_type, value in ((2.0, math.inf), (2.0, math.nan), (math.inf, math.nan)):
             parameters = make_parameters(placed, whole_values(placed, device))
             gradient = parameters[number].grad
             local = torch.empty(0) if gradient is None else local_tensor(gradient)
