@@ -599,7 +599,7 @@ def refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
     Raises:
         ValueError: with the names of two such parameters.
     """
-    entries = [(local.data_ptr(), name, local) for name, local in named if local.numel() and not local.is_meta]
+    entries = [(local.data_ptr(), name, local) for name, local in named if local.numel()]
     entries.sort(key=lambda entry: (str(entry[2].device), entry[0]))
     for (start, one, first), (other_start, other, second) in pairwise(entries):
         overlaps = first.device == second.device and other_start < start + first.nbytes
