@@ -144,3 +144,16 @@ def test_gradients_of_a_step_that_is_given_up_are_set_to_zero() -> None:
     optimizer.grad_norm()
     optimizer.zero_grad(set_to_none=False)
     assert {name for name, p in model.named_parameters() if p.grad is not None and not p.grad.any()} == with_gradient
+
+
+@pytest.mark.parametrize("update", ["at_step", "in_backward"])
+def test_gradients_of_the_last_step_alone_are_set_to_zero(update: str) -> None:
+    state = {"backend": "stream", "update": update}
+    strategy = Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+    model = strategy.prepare_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    for used in (model, model[0]):
+        optimizer.backward(used(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum())
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert [p.grad is not None for p in model.parameters()] == [True, True, False, False]
