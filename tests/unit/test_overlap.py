@@ -861,3 +861,15 @@ def test_a_spare_slab_that_a_snapshot_has_taken_is_none_for_updates_in_backward(
     assert verdicts.total() > before
     expected.train(9)
     assert_same(tested.snapshot(), expected.snapshot())
+
+
+def test_a_plan_holds_until_the_link_can_carry_less() -> None:
+    training = Training(OVERLAP, clipping=NEVER)
+    training.train(3)
+    early = training.optimizer.engine.queue.early
+    plan = early._plan
+    training.train(1)
+    assert early._plan is plan
+    early._link_share.fraction = 0.5
+    training.train(1)
+    assert 0 < len(early._plan.local) < len(plan.local)
