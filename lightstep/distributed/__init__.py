@@ -25,6 +25,7 @@ from lightstep.distributed.ranks import LostRankError, Ranks, RemoteRankError, i
 from lightstep.distributed.replicas import Replicas
 from lightstep.distributed.tensors import (
     Window,
+    dense_strides,
     differs_across_ranks,
     empty_in_order,
     fill_local,
@@ -53,6 +54,7 @@ __all__ = [
     "Replicas",
     "Rows",
     "Window",
+    "dense_strides",
     "differs_across_ranks",
     "empty_in_order",
     "fill_local",

@@ -95,12 +95,17 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     )  # as FSDP2; `from_local` would move the tensor to the mesh's device
 
 
+def dense_strides(like: Tensor) -> tuple[int, ...]:
+    """The strides of a copy, which has no gaps, and its dimensions in the same order in memory."""
+    return torch.empty_like(like, device="meta").stride()
+
+
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's dimensions as ``torch.Tensor.clone`` keeps them in memory, the outermost one first.
 
     A part of it in this order, of one row or empty, has the order, too.
     """
-    strides = torch.empty_like(tensor, device="meta").stride()
+    strides = dense_strides(tensor)
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], -tensor.shape[dim])))
 
 

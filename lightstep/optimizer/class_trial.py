@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from lightstep.distributed import dense_strides
 from lightstep.error_text import error_text
 from lightstep.optimizer.matrix_stack import Matrix
 from lightstep.optimizer.undisturbed import undisturbed
@@ -448,7 +449,7 @@ def _holds(value: Any, memory: Container[int], depth: int = 4) -> bool:
 
 def _has_gaps(value: Any) -> bool:
     """Whether a copy has other strides: it is a slice of a larger tensor, whose memory would not be kept."""
-    return isinstance(value, Tensor) and value.stride() != torch.empty_like(value, device="meta").stride()
+    return isinstance(value, Tensor) and value.stride() != dense_strides(value)
 
 
 def _keeps_other_shapes(outcome: _Outcome) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightstep.distributed import dense_strides
 from lightstep.optimizer.update import same_value
 from lightstep.state.segment import Segment
 
@@ -66,8 +67,8 @@ class MatrixStack:
             return rows[0]
         if isinstance(known, Tensor) and known.dim() and all(map(_is_same_memory, rows, known)):
             return known
-        strides = torch.empty_like(rows[0], device="meta").stride()
-        new = rows[0].new_empty_strided((len(rows), *rows[0].shape), (rows[0].numel(), *strides))
+        strides = (rows[0].numel(), *dense_strides(rows[0]))
+        new = rows[0].new_empty_strided((len(rows), *rows[0].shape), strides)
         return torch.stack(rows, out=new)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightstep.distributed import dense_strides
 from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.lanes import Lanes
 
@@ -257,7 +258,7 @@ def _is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill one range of memory, each once, as they are."""
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return tensor.is_contiguous() or dense_strides(tensor) == tensor.stride()
 
 
 def _flat(tensor: Tensor) -> Tensor:

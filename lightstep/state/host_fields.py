@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from lightstep.distributed import writes
+from lightstep.distributed import dense_strides, writes
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.lanes import Lanes
 from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
@@ -264,8 +264,7 @@ def _as(memory: Tensor, like: Tensor) -> Tensor:
 
 def _shaped(memory: Tensor, like: Tensor) -> Tensor:
     """With the shape and the order of elements (channels last) of ``like``."""
-    strides = torch.empty_like(like, device="meta").stride()
-    return memory[: like.numel()].as_strided(like.shape, strides)
+    return memory[: like.numel()].as_strided(like.shape, dense_strides(like))
 
 
 class StayingFields:

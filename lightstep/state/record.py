@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightstep.distributed import dense_strides
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.schema import Codec, Coded, Managed, Schema, Unit, aligned, entry_dtype
 
@@ -121,7 +122,7 @@ def make_layout(coding: Coding, entries: Mapping[str, Tensor], shape: Sequence[i
 
 def _entry_like(key: str, value: Tensor, shape: Sequence[int], owner: Managed) -> Entry:
     codec = owner.schema[key].codec if key in coded_entries(owner) else None
-    strides = torch.empty_like(value, device="meta").stride()
+    strides = dense_strides(value)
     is_row_major = strides == torch.empty(shape, device="meta").stride()
     if value.shape != torch.Size(shape) or (owner.whole_tensors and codec is None and not is_row_major):
         return Entry(key, value.dtype, tuple(value.shape), None, strides)
