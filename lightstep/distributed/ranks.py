@@ -92,8 +92,7 @@ class Ranks:
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
-                kind, text, *others = failure
-                raise RemoteRankError(f"rank {rank}: {text}", kind, *others)
+                raise RemoteRankError(rank, *failure)
         return self.gather(result)[0] if only_first else result
 
     def agree(self, step: Callable[[], int]) -> list[int]:
@@ -143,24 +142,25 @@ def _lost_ranks_named() -> Iterator[None]:
 
 
 class RemoteRankError(Exception):
-    """Another rank failed; ``kind`` is the name of its error's class, ``has_left`` that of :meth:`Ranks.leave`.
+    """Another rank failed: ``rank``, with ``text``. ``kind`` is the name of its error's class, ``has_left`` that of
+    :meth:`Ranks.leave`.
 
     ``ranks`` are those that its error names, if it has such an attribute.
     """
 
-    def __init__(self, message: str, kind: str, has_left: bool = False, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.kind, self.has_left, self.ranks = kind, has_left, ranks
+    def __init__(self, rank: int, text: str, kind: str, has_left: bool = False, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(f"rank {rank}: {text}")
+        self.rank, self.text, self.kind, self.has_left, self.ranks = rank, text, kind, has_left, ranks
 
 
 def _describe(error: BaseException, has_left: bool = False) -> tuple[str, str, bool, tuple[int, ...]]:
-    """The arguments of :class:`RemoteRankError` on the other ranks, the name of the error's class first."""
+    """The arguments of :class:`RemoteRankError` on the other ranks, without the rank."""
     kind, text = type(error).__name__, str(error)
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror
     elif not (isinstance(error, RuntimeError | TypeError) and text):
         text = f"{kind}: {text}"
-    return kind, text, has_left, getattr(error, "ranks", ())
+    return text, kind, has_left, getattr(error, "ranks", ())
 
 
 def _reraise(error: BaseException | None) -> None:

@@ -389,7 +389,7 @@ class Publication:
         try:
             told = self._ranks.agree(counted)
         except RemoteRankError as error:
-            raise WeightTransferError(f"trainer {str(error).removeprefix('rank ')}", error.ranks) from error
+            raise WeightTransferError(f"trainer {error.rank}: {error.text}", error.ranks) from error
         except (WeightTransferError, LostRankError):
             raise
         except Exception as error:
