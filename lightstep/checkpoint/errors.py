@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from lightstep.distributed import LostRankError, RemoteRankError
+
+Result = TypeVar("Result")
 
 
 class CheckpointError(RuntimeError):
@@ -29,6 +32,20 @@ class UnreadableError(CheckpointError):
 
 _KINDS = {kind.__name__: kind for kind in (TypeError, DamagedError, UnreadableError)}
 """Classes of another rank's error that are kept; every other one becomes a plain :class:`CheckpointError`."""
+
+
+def unless_damaged(read: Callable[[], Result]) -> Result | None:
+    """What ``read`` returns; ``None`` if it finds no checkpoint, or a damaged one.
+
+    Raises:
+        UnreadableError: which of these it is, is not known.
+    """
+    try:
+        return read()
+    except UnreadableError:
+        raise
+    except CheckpointError:
+        return None
 
 
 @contextmanager

@@ -28,12 +28,20 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, UnreadableError, error_text
+from lightstep.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    NotFoundError,
+    UnreadableError,
+    error_text,
+    unless_damaged,
+)
 from lightstep.checkpoint.storage import (
     FolderKind,
     UrlPath,
@@ -197,23 +205,15 @@ def _newest_first(root: Path, entries: list[Path]) -> list[Path]:
 
 def is_complete(path: Path) -> bool:
     """Whether a checkpoint with all of its files is at ``path``, or under a temporary name that a crash left."""
-    try:
-        find_checkpoint(path)
-    except UnreadableError:
-        raise
-    except CheckpointError:
-        return False
-    return True
+    return unless_damaged(partial(find_checkpoint, path)) is not None
 
 
 def _is_resumable(path: Path, with_state: bool = False) -> bool:
     """Whether the checkpoint is complete, was not saved with ``weights_only``, and has optimizer state if asked for."""
-    try:
-        _, manifest = find_checkpoint(path)
-    except UnreadableError:
-        raise
-    except CheckpointError:  # incomplete, or another process has removed it
+    found = unless_damaged(partial(find_checkpoint, path))
+    if found is None:  # incomplete, or another process has removed it
         return False
+    _, manifest = found
     return not manifest.get("weights_only") and not (with_state and manifest.get("groups") is None)
 
 
@@ -242,12 +242,8 @@ def _newest_complete(folders: Iterable[Path]) -> Path | None:
 def _counters(folders: Iterable[Path], read: Callable[[Path], Manifest]) -> Iterator[tuple[Path, int]]:
     """The checkpoints among ``folders``, each with the counter that orders them."""
     for folder in folders:
-        try:
-            yield folder, read(folder)["counter"]
-        except UnreadableError:
-            raise
-        except CheckpointError:
-            continue
+        if (manifest := unless_damaged(partial(read, folder))) is not None:
+            yield folder, manifest["counter"]
 
 
 # -- the manifest ------------------------------------------------------------------------------------------------------
@@ -399,13 +395,7 @@ def unreplaced(folder: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        try:
-            is_unchanged = _read(folder) == manifest
-        except UnreadableError:
-            raise
-        except CheckpointError:
-            is_unchanged = False
-        if not is_unchanged:
+        if unless_damaged(partial(_read, folder)) != manifest:
             raise CheckpointError(f"{folder} was replaced or removed while it was read; load again")
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightstep.checkpoint.background import workers
-from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, UnreadableError, error_text
+from lightstep.checkpoint.errors import DamagedError, NotFoundError, error_text, unless_damaged
 from lightstep.checkpoint.layout import (
     FORMAT,
     INDEX,
@@ -391,12 +391,8 @@ def verify(path: Path) -> Verified:
 
 def is_undamaged(path: Path) -> bool:
     """Whether :func:`verify` finds a checkpoint without damage."""
-    try:
-        return not verify(path).damage
-    except UnreadableError:
-        raise
-    except CheckpointError:
-        return False
+    found = unless_damaged(partial(verify, path))
+    return found is not None and not found.damage
 
 
 def newest_undamaged_before(path: Path, with_state: bool) -> Path | None:
