@@ -165,26 +165,17 @@ class _SyncedFile(io.FileIO):
 # -- URLs --------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class UrlPath:
     """The methods of ``pathlib.Path`` that checkpoints need, for a URL. Listings are not cached: others may write."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+    _url: str
 
     def __truediv__(self, name: str) -> UrlPath:
         return UrlPath(f"{self._url}/{name}")
 
     def __str__(self) -> str:
         return self._url
-
-    def __repr__(self) -> str:
-        return f"UrlPath({self._url!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, UrlPath) and str(other) == self._url
-
-    def __hash__(self) -> int:
-        return hash(self._url)
 
     @property
     def name(self) -> str:
@@ -325,7 +316,7 @@ def location(path: str | os.PathLike[str]) -> Path:
         CheckpointError: a ``Path`` was made of a URL.
     """
     if isinstance(path, UrlPath) or "://" in str(path):
-        return cast(Path, UrlPath(str(path)))
+        return cast(Path, UrlPath(str(path).rstrip("/")))
     if is_url(path):
         raise CheckpointError(f"{str(path)!r} is a pathlib.Path that was made of a URL; pass the URL as a string")
     return Path(path).expanduser()
