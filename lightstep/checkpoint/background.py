@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ class Worker:
         self._thread = threading.Thread(target=context.run, args=(self._run,), name="checkpoint-worker", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -301,40 +301,34 @@ def write_tensors(folder: Path, sources: Sequence[Source], rank: int = 0) -> Ind
                 in_flight_bytes -= nbytes
             writer = min(writers, key=lambda writer: writer.nbytes)
             tensor = _fetch(source)
-            in_flight.append((source.nbytes, writer.submit(source, tensor)))
+            in_flight.append((source.nbytes, writer.write(source, tensor)))
             del tensor
             in_flight_bytes += source.nbytes
         written += [future.result() for _, future in in_flight]
-        for closed in [writer.submit_close() for writer in writers]:
+        for closed in [writer.submit(writer.close) for writer in writers]:
             closed.result()
     return merge_indices(written)
 
 
-class _Writer:
+class _Writer(Worker):
     """A worker that writes one file after another."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
+        super().__init__()
         self.nbytes = 0
         """Bytes submitted so far."""
         self._folder, self._prefix = folder, prefix
         self._files = 0
         self._file: _ChecksummedFile | None = None
-        self._worker = Worker()
-
-    def __enter__(self) -> _Writer:
-        return self
 
     def __exit__(self, *error: Any) -> None:
-        self._worker.__exit__(*error)
+        super().__exit__(*error)
         if self._file is not None:
             self._file.stream.close()
 
-    def submit(self, source: Source, tensor: Tensor) -> Future[Index]:
+    def write(self, source: Source, tensor: Tensor) -> Future[Index]:
         self.nbytes += source.nbytes
-        return self._worker.submit(lambda: self._write(source, tensor))
-
-    def submit_close(self) -> Future[None]:
-        return self._worker.submit(self._close)
+        return self.submit(partial(self._write, source, tensor))
 
     def _write(self, source: Source, tensor: Tensor) -> Index:
         if self._file is None:
@@ -346,10 +340,11 @@ class _Writer:
         source.on_written()
         chunk = Chunk(shard.offsets, shard.lengths, file.name, start, file.nbytes - start, file.checksum)
         if file.nbytes >= FILE_BYTES:
-            self._close()
+            self.close()
         return {source.key: StoredTensor(source.dtype, shard.shape, (chunk,))}
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """A task: end the file."""
         file, self._file = self._file, None
         if file is not None:
             file.stream.close()
