@@ -104,8 +104,7 @@ class LlamaShape:
         config = self.config(max_position_embeddings=length)
         with device:
             model = Llama._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        made: Llama = model.to(dtype)
-        return made
+        return model.to(dtype)
 
     def config(self, **settings: Any) -> LlamaConfig:
         """The transformers configuration with these sizes and further ``settings``."""
@@ -141,8 +140,7 @@ class WithChunkedLoss:
 
     @property
     def layers(self) -> nn.ModuleList:
-        blocks: nn.ModuleList = self.model.layers
-        return blocks
+        return self.model.layers
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """`tokens`, `targets`: [sequences, length] token ids; `targets` are the tokens shifted by one."""

@@ -50,8 +50,7 @@ class TorchResident(Contender):
         self._optimizers = self.make_optimizers(task.optimizer)
 
     def make_model(self, task: Task) -> nn.Module:
-        model: nn.Module = task.model_for_peers()
-        return model
+        return task.model_for_peers()
 
     def make_optimizers(self, name: str) -> list[torch.optim.Optimizer]:
         return torch_optimizers(name, self.model, self._masters, **self.implementation)
@@ -361,8 +360,7 @@ class InjectionModule(nn.Module):
         self.gradients: Sequence[Tensor] = ()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _InjectGradients.apply(x, self.gradients, *self.parameters())
-        return out
+        return _InjectGradients.apply(x, self.gradients, *self.parameters())
 
 
 class Fsdp2Offload(Contender):
@@ -528,8 +526,7 @@ class Dion(TorchResident):
         if world_size() > 1:
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
             self._mesh = shard(model, model.layers, task.device, policy)
-        whole: nn.Module = model
-        return whole
+        return model
 
     def make_optimizers(self, name: str) -> list[torch.optim.Optimizer]:
         matrices, rest = split_matrices(self.model, self._masters)

@@ -172,8 +172,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The global 2-norm, 0-dim fp32, for gradients of any dtype."""
     norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

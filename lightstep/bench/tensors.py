@@ -28,8 +28,7 @@ class Adapter(nn.Module):
         self.down, self.up = nn.Linear(_WIDTH, _RANK, bias=False), nn.Linear(_RANK, _WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.up(self.down(x))
-        return out
+        return x + self.up(self.down(x))
 
 
 class Expert(nn.Module):
@@ -41,8 +40,7 @@ class Expert(nn.Module):
         self.down = nn.Linear(_EXPERT, _WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-        return out
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
 class Layers(nn.Module):

@@ -100,8 +100,7 @@ def find_senders(tensors: Sequence[NamedTensor], ranks: Ranks) -> Mapping[str, i
     """
     gathered = ranks.gather((holders(tensors), _held_by_others(tensors)))
     _refuse_duplicates(several_holders(held for held, _ in gathered))
-    senders: Mapping[str, int] = gathered[0][1]
-    return senders
+    return gathered[0][1]
 
 
 def _held_by_others(tensors: Iterable[NamedTensor]) -> dict[str, int]:

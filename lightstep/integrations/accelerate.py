@@ -259,8 +259,7 @@ class LightstepAccelerator(SavesFolders, Accelerator):
             model = self.strategy.prepare_model(model)
         self.strategy.place_weights(model)
         # In evaluation mode accelerate adds autocast and torch.compile, but does not wrap or move the model.
-        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
-        return prepared
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _shard(self, model: nn.Module, optimizer: BaseOptimizer) -> nn.Module:
         """Let accelerate's FSDP2 plugin shard the model, under a policy that follows ``precision``."""

@@ -308,8 +308,7 @@ class Crossing:
 
 
 def _width(dtype: str) -> int:
-    width: int = getattr(torch, dtype).itemsize
-    return width
+    return getattr(torch, dtype).itemsize
 
 
 # -- the time of an iteration -----------------------------------------------------------------------------------------

@@ -406,8 +406,7 @@ def tensors_in_files(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[st
     models: Any = sys.modules.get("transformers.modeling_utils")
     if conversions is None or models is None or not isinstance(model, models.PreTrainedModel):
         return dict(tensors)
-    found: dict[str, Tensor] = conversions.revert_weight_conversion(model, dict(tensors))
-    return found
+    return conversions.revert_weight_conversion(model, dict(tensors))
 
 
 def infos_in_files(model: nn.Module, buckets: Sequence[Sequence[WeightInfo]]) -> list[list[WeightInfo]]:
