@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightstep.checkpoint.errors import CheckpointError, error_text, list_names
 from lightstep.checkpoint.formats.files import enum_member, load_bytes
-from lightstep.checkpoint.formats.plain_torch import MODEL_KEYS, OPTIMIZER_KEYS, SCALER_KEYS, SCHEDULER_KEYS, own_extra
-from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step, scale_from_torch, step_tensor
+from lightstep.checkpoint.formats.plain_torch import MODEL_KEYS, OPTIMIZER_KEYS, SCALER_KEYS, SCHEDULER_KEYS, add_rest
+from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step, step_tensor
 from lightstep.checkpoint.run_state import same_settings
 from lightstep.checkpoint.tensors import Chunk, StoredTensor
 from lightstep.optimizer.param_groups import clean_name
@@ -203,12 +203,7 @@ def _add_rest(state: TrainingState, rest: dict[str, Any]) -> None:
             state.notes.append(f"{key} was left out: it has {nbytes / 2**30:.1f} GiB of tensors, and is not the model")
         else:
             kept[key] = tree_map_only(LazyTensor, LazyTensor.read, value)
-    for keys, name in ((SCHEDULER_KEYS, "scheduler"), (SCALER_KEYS, "loss_scale")):
-        found = next((key for key in keys if isinstance(kept.get(key), dict) and kept[key]), None)
-        if found is not None:
-            value = kept.pop(found)
-            setattr(state, name, value if name == "scheduler" else scale_from_torch(value))
-    state.extra = own_extra(kept)
+    add_rest(state, kept)
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------

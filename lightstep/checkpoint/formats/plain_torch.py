@@ -38,6 +38,8 @@ OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 SCHEDULER_KEYS = ("scheduler", "scheduler_state_dict", "lr_scheduler")
 SCALER_KEYS = ("scaler", "scaler_state_dict", "grad_scaler")
 TRAINER_STATE = "trainer_state.json"
+MARK = "lightstep"
+"""The section of a file that a conversion wrote."""
 
 
 def read_torch_file(path: Path, naming: Naming) -> TrainingState:
@@ -52,40 +54,39 @@ def read_torch_file(path: Path, naming: Naming) -> TrainingState:
         raise CheckpointError(f"{path} holds no dictionary with a model's state dict under {', '.join(MODEL_KEYS)}")
     weights, aliases, notes = module_tensors(content[key])
     state = TrainingState("torch", weights, aliases=aliases, notes=notes)
-    found = {name: next((k for k in keys if content.get(k)), None) for name, keys in _PARTS.items()}
-    if found["optimizer"]:
-        add_optimizer(state, content[found["optimizer"]], naming)
-    _read_rest(state, content, found, {key, *filter(None, found.values())})
+    rest = {name: value for name, value in content.items() if name != key}
+    if optimizer := next((k for k in OPTIMIZER_KEYS if rest.get(k)), None):
+        add_optimizer(state, rest.pop(optimizer), naming)
+    if isinstance(section := rest.get(MARK), dict):
+        state.format = "torch (converted)"
+        state.optimizer_class, state.loss_scale = rest.get("optimizer_class"), rest.get("loss_scale")
+        state.random, state.modules = list(rest.get("random") or []), dict(rest.get("modules") or {})
+        state.extra, state.world_size = dict(rest.get("extra") or {}), rest.get("world_size")
+        state.scheduler, state.scheduler_class = rest.get("scheduler"), section.get("scheduler_class")
+        _cast_back(state, section.get("trained_in") or {})
+    else:
+        add_rest(state, rest)
     return state
 
 
-_PARTS = {"optimizer": OPTIMIZER_KEYS, "scheduler": SCHEDULER_KEYS, "scaler": SCALER_KEYS}
+def add_rest(state: TrainingState, rest: dict[str, Any]) -> None:
+    """Add what the user saved beside model and optimizer: the scheduler, the scaler, and ``extra``, which is the rest.
 
-
-def _read_rest(
-    state: TrainingState, content: Mapping[str, Any], found: Mapping[str, str | None], used: set[str]
-) -> None:
-    if found["scheduler"]:
-        state.scheduler = content[found["scheduler"]]
-    if found["scaler"]:
-        state.loss_scale = scale_from_torch(content[found["scaler"]])
-    if isinstance(section := content.get("lightstep"), dict):
-        state.format = "torch (converted)"
-        state.optimizer_class, state.loss_scale = content.get("optimizer_class"), content.get("loss_scale")
-        state.random, state.modules = list(content.get("random") or []), dict(content.get("modules") or {})
-        state.extra, state.world_size = dict(content.get("extra") or {}), content.get("world_size")
-        state.scheduler_class = section.get("scheduler_class")
-        _cast_back(state, section.get("trained_in") or {})
-    else:
-        state.extra = own_extra({key: value for key, value in content.items() if key not in used})
-
-
-def own_extra(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user saved beside the known parts. Entries of a dictionary ``extra`` are entries of the whole."""
+    Entries of a dictionary ``extra`` are entries of the whole.
+    """
+    state.scheduler = _taken(rest, SCHEDULER_KEYS)
+    if scaler := _taken(rest, SCALER_KEYS):
+        state.loss_scale = scale_from_torch(scaler)
     extra = rest.get("extra")
-    if not isinstance(extra, Mapping) or extra.keys() & rest.keys():
-        return dict(rest)
-    return {**{key: value for key, value in rest.items() if key != "extra"}, **extra}
+    if isinstance(extra, Mapping) and not extra.keys() & rest.keys():
+        rest = {**{key: value for key, value in rest.items() if key != "extra"}, **extra}
+    state.extra = rest
+
+
+def _taken(rest: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    """Remove the first of these that there is, unless it is empty."""
+    found = next((key for key in keys if isinstance(rest.get(key), Mapping) and rest[key]), None)
+    return None if found is None else rest.pop(found)
 
 
 def _cast_back(state: TrainingState, trained_in: Mapping[str, str]) -> None:
@@ -249,9 +250,6 @@ def _trainer_groups(model: ParameterOrder | None) -> Grouping:
     """Trainer's two groups: parameters with weight decay, then those without (biases and norms)."""
     decayed = model.decayed if model is not None and model.decayed is not None else frozenset()
     return lambda order: [[n for n in order if n in decayed], [n for n in order if n not in decayed]]
-
-
-MARK = "lightstep"
 
 
 def write_torch(state: TrainingState, path: Path) -> None:
