@@ -225,13 +225,13 @@ def scale_from_torch(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def scale_to_torch(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state as ``torch.amp.GradScaler.load_state_dict`` accepts it."""
-    settings = _settings(state)
+    """The state as ``torch.amp.GradScaler.load_state_dict`` accepts it. Settings that are missing are lightstep's."""
+    default, settings = DynamicLossScale(), state.get("settings", {})
     return {
         "scale": float(state["scale"]),
-        "growth_factor": float(settings["growth_factor"]),
-        "backoff_factor": float(settings["backoff_factor"]),
-        "growth_interval": int(settings["growth_interval"]),
+        "growth_factor": float(settings.get("growth_factor", default.growth_factor)),
+        "backoff_factor": float(settings.get("backoff_factor", default.backoff_factor)),
+        "growth_interval": int(settings.get("growth_interval", default.growth_interval)),
         "_growth_tracker": max(int(state["good_steps"]), 0),
     }
 
@@ -243,10 +243,3 @@ def scale_from_lightrft(state: Mapping[str, Any]) -> dict[str, Any]:
         "good_steps": int(state["_growth_step"]),
         "hysteresis_left": max(_LIGHTRFT_HYSTERESIS - int(state["_hysteresis_step"]), 0),
     }
-
-
-def _settings(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in the state, with lightstep's defaults for those that are missing."""
-    default = DynamicLossScale()
-    names = ("growth_interval", "growth_factor", "backoff_factor", "hysteresis", "min_scale")
-    return {**{name: getattr(default, name) for name in names}, **state.get("settings", {})}
