@@ -61,14 +61,6 @@ _BLOCK = 8 * 2**20
 _SEAL = b'"crc32": "%08x"\n}'
 
 
-def crc32_of(blocks: Iterable[bytes]) -> int:
-    """The checksum of all blocks together."""
-    checksum = 0
-    for block in blocks:
-        checksum = crc32(block, checksum)
-    return checksum
-
-
 def seal(content: dict[str, Any]) -> bytes:
     """``content`` as JSON, with the checksum of all text before it as the last key."""
     text = json.dumps(content, indent=1).encode().removesuffix(b"\n}") + b",\n "
@@ -88,7 +80,7 @@ def unseal(text: bytes) -> tuple[dict[str, Any], bool]:
 
 def size_and_checksum(file: Path) -> tuple[int, int]:
     """Size and CRC-32 of a file."""
-    return file.stat().st_size, crc32_of(_blocks(file))
+    return file.stat().st_size, _checksum(file)
 
 
 def check_file(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
@@ -101,7 +93,7 @@ def check_file(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
     expected = manifest["checksums"][name]
     try:
         with reading(folder / name, listed=True):
-            found = crc32_of(_blocks(folder / name))
+            found = _checksum(folder / name)
     except OSError as error:
         raise DamagedError(f"{folder / name} cannot be read: {error_text(error)}") from error
     if found != expected:
@@ -119,10 +111,12 @@ def check_files(folder: Path, manifest: Mapping[str, Any], names: Iterable[str])
             check_file(folder, manifest, name)
 
 
-def _blocks(file: Path) -> Iterator[bytes]:
+def _checksum(file: Path) -> int:
+    checksum = 0
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK):
-            yield block
+            checksum = crc32(block, checksum)
+    return checksum
 
 
 MANIFEST = "lightstep.json"

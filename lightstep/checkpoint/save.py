@@ -71,7 +71,7 @@ from lightstep.checkpoint.run_state import (
     without_base,
 )
 from lightstep.checkpoint.saved import check_loadable, fingerprint, is_undamaged, random_states, write_state
-from lightstep.checkpoint.storage import location, recover_interrupted, storage_for, write_file
+from lightstep.checkpoint.storage import is_nothing, location, recover_interrupted, storage_for, write_file
 from lightstep.checkpoint.tensors import (
     Index,
     Source,
@@ -364,7 +364,8 @@ def _finish(temporary: Path, target: Path, content: _Content, parts: Sequence[di
     groups = None
     if "optimizer" in state:
         state["optimizer"]["values"] = {name: value for part in parts for name, value in part["values"].items()}
-        groups = [_union(members) for members in zip(*(part["groups"] for part in parts), strict=True)]
+        of_ranks = zip(*(part["groups"] for part in parts), strict=True)  # in the order in which names first appear
+        groups = [list(dict.fromkeys(itertools.chain(*names))) for names in of_ranks]
     manifest = {
         **content.manifest,
         "groups": groups,
@@ -381,11 +382,6 @@ def warn_if_different(extras: Iterable[int], target: Path) -> None:
             "dictionary with those of all ranks (torch.distributed.all_gather_object)",
             target,
         )
-
-
-def _union(names: Iterable[Iterable[str]]) -> list[str]:
-    """All names once, in the order in which they first appear."""
-    return list(dict.fromkeys(itertools.chain.from_iterable(names)))
 
 
 # -- what is written is made independent of training ------------------------------------------------------------------
@@ -581,13 +577,9 @@ class Retention:
 def _checkpoints(folder: Path) -> list[Path]:
     """Checkpoints, complete or not, and empty folders, which a crash during a removal may leave."""
     try:
-        return [entry for entry in folder.iterdir() if CHECKPOINT.is_ours(entry) or _is_empty(entry)]
+        return [entry for entry in folder.iterdir() if CHECKPOINT.is_ours(entry) or is_nothing(entry)]
     except OSError:  # nothing has been saved yet
         return []
-
-
-def _is_empty(entry: Path) -> bool:
-    return entry.is_dir() and not any(entry.iterdir())
 
 
 def _split(name: str) -> tuple[str | None, int]:
