@@ -10,8 +10,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -182,17 +184,8 @@ class _Scaler:
     def __init__(self, optimizer: BaseOptimizer) -> None:
         self._optimizer = optimizer
 
-    def scale(self, loss: Tensor) -> _ScaledLoss:
-        return _ScaledLoss(self._optimizer, loss)
-
-
-@dataclass
-class _ScaledLoss:
-    optimizer: BaseOptimizer
-    loss: Tensor
-
-    def backward(self) -> None:
-        self.optimizer.backward(self.loss)
+    def scale(self, loss: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(backward=partial(self._optimizer.backward, loss))
 
 
 def _strategy(engine_config: Any, optimizer_config: Any) -> Strategy:
