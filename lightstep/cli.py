@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from lightstep.bench.command import bench
+from lightstep.bench.command import bench, whole_number
 
 if TYPE_CHECKING:
     from lightstep.checkpoint.saved import Verified
@@ -35,9 +35,8 @@ _Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Continue from the newest complete checkpoint of the run. --resume auto: from the "
-        "newest undamaged one, or "
-        "from the beginning if there is none.",
+        help="Continue from the newest complete checkpoint of the run. --resume auto: from the newest undamaged one, "
+        "or from the beginning if there is none.",
     ),
 ]
 _Strategy = Annotated[str | None, typer.Option(help="Name or file of a strategy, instead of the one in CONFIG.")]
@@ -148,10 +147,8 @@ def plan(
     strategy: Annotated[
         str | None, typer.Option(help="Names or files, separated by commas. Default: all that fit the number of GPUs.")
     ] = None,
-    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="Number of GPUs.")] = 1,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="GPUs of each node. Default: all are on one.")
-    ] = None,
+    gpus: Annotated[int, whole_number("Number of GPUs.")] = 1,
+    gpus_per_node: Annotated[int | None, whole_number("GPUs of each node. Default: all are on one.")] = None,
     network: Annotated[
         float | None,
         typer.Option(
@@ -159,9 +156,9 @@ def plan(
             help="GB/s between nodes: each way, of each GPU's network interface. 50 is 400 Gb/s per GPU.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens per micro-batch on each GPU.")] = 16_384,
-    sequence: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens per sequence.")] = 4096,
-    micro_batches: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches per optimizer step.")] = 1,
+    tokens: Annotated[int, whole_number("Tokens per micro-batch on each GPU.", 2)] = 16_384,
+    sequence: Annotated[int, whole_number("Tokens per sequence.", 2)] = 4096,
+    micro_batches: Annotated[int, whole_number("Micro-batches per optimizer step.")] = 1,
     optimizer: Annotated[
         str,
         typer.Option(
@@ -188,8 +185,8 @@ def plan(
     profile: Annotated[
         str | None,
         typer.Option(
-            help="H100, H200, A100, B200 or GH200; H100+pcie4 selects another link. Default: this "
-            "machine's GPU, or H100."
+            help="H100, H200, A100, B200 or GH200; H100+pcie4 selects another link. Default: this machine's GPU, or "
+            "H100."
         ),
     ] = None,
     measure: Annotated[

@@ -49,6 +49,11 @@ _ALLOWED = {
 _COMMON = {"output", "device", "seed"}
 
 
+def whole_number(text: str, least: int = 1) -> Any:
+    """An option that is a whole number."""
+    return typer.Option(metavar="N", min=least, help=text)
+
+
 def bench(
     strategies: Annotated[
         str,
@@ -84,29 +89,23 @@ def bench(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations 4 and 2; small models 6 and 2; "
-            "tensors 5; timeline 2.",
+        whole_number(
+            "Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations 4 and 2; small models 6 and 2; "
+            "tensors 5; timeline 2."
         ),
     ] = None,
     warmup: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU and with --tensors; small models 10, 1, "
-            "and 2 in later rounds.",
+        whole_number(
+            "Untimed steps before them. Default: 2 on a GPU, 1 on a CPU and with --tensors; small models 10, 1, "
+            "and 2 in later rounds."
         ),
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="How many times each contender is built and timed, in turn. Default: 2; iterations 1; tensors 3. "
-            "Small models stay in memory: 12 on a GPU, 1 on a CPU.",
+        whole_number(
+            "How many times each contender is built and timed, in turn. Default: 2; iterations 1; tensors 3. "
+            "Small models stay in memory: 12 on a GPU, 1 on a CPU."
         ),
     ] = None,
     optimizer: Annotated[
@@ -163,21 +162,13 @@ def bench(
         ),
     ] = None,
     sequence: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU."),
+        int | None, whole_number("Iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU.")
     ] = None,
     max_norm: Annotated[
         float | None,
         typer.Option(help="Iterations: the global norm to clip to. Default: 1, which clips the first steps."),
     ] = None,
-    clip_every: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Iterations: clip every N-th step, whatever its norm.",
-        ),
-    ] = None,
+    clip_every: Annotated[int | None, whole_number("Iterations: clip every N-th step, whatever its norm.")] = None,
 ) -> None:
     """Measure strategies and other libraries side by side on this machine. Default: one optimizer step of a Llama.
 
@@ -248,6 +239,7 @@ def plan(mode: str, given: Mapping[str, Any], folder: Path) -> Run:
     from lightstep.bench.machine import Ranks, local_device, share_cores
     from lightstep.bench.run import Effort, Run, parse_peers
     from lightstep.bench.strategies import parse_strategies
+    from lightstep.paths import local_path
 
     device = local_device(given.get("device"))
     options = {**_DEFAULTS[mode][device.type == "cuda"], **given}
@@ -259,13 +251,10 @@ def plan(mode: str, given: Mapping[str, Any], folder: Path) -> Run:
         raise ValueError("--strategies none and no --peers: nothing to measure")
     share_cores(tasks[0].threads)
     effort = Effort(int(options["steps"]), int(options["warmup"]), int(options["rounds"]))
-    return Run.create(tasks, effort, Ranks(device), entries, _expanded(given.get("checkpoints")))
-
-
-def _expanded(checkpoints: Path | None) -> Path | None:
-    from lightstep.paths import local_path
-
-    return checkpoints and local_path(checkpoints, "checkpoints are timed on local folders")
+    folder_of_saves = given.get("checkpoints")
+    if folder_of_saves is not None:
+        folder_of_saves = local_path(folder_of_saves, "checkpoints are timed on local folders")
+    return Run.create(tasks, effort, Ranks(device), entries, folder_of_saves)
 
 
 def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: Path) -> Sequence[Task]:
