@@ -95,15 +95,15 @@ class Ranks:
                 raise RemoteRankError(rank, *failure)
         return self.gather(result)[0] if only_first else result
 
-    def agree(self, step: Callable[[], int]) -> list[int]:
+    def agree(self, step: Callable[[], int | None]) -> list[int]:
         """:meth:`together` for steps that return numbers of at least 0: all ranks' numbers, in one short message.
 
-        It must not meet :meth:`leave`.
+        ``None`` counts as 0. It must not meet :meth:`leave`.
         """
         error: BaseException | None = None
         number = _FAILED
         try:
-            number = step()
+            number = step() or 0
         except BaseException as caught:
             error = caught
         numbers = self.gather_integer(number)

@@ -121,14 +121,15 @@ class StagedWeights(WeightSource):
         self._is_mapped = False  # the first trainer reads this one's parts
         own = [[part.shard for part in parts[ranks.rank]] for parts in self._parts]
         sizes = [Bucket.nbytes_of(shards) for shards in own]
-        ranks.agree(lambda: _reserve(pool, sum(sizes)))
+        pool.reset()
+        ranks.agree(lambda: pool.reserve(sum(sizes)))
         ranks.agree(lambda: self._copy(published, own, sizes))
         self._changes, self._known = published.changes(ranks.rank) if for_deltas and any(sizes) else (None, {})
         if self._changes is not None and replaced is not None and replaced._changes is not None:
             self._changes = self._changes.joined_to(replaced._changes)
 
     @torch.no_grad()
-    def _copy(self, published: PublishedModel, own: Sequence[Sequence[WeightInfo]], sizes: Sequence[int]) -> int:
+    def _copy(self, published: PublishedModel, own: Sequence[Sequence[WeightInfo]], sizes: Sequence[int]) -> None:
         tensors = {info.name: local_tensor(named.tensor).detach() for info, named in published.named.items()}
         has_room = published.device.type != "cpu"
         for number, (shards, size) in enumerate(zip(own, sizes, strict=True)):
@@ -143,7 +144,6 @@ class StagedWeights(WeightSource):
                 _fill(bucket, tensors)
             self._own.append(bucket)
         self._filled = self.pool.seal()
-        return 0
 
     def bring(self) -> None:
         """Queue the copies from the device to the host, if they are not. Any thread may call this."""
@@ -364,12 +364,6 @@ def _fill(bucket: Bucket, tensors: Mapping[str, Tensor]) -> None:
     torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def _reserve(pool: HostCopyPool, nbytes: int) -> int:
-    pool.reset()
-    pool.reserve(nbytes)
-    return 0
-
-
 # -- sets --------------------------------------------------------------------------------------------------------------
 
 
@@ -408,13 +402,13 @@ class Publisher:
         Raises:
             WeightTransferError: one was not sent. It is raised once.
         """
-        for each in self._sets:
-            each.pending.join()
-        self._collect()
+        self._collect(waits=True)
         return self._last
 
-    def _collect(self) -> None:
+    def _collect(self, waits: bool) -> None:
         """Forget the sets that have been sent. Raises the error of one that has not."""
+        for each in self._sets if waits else ():
+            each.pending.join()
         while self._sets and self._sets[0].pending.done():
             self._last = self._sets.pop(0).pending.result() or self._last
 
@@ -436,7 +430,7 @@ class Publisher:
             HostMemoryError: there is not enough memory for the copies.
         """
         try:
-            self._loop_ranks.agree(lambda: self._arrive(replace))
+            self._loop_ranks.agree(lambda: self._collect(waits=not replace))
             published = model(self._loop_ranks)
             try:
                 if self._hold():
@@ -447,13 +441,6 @@ class Publisher:
                 self._hold_threads(False)
         except RemoteRankError as error:
             raise WeightTransferError(f"weights were not published: {error}") from error
-
-    def _arrive(self, replace: bool) -> int:
-        if replace:
-            self._collect()
-        else:
-            self.wait()
-        return 0
 
     def _hold(self) -> bool:
         """Whether nobody has begun to send the last set. Nobody does then, until all trainers have replaced it."""
