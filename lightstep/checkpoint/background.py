@@ -170,10 +170,8 @@ class PendingSave(Pending[Path]):
     A save cannot be cancelled: ``cancel()`` returns ``False``.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._hook: Any = None
-        """Handle of the step hook that raises the save's error."""
+    _hook: Any = None
+    """Handle of the step hook that raises the save's error."""
 
 
 def completed_save(path: Path) -> PendingSave:

@@ -63,16 +63,12 @@ class MappedMemory:
         """``nbytes`` of another trainer's memory, as 1-D uint8; ``None`` if this process cannot map it."""
         address, start = place
         if address not in self._slabs:
-            self._slabs[address] = self._mapped(address, device)
+            self._slabs[address] = None
+            with suppress(HostMemoryError):
+                if (shared := SharedMemory.find(address)) is not None:
+                    self._slabs[address] = HostSlab(address.nbytes, device=device, shared=shared)
         slab = self._slabs[address]
         return None if slab is None else slab.tensor(torch.uint8, nbytes, start)
-
-    def _mapped(self, address: Address, device: torch.device) -> HostSlab | None:
-        shared = SharedMemory.find(address)
-        try:
-            return None if shared is None else HostSlab(address.nbytes, device=device, shared=shared)
-        except HostMemoryError:
-            return None
 
 
 class StagedWeights(WeightSource):
