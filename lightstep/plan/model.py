@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import os
+import pkgutil
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ def load_shape(source: str) -> nn.Module:
         return _made(partial(AutoConfig.from_pretrained, path, trust_remote_code=False), source)
     module, colon, attribute = source.partition(":")
     if colon and module and attribute:
-        return _from_factory(module, attribute)
+        return _from_factory(source)
     raise ConfigError(
         f"{source!r} is not a known model{suggest(source, list(SHAPES))}; a Hugging Face folder, a config.json, "
         f"module:factory or one of these is needed: {', '.join(SHAPES)}"
@@ -92,28 +91,21 @@ def _made(
         raise ConfigError(f"{source}: {one_sentence(error)}") from error
 
 
-def _import(module: str) -> ModuleType:
-    """Import a module, also from the current folder, which a console script does not search."""
+def _from_factory(name: str) -> nn.Module:
+    """What ``module:factory`` returns. The current folder is searched, too, which a console script does not do."""
     sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(module)
+        factory = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{name}: {error}") from error
     finally:
         sys.path.remove(os.getcwd())
-
-
-def _from_factory(module: str, attribute: str) -> nn.Module:
-    try:
-        factory = getattr(_import(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{module}:{attribute}: {error}") from error
     if not callable(factory):
-        raise ConfigError(f"{module}:{attribute} is not a function; one that returns the model is needed")
+        raise ConfigError(f"{name} is not a function; one that returns the model is needed")
     with torch.device("meta"):
         model = factory()
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"{module}:{attribute} returned an object of type {type(model).__name__}; a torch.nn.Module is needed"
-        )
+        raise ConfigError(f"{name} returned an object of type {type(model).__name__}; a torch.nn.Module is needed")
     return model
 
 
@@ -345,7 +337,7 @@ def _count_attention(query: Tensor, key: Tensor, products: int) -> None:
     mode = _get_current_dispatch_mode()
     if isinstance(mode, _Tracker):
         rows, heads, length, width = query.shape
-        mode.attention(products * 2 * rows * heads * length * key.shape[2] * width / 2)
+        mode.flops += products * 2 * rows * heads * length * key.shape[2] * width / 2
 
 
 def _attention(
@@ -381,24 +373,12 @@ class _Segment:
     flops: float = 0.0
 
 
-@dataclass(eq=False)
-class _Count:
-    """Live bytes, and their maximum since the last reset."""
-
-    live: int = 0
-    most: int = 0
-
-    def add(self, nbytes: int) -> None:
-        self.live += nbytes
-        self.most = max(self.most, self.live)
-
-
 class _Tracker(TorchDispatchMode):
     """Tracks live storages and counts FLOPs. Drops each gradient as soon as it is complete."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._count = _Count()
+        self._live = self._most = 0  # bytes, and their maximum since the last gradient
         self._known: dict[int, Any] = {}
         self._held = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         self._known.update((storage._cdata, storage) for storage in self._held)
@@ -406,7 +386,7 @@ class _Tracker(TorchDispatchMode):
         self._block_of: dict[Tensor, int] = {p: i for i, block in enumerate(self._blocks) for p in block.parameters()}
         self._shared = {tuple(p.shape) for p in model.parameters() if p not in self._block_of}
         self._segments: list[_Segment] = []
-        self._flops, self._forward_flops = 0.0, [0.0] * len(self._blocks)
+        self.flops, self._forward_flops = 0.0, [0.0] * len(self._blocks)
         self._kept = [0] * len(self._blocks)
         self._in_backward = False
         self._root = self._own = 0
@@ -423,9 +403,9 @@ class _Tracker(TorchDispatchMode):
             return args[0]  # autograd accumulates in place here
         out = func(*args, **(kwargs or {}))
         if (flops := flop_registry.get(func._overloadpacket)) is not None:
-            self._flops += flops(*args, **(kwargs or {}), out_val=out)
+            self.flops += flops(*args, **(kwargs or {}), out_val=out)
         elif "grouped_mm" in func.name():
-            self._flops += _grouped_flops(args[0], args[1])
+            self.flops += _grouped_flops(args[0], args[1])
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._note(tensor)
@@ -440,29 +420,27 @@ class _Tracker(TorchDispatchMode):
         if key in self._known:
             return
         self._known[key] = None
-        self._count.add(nbytes)
+        self._live += nbytes
+        self._most = max(self._most, self._live)
         weakref.finalize(storage, self._drop, key, nbytes)
 
     def _drop(self, key: int, nbytes: int) -> None:
         self._known.pop(key, None)
-        self._count.live -= nbytes
-
-    def attention(self, flops: float) -> None:
-        self._flops += flops
+        self._live -= nbytes
 
     def _enter(self, index: int) -> None:
         if not self._in_backward:
-            self._forward_flops[index] -= self._flops
+            self._forward_flops[index] -= self.flops
 
     def _leave(self, index: int) -> None:
         if not self._in_backward:
-            self._forward_flops[index] += self._flops
-            self._kept[index] = self._count.live
+            self._forward_flops[index] += self.flops
+            self._kept[index] = self._live
 
     def backward(self) -> None:
         """Mark the end of forward."""
-        self._segments.append(_Segment(FORWARD, None, self._count.most, flops=self._flops))
-        self._flops, self._count.most, self._in_backward = 0.0, self._count.live, True
+        self._segments.append(_Segment(FORWARD, None, self._most, flops=self.flops))
+        self.flops, self._most, self._in_backward = 0.0, self._live, True
 
     def _record_gradient(self, parameter: Tensor) -> None:
         block = self._block_of.get(parameter)
@@ -470,14 +448,14 @@ class _Tracker(TorchDispatchMode):
         where = BLOCK if block is not None else TAIL if seen_block else HEAD
         if not self._segments or self._segments[-1].block != block:
             self._own = 0
-        segment = _Segment(where, block, self._count.most, self._root, self._own, self._flops)
+        segment = _Segment(where, block, self._most, self._root, self._own, self.flops)
         self._segments.append(segment)
         if block is None:
             self._root += parameter.numel()
         else:
             self._own += parameter.numel()
         parameter.grad = None
-        self._flops, self._count.most = 0.0, self._count.live
+        self.flops, self._most = 0.0, self._live
 
     def result(self, blocks: int) -> Activations:
         last = len(self._blocks) - 1
