@@ -19,10 +19,10 @@ refused before one of them is loaded.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import pickle
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -475,8 +475,7 @@ def trusted_loads() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in switches}
     os.environ.update(switches)
     try:
-        classes = [_import_class(name) for name in _TRUSTED]
-        with torch.serialization.safe_globals([*classes, (enum_member, GETATTR)]):
+        with torch.serialization.safe_globals([*map(pkgutil.resolve_name, _TRUSTED), (enum_member, GETATTR)]):
             yield
     except pickle.UnpicklingError as error:  # torch's own message recommends weights_only=False
         raise CheckpointError(f"a file is damaged, or holds what must not be run ({refused_name(error)})") from error
@@ -486,8 +485,3 @@ def trusted_loads() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _import_class(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
