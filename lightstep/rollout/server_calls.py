@@ -267,7 +267,7 @@ class Vllm(Server):
         self.post("/shutdown_weight_transfer_engine", self._quick)
 
     def check(self, infos: Sequence[WeightInfo]) -> None:
-        self._start_anew()
+        self.start()
         try:
             self.post("/update_weights", update_info={**_described(infos), "check_only": True})
         except WeightTransferError as error:
@@ -278,9 +278,6 @@ class Vllm(Server):
 
     def pause(self, how: Pause) -> None:
         self.post(f"/pause?mode={self.pauses[how]}")
-
-    def start(self) -> None:
-        self._start_anew()
 
     def update(self, infos: Sequence[WeightInfo], group: str, keeping: Mapping[str, Any]) -> None:
         self.post("/update_weights", update_info={**_described(infos), **keeping})
@@ -309,7 +306,7 @@ class Vllm(Server):
             if passed < _PASSED:
                 passed = passed + 1 if self._try("/shutdown_weight_transfer_engine") else 0
 
-    def _start_anew(self) -> None:
+    def start(self) -> None:
         """Start a set, and end one that is open."""
         for _ in range(_MOST_CALLS):
             if self._try("/start_weight_update"):

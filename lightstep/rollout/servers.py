@@ -146,10 +146,6 @@ class ServerTransport(_Servers):
             raise ValueError(f"drop({url!r}): the servers are {', '.join(self.urls)}, and one has to stay")
         self._next_servers = left
 
-    def close(self) -> None:
-        """Close the process group. Servers go on, unless they wait for a complete set."""
-        self._disconnect()
-
     # -- one set
 
     def identify(self, set_id: str, base: str | None) -> None:
@@ -159,14 +155,14 @@ class ServerTransport(_Servers):
         infos = _infos_of(buckets)
         if self._servers != self._next_servers:
             self._servers = [server for server in self._servers if server in self._next_servers]
-            self._disconnect()
+            self.close()
             self._servers = self._next_servers
         self._on_all(lambda server: server.refuse_other_versions())  # also finds those that are gone
         known = (bool(self._base) or self._link is not None) and self._all_know_the_last_version()
         holds = known and bool(self._base) and all(self._on_all(lambda server: server.holds(self._base, infos)))
         self.accepts_deltas = holds and (self._faster is None or self._faster.is_deltas())
         if self._link is not None and (not known or (self._base and not holds)):
-            self._disconnect()
+            self.close()
         if self._link is None:
             self._on_all(lambda server: server.settle())
             self._connect()
@@ -237,7 +233,7 @@ class ServerTransport(_Servers):
 
     def abort(self, reason: str) -> None:
         """Paused servers stay paused: they may have half of this set, or of one whose trainer has died."""
-        self._disconnect()
+        self.close()
 
     # -- the process group
 
@@ -300,7 +296,8 @@ class ServerTransport(_Servers):
             _in_thread(self._link.close)
         self._link = None
 
-    def _disconnect(self) -> None:
+    def close(self) -> None:
+        """Close the process group. Servers go on, unless they wait for a complete set."""
         self._close_link()
         if self._joined:
             self._joined = False
