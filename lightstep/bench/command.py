@@ -185,13 +185,16 @@ def bench(
     Exit code 1: at least one contender failed; the figures of the others are complete.
     """
     options = dict(locals())
+    from lightstep.bench.report import result_folder
     from lightstep.config import ConfigError
 
     if strategies == "default":
         options["strategies"] = None
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     try:
-        values = _run(_mode(given), given)
+        mode = _mode(given)
+        folder = result_folder(given.get("output"), mode, {"step": "bench", "tensors": "tiny"}.get(mode, mode))
+        values = measure(plan(mode, given, folder), folder)
     except (ConfigError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     if any(row.get("note") and not row["skipped"] for row in values["rows"]):
@@ -216,14 +219,6 @@ def _mode(given: Mapping[str, Any]) -> str:
         also = "; it belongs to --iteration" if name in _ALLOWED["iteration"] and mode == "step" else ""
         raise ValueError(f"--{name.replace('_', '-')} {given[name]} has no effect on {what}{also}; leave it out")
     return mode
-
-
-def _run(mode: str, given: Mapping[str, Any]) -> Values:
-    from lightstep.bench.report import result_folder
-
-    stem = {"step": "bench", "tensors": "tiny"}.get(mode, mode)
-    folder = result_folder(given.get("output"), mode, stem)
-    return measure(plan(mode, given, folder), folder)
 
 
 def plan(mode: str, given: Mapping[str, Any], folder: Path) -> Run:

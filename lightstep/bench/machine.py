@@ -219,10 +219,9 @@ def read_step_profile(events: Sequence[Event]) -> StepProfile | None:
     )
     ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == PROFILED_RANGE]
     calls = [event for event in events if event.get("cat") in _CALLS and "Synchronize" in event["name"]]
-    waits = sorted(
-        (call for call in calls if any(_starts_within(call, outer) for outer in ranges)), key=lambda call: call["ts"]
-    )
-    return StepProfile(to_device, to_host, len(waits), _describe_call(waits[0], events) if waits else None)
+    waits = [call for call in calls if any(_starts_within(call, outer) for outer in ranges)]
+    first = min(waits, key=lambda call: call["ts"], default=None)
+    return StepProfile(to_device, to_host, len(waits), None if first is None else _describe_call(first, events))
 
 
 def _starts_within(event: Event, outer: Event) -> bool:
