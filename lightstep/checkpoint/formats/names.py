@@ -103,14 +103,10 @@ def read_model(path: Path) -> ParameterOrder:
 
 def parameter_order(model: torch.nn.Module, decayed: frozenset[str] | None = None) -> ParameterOrder:
     """The names and shapes of a model's parameters in the model's order."""
-    names: dict[int, str] = {}
-    aliases, shapes = {}, {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = names.setdefault(id(parameter), name)
-        if first == name:
-            shapes[name] = parameter.shape
-        else:
-            aliases[name] = first
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    aliases = {name: first[parameter] for name, parameter in named if name not in shapes}
     return ParameterOrder(shapes, aliases, decayed)
 
 
