@@ -222,8 +222,7 @@ class OptimizerContent:
     @property
     def class_name(self) -> str | None:
         """The class that computes the updates, if known; with ``" + "`` between them if groups have several."""
-        wrapper = hasattr(self.optimizer, "load_parameter_state")
-        inner = getattr(self.optimizer, "optimizer_class", None if wrapper else type(self.optimizer))
+        inner = getattr(self.optimizer, "optimizer_class", None if self.keeps_masters else type(self.optimizer))
         if inner is None:
             return None
         named = (group.get("optimizer_class", inner.__name__) for group in self.optimizer.param_groups)

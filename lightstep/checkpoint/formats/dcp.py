@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightstep.checkpoint.errors import CheckpointError, error_text, list_names
-from lightstep.checkpoint.formats.files import enum_member, load_bytes
+from lightstep.checkpoint.formats.files import enum_member, load_file
 from lightstep.checkpoint.formats.plain_torch import MODEL_KEYS, OPTIMIZER_KEYS, SCALER_KEYS, SCHEDULER_KEYS, add_rest
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step, step_tensor
 from lightstep.checkpoint.run_state import same_settings
@@ -120,9 +120,10 @@ def _values(folder: Path) -> tuple[_Values, _Paths, bool]:
             values[key] = LazyTensor.stored(folder, key, found)
         else:
             location = metadata.storage_data[MetadataIndex(key)]
-            with (folder / location.relative_path).open("rb") as stream:
+            file = folder / location.relative_path
+            with file.open("rb") as stream:
                 stream.seek(location.offset)
-                values[key] = load_bytes(stream.read(location.length), folder / location.relative_path)
+                values[key] = load_file(file, stream.read(location.length))
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     return values, {key: path for key, path in paths.items() if isinstance(path, tuple) and path}, ordered
 

@@ -14,7 +14,6 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable
 from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
@@ -75,32 +74,26 @@ GETATTR = "builtins.getattr"
 _KNOWN: dict[str, Any] = {"deepspeed.runtime.zero.config.ZeroStageEnum": _ZeroStage, GETATTR: enum_member}
 
 
-def load_file(path: Path) -> Any:
+def load_file(path: Path, part: bytes | None = None) -> Any:
     """The object in a file of ``torch.save``. Its tensors are memory-mapped, except in files of the old format.
+
+    Args:
+        part: what ``torch.save`` wrote to a part of the file; ``None``: it wrote the file.
 
     Raises:
         CheckpointError: the file is missing, damaged, or not a file of ``torch.save``; the message names what torch
             refuses to load.
     """
-    return _load(lambda: path, path)
 
+    def source() -> Path | io.BytesIO:
+        return path if part is None else io.BytesIO(part)
 
-def load_bytes(content: bytes, path: Path) -> Any:
-    """The object that ``torch.save`` wrote to a part of the file at ``path``.
-
-    Raises:
-        CheckpointError: as :func:`load_file`.
-    """
-    return _load(lambda: io.BytesIO(content), path)
-
-
-def _load(source: Callable[[], Path | io.BytesIO], path: Path) -> Any:
     try:
         zipped = zipfile.is_zipfile(source())
         names = torch.serialization.get_unsafe_globals_in_checkpoint(source()) if zipped else []
         with torch.serialization.safe_globals(_replacements(names)), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about device meshes without a process group
-            return torch.load(source(), map_location="cpu", weights_only=True, mmap=zipped and source() is path)
+            return torch.load(source(), map_location="cpu", weights_only=True, mmap=zipped and part is None)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except pickle.UnpicklingError as error:

@@ -127,9 +127,8 @@ def open_zero(folder: Path) -> ZeroFiles:
     models = [load_file(model_files[rank]) for rank in range(world_size)] if by_rank else [first]
     files = [optimizer_files[rank] for rank in range(world_size)]
     states = [load_file(file)["optimizer_state_dict"] for file in files]
-    opened = ZeroFiles(
-        folder, 3 if by_rank else _stage(states[0]), world_size, files, models, states, _base_states(files, states)
-    )
+    stage = 3 if by_rank else int(states[0].get("zero_stage", 1))
+    opened = ZeroFiles(folder, stage, world_size, files, models, states, _base_states(files, states))
     _check_partition_counts(opened)
     if len(optimizer_files) > world_size:
         opened.notes.append(f"{len(optimizer_files) - world_size} files of ranks beyond {world_size} were left out")
@@ -137,10 +136,6 @@ def open_zero(folder: Path) -> ZeroFiles:
 
 
 _REMEDY = "copy the missing files from the machines that wrote them, or use another checkpoint"
-
-
-def _stage(state: Mapping[str, Any]) -> int:
-    return int(state.get("zero_stage", 1))
 
 
 def _refuse_other_parallelism(folder: Path, names: list[str]) -> None:
