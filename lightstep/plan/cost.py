@@ -135,7 +135,7 @@ def _state_bytes(config: StrategyConfig, optimizer: StateBytes, on_cpu: bool) ->
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
-_WIDTH = 78
+_WIDTH, _INDENT = 78, 4 * " "
 _SECTIONS = {
     "single": "One device",
     "ddp": "Several devices, each with the whole model (DDP)",
@@ -164,16 +164,12 @@ def strategies_text(configs: Mapping[str, StrategyConfig]) -> str:
             held = cost(configs[name])
             figures = (held.weights, held.gradients, held.device_state, held.host_state)
             lines.append(_row(name, figures, width))
-            lines += _indented(configs[name].description)
+            lines += textwrap.wrap(configs[name].description, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
     return "\n".join([*lines, "", *textwrap.wrap(_NOTE, _WIDTH)]) + "\n"
 
 
 def _row(name: str, figures: Iterable[object], width: int) -> str:
     return f"{name:<{width}}" + "".join(f"{figure!s:>13}" for figure in figures)
-
-
-def _indented(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
 def sorted_for_choice(configs: Mapping[str, StrategyConfig]) -> list[str]:
