@@ -138,15 +138,13 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
             ValueError: hyper-parameters are missing, or shapes do not match. Nothing has been changed then.
         """
         found = _unflatten(state_dict)
-        state: dict[int, dict[str, Any]] = {}
-        groups, first = [], 0
+        state: dict[str, dict[str, Any]] = {}
+        groups = []
         for group in self.optimizer.param_groups:
             names = group["param_names"]
-            numbers = range(first, first + len(names))
-            first += len(names)
             settings = _common_hyperparameters(found["param_groups"], names) if names else settings_of(group)
-            groups.append({**settings, "params": list(numbers)})
-            state |= {number: found["state"].get(name, {}) for number, name in zip(numbers, names, strict=True)}
+            groups.append({**settings, "params": list(names)})
+            state |= {name: found["state"].get(name, {}) for name in names}
         loaded: dict[str, Any] = {"state": state, "param_groups": groups}
         self.optimizer.load_state_dict(
             loaded | {"loss_scale": found["loss_scale"][""]} if found["loss_scale"] else loaded
