@@ -309,16 +309,11 @@ class DeepSpeedOptimizer(BaseOptimizer):
         """
         self.prepare_for_checkpoint()
         parameters = [p for group in self.param_groups for p in group["params"]]
-        groups, first = [], 0
-        for group in self.param_groups:
-            indices = list(range(first, first + len(group["params"])))
-            first += len(indices)
-            settings = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**plain_numbers(settings), "params": indices})
+        numbered = super().state_dict()["param_groups"]
         state = {index: self._state.full_entries(parameter) for index, parameter in enumerate(parameters)}
         return {
             "state": {index: entries for index, entries in state.items() if entries},
-            "param_groups": groups,
+            "param_groups": [plain_numbers(group) for group in numbered],
             "loss_scale": self.loss_scale.state_dict(),
         }
 
