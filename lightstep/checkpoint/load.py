@@ -141,18 +141,16 @@ def _warn_of_divided_groups(matched: Match) -> None:
     """Log a warning if groups with settings of their own were one group when they were saved."""
     if matched.optimizer is None:
         return
-    divided: dict[int, list[int]] = {}
+    groups, warned = matched.optimizer.hyperparameters(), {-1}
     for number, origin in enumerate(matched.groups):
-        divided.setdefault(origin, []).append(number)
-    groups = matched.optimizer.hyperparameters()
-    for origin, numbers in divided.items():
-        others = [number for number in numbers if not same_settings(groups[number], groups[numbers[0]])]
-        if origin >= 0 and others:
+        first = matched.groups.index(origin)
+        if origin not in warned and not same_settings(groups[number], groups[first]):
+            warned.add(origin)
             logger.warning(
                 "parameter groups %d and %d of the optimizer were one group of the checkpoint, and get the same "
                 "settings from it (learning rate %g); set those that differ after the load",
-                numbers[0],
-                others[0],
+                first,
+                number,
                 (matched.saved.optimizer or {})["groups"][origin].get("lr", float("nan")),
             )
 
