@@ -409,20 +409,17 @@ def stage_sources(
         if source.entry is None and source.model_tensor is not None:
             copies.copy_once(source.model_tensor)
 
-    def later(copy: Tensor) -> Callable[[], Tensor]:
-        return partial(copies.wait_for, copy)
+    def weight_of(tensor: Tensor) -> Callable[[], Tensor]:
+        return partial(copies.wait_for, copies.copy_once(tensor))
 
-    pinned = _pin_state(sources, optimizer, lambda tensor: later(copies.copy_once(tensor)), copies, until_written)
+    pinned = _pin_state(sources, optimizer, weight_of, copies, until_written)
 
     def detached(source: Source) -> Source:
         if pinned is not None and source.entry is not None and source.model_tensor in pinned:
             return _from_pinned(source, pinned)
-        copy = (
-            copies.copy(source.fetch())
-            if source.model_tensor is None or source.entry is not None
-            else copies.copy_once(source.model_tensor)
-        )
-        return source.with_fetch(later(copy))
+        if source.model_tensor is not None and source.entry is None:
+            return source.with_fetch(weight_of(source.model_tensor))
+        return source.with_fetch(partial(copies.wait_for, copies.copy(source.fetch())))
 
     state = [source for source in sources if source.entry is not None]
     copies.reserve(sum(source.nbytes for source in state if pinned is None or source.model_tensor not in pinned))
