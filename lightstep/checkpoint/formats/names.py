@@ -184,20 +184,20 @@ def _split_by_counts(names: list[str], counts: list[int]) -> list[list[str]]:
 def _unique_choice(
     names: list[str], wanted: list[torch.Size | None], shapes: Mapping[str, torch.Size]
 ) -> list[str] | None:
-    """The names that fit the ``wanted`` shapes (``None``: any) in order, if there is exactly one way to choose them."""
+    """The names that fit the ``wanted`` shapes (``None``: any) in order, if there is exactly one way to choose them.
+
+    Then the earliest names that fit are the latest, too.
+    """
     if any(name not in shapes for name in names):
         return None
-    size = len(wanted)
-    # ways[i][j]: in how many ways names[i:] has wanted[j:] as a subsequence
-    ways = [[0] * size + [1] for _ in range(len(names) + 1)]
-    for i in reversed(range(len(names))):
-        for j in reversed(range(size)):
-            fits = wanted[j] is None or wanted[j] == shapes[names[i]]
-            ways[i][j] = ways[i + 1][j] + (ways[i + 1][j + 1] if fits else 0)
-    if ways[0][0] != 1:
-        return None
+    earliest = _earliest(names, wanted, shapes)
+    latest = _earliest(names[::-1], wanted[::-1], shapes)[::-1]
+    return earliest if earliest == latest and len(earliest) == len(wanted) else None
+
+
+def _earliest(names: list[str], wanted: list[torch.Size | None], shapes: Mapping[str, torch.Size]) -> list[str]:
     chosen: list[str] = []
-    for i, name in enumerate(names):
-        if len(chosen) < size and ways[i + 1][len(chosen)] == 0:
+    for name in names:
+        if len(chosen) < len(wanted) and wanted[len(chosen)] in (None, shapes[name]):
             chosen.append(name)
     return chosen
