@@ -459,13 +459,9 @@ class _Units:
         for unit in range(len(self._link)):
             if unit not in done:
                 now = done[unit] = now + self._link[unit]
-        at = backward
-        for unit in range(len(self._link)):
-            at = max(at, done[unit])
-            if unit == len(self._link) - 1:
-                at += self._compute.loss_forward
-            elif unit > 0:
-                at += self._compute.block_forward
+        at, blocks = backward, len(self._link) - 2
+        for unit, forward in enumerate([0, *[self._compute.block_forward] * blocks, self._compute.loss_forward]):
+            at = max(at, done[unit]) + forward
         return at - backward
 
 
