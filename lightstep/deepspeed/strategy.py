@@ -64,16 +64,15 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             ConfigError: DeepSpeed is not installed, or does not support this model or this machine.
         """
-        self._check_deepspeed()
-        self.start()
-        join_process_group()
+        self._start_deepspeed()
         partitions = role == "trainer" and self._sharding.stage == 3
         if partitions and callable(model) and not isinstance(model, nn.Module):
             settings, dtype = self.deepspeed_config, self.parameter_dtype
             return super().prepare_model(lambda: construct_partitioned(model, settings, dtype), role, weights)
         return super().prepare_model(model, role, weights)
 
-    def _check_deepspeed(self) -> None:
+    def _start_deepspeed(self) -> None:
+        """Check DeepSpeed, and have it use this process's group."""
         tell_deepspeed_where_it_is()
         try:
             with needs("deepspeed"):
@@ -89,6 +88,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"{self.name}: precision.parameters is {self.config.precision.parameters}, which DeepSpeed does not "
                 f"support on this machine's {accelerator.device_name()}; allowed here: {allowed}"
             )
+        self.start()
+        join_process_group()
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         self._refuse_wrapped(model)
@@ -189,9 +190,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             ConfigError: the engine's configuration contradicts the strategy; the message has each key and both values.
         """
-        self._check_deepspeed()
-        self.start()
-        join_process_group()
+        self._start_deepspeed()
         refuse_contradictions(
             self.deepspeed_config,
             engine_settings(engine),
