@@ -99,7 +99,12 @@ def find_senders(tensors: Sequence[NamedTensor], ranks: Ranks) -> Mapping[str, i
         CheckpointError: ranks have different tensors of one name.
     """
     gathered = ranks.gather((holders(tensors), _held_by_others(tensors)))
-    _refuse_duplicates(several_holders(held for held, _ in gathered))
+    for name, holders_of_each in several_holders(held for held, _ in gathered).items():
+        where = " and ".join(", ".join(map(str, ranks)) for ranks in holders_of_each[:2])
+        raise CheckpointError(
+            f"{name} is another tensor on ranks {where}{' ...' if len(holders_of_each) > 2 else ''}, and a folder of "
+            "weights has one tensor of a name; save_checkpoint keeps all of them"
+        )
     return gathered[0][1]
 
 
@@ -107,15 +112,6 @@ def _held_by_others(tensors: Iterable[NamedTensor]) -> dict[str, int]:
     """Names of DTensors whose mesh this rank is not in -> the first rank in the mesh."""
     meshes = {named.name: mesh_ranks(named.tensor) for named in tensors}
     return {name: ranks[0] for name, ranks in meshes.items() if rank() not in ranks}
-
-
-def _refuse_duplicates(duplicates: Mapping[str, list[tuple[int, ...]]]) -> None:
-    for name, holders_of_each in duplicates.items():
-        where = " and ".join(", ".join(map(str, ranks)) for ranks in holders_of_each[:2])
-        raise CheckpointError(
-            f"{name} is another tensor on ranks {where}{' ...' if len(holders_of_each) > 2 else ''}, and a folder of "
-            "weights has one tensor of a name; save_checkpoint keeps all of them"
-        )
 
 
 def to_torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
