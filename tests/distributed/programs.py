@@ -27,6 +27,7 @@ from lightstep.optimizer import queue
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.store import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.ranks import SHARED_GPU
 from tests.distributed.sharded_reference import DistributedLoop, GatheringLoop, ReplicatedLoop, ShardedLoop, units_of
 from tests.distributed.training import DEFERRED, OVERLAP, RESIDENT, STREAM, Training, slow_lanes
 from tests.reference.own_classes import EachParameter
@@ -618,7 +619,7 @@ class Program(Training):
             "gradients": [
                 f"{factor},{how}" for factor in (0.3, 2.0) for how in ("in_place", "", ",blocks.1.up.weight")
             ],
-            "penalty": [""] if self.alike else [],
+            "penalty": [""] if self.alike and not SHARED_GPU else [],
         }
         between = {
             "freeze": ["blocks.0.up", "blocks.1.norm", "embed"],
