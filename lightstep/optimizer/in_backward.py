@@ -72,6 +72,7 @@ class FinalUpdates(Early):
             self._hooks_run = True
             with self._arrivals.listening(partial(self._take_gradient, step)):
                 yield
+                queue.guard.work("backward()", self._flush)
         except BaseException as error:
             queue.abort("the backward in which layers are updated", error)
             raise
@@ -132,6 +133,17 @@ class FinalUpdates(Early):
         queue.submit(queue.num_jobs)
         queue.wait(first_job - 1)
 
+    def _flush(self) -> None:
+        """Update the batches in which some layer has no gradient.
+
+        If other processes get the weights, that is left to ``step()``, which updates the rest of such a batch, too:
+        they get each unit once.
+        """
+        if self._hooks_run and self._backend.peers_wait:
+            return
+        for batch in list(self._updates):
+            self._update_batch(batch)
+
     def drop_gradients(self) -> None:
         self._incomplete.clear()
 
@@ -160,6 +172,7 @@ class FinalUpdates(Early):
         for layer in reversed(range(len(self._arrivals.layers))):
             if not self._arrivals.is_complete(layer):
                 self._complete_layer(layer)
+        self._flush()
         if queue.lanes is not None:
             queue.wait_for_caller()
         queue.schedule([Job((), (), end=(self._elsewhere, None))])
