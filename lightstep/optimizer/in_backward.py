@@ -175,6 +175,7 @@ class FinalUpdates(Early):
         self._flush()
         if queue.lanes is not None:
             queue.wait_for_caller()
+        refuse_older_graphs(self._elsewhere)
         queue.schedule([Job((), (), end=(self._elsewhere, None))])
         queue.submit(queue.num_jobs)
         queue.wait(queue.num_jobs)

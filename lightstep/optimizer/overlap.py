@@ -523,7 +523,8 @@ class SpeculativeUpdates(Early):
         try:
             update.values, speculation.update = speculation.values, update
             update.drop_gradients(update.elsewhere)
-            refuse_older_graphs([item for item in update.gradients if item not in speculation.used])
+            unused = [item for item in update.gradients if item not in speculation.used]
+            refuse_older_graphs([*update.elsewhere, *unused])
             update.note_versions()
             done, first = self._backend.speculative(speculation.submitted), speculation.plan.after_backward
             speculation.updated = Job(done, [update], are_done=True)

@@ -290,7 +290,9 @@ class Queue:
             return
         self.wait_for_update()
         for update in updates:
-            update.drop_gradients(update.elsewhere)
+            if update.elsewhere:
+                update.drop_gradients(update.elsewhere)
+                refuse_older_graphs(update.elsewhere)
         # The first update of a parameter makes its state: memory is laid out, and the host takes part.
         deferred = self.time.deferred and not any(update.without_state for update in updates)
         try:
@@ -596,7 +598,7 @@ class Job:
 
 
 def refuse_older_graphs(items: Iterable[Managed]) -> None:
-    """Weights that the compute lane will write to count as written from now on.
+    """Weights that the compute lane, or another replica, will write to count as written from now on.
 
     So autograd refuses a backward through a graph that has saved them, as it does after ``torch.optim``'s own step.
     Otherwise it would read them while they are updated.

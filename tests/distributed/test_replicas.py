@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,26 @@ def test_what_another_replica_has_sent_is_no_write_of_the_user(update: str, scop
             managed = run.optimizer.engine.managed
             assert [item.name for item in managed.find_written(list(managed))] == []
     same_runs(update, *runs)
+
+
+@on_ranks(2, "update", ["at_step", "next_forward", "overlap", "in_backward"])
+def test_a_graph_from_before_the_step_is_refused_by_all_replicas(update: str) -> None:
+    """As after torch's own step. Else a rank whose graph needs weights of others alone would have wrong gradients, or
+    wait for the ranks that refuse it."""
+    run = Run(DDP, {**STREAM, "update": update}, scope="unit" if update == "in_backward" else "global")
+    run.train(3)
+    run.optimizer.synchronize()
+    older = {}
+    for name, parameter in run.inner.named_parameters():
+        given = torch.ones_like(parameter, requires_grad=True)
+        older[name] = (given * parameter).sum(), given
+    run.train(1)
+    unchanged = {name for name, parameter in run.inner.named_parameters() if parameter not in run.optimizer.state}
+    for name, (output, given) in older.items():
+        with nullcontext() if name in unchanged else pytest.raises(RuntimeError, match="inplace operation"):
+            torch.autograd.grad(output, given)
+    assert len(unchanged) == 4  # two that are frozen, and two without gradients
+    run.train(1)
 
 
 def _without_blocks(model: Any) -> list[dict[str, Any]]:
