@@ -91,7 +91,7 @@ class FinalUpdates(Early):
             RuntimeError: the parameter has been updated in this step already.
         """
         if item in self._arrived:
-            raise self._second_gradient(item)
+            raise self._second_gradient(item) if self._hooks_run else self._late_gradient(item)
         layer = self._arrivals.add_gradient(item, gradient, self._incomplete)
         self._arrived.add(item)
         self._newest = gradient
@@ -101,6 +101,14 @@ class FinalUpdates(Early):
             self._queue.guard.work("backward()", self._complete_layer, layer)
         else:  # it is part of step()
             self._complete_layer(layer)
+
+    def _late_gradient(self, item: Managed) -> RuntimeError:
+        """For a parameter that has been updated, and had another gradient when ``step()`` was called."""
+        return RuntimeError(
+            f"{item.name} has a gradient that came after its update, as from a second backward before step(): the "
+            "first one has updated the weights already (optimizer_state.update: in_backward). Run all backwards of a "
+            "step but the last under strategy.accumulate(model, last=False)"
+        )
 
     def _complete_layer(self, layer: int) -> None:
         """All gradients of the layer have arrived: its batch is updated with the last of its layers."""

@@ -294,6 +294,15 @@ def test_a_second_backward_is_refused_before_anything_happens() -> None:
     training.train(1)
 
 
+def test_a_second_backward_by_hand_is_refused_by_the_step() -> None:
+    training = Training(in_backward())
+    training.train(1)
+    training.optimizer.backward(training.loss(0))
+    training.loss(1).backward()
+    with pytest.raises(RuntimeError, match=r"as from a second backward before step\(\)"):
+        training.optimizer.step()
+
+
 def test_a_backward_that_breaks_off() -> None:
     training = Training(in_backward())
 
