@@ -86,7 +86,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("fsdp2-named-units, in_backward, bf16", "ddp, resident next_forward, fp32", "ddp, overlap, bf16"),
             *("ddp, partly in_backward, fp32, in_backward", "copies, resident in_backward, bf16, in_backward"),
             *("copies, partly overlap, bf16", "copies, partly overlap versions, fp16", "hsdp, partly overlap, fp16"),
-            *("ddp-on-three, stream, bf16", "fsdp2, overlap, bf16", *ON_THE_HOST),
+            *("ddp-on-three, stream, bf16", "fsdp2-on-three, overlap, fp32", "fsdp2, overlap, bf16", *ON_THE_HOST),
             *("fsdp2-cast, resident, fp32", "fsdp2-cast, next_forward, fp32", "fsdp2-cast, next_forward, fp32, host"),
         ),
     ),
