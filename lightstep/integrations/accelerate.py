@@ -33,6 +33,7 @@ from lightstep.checkpoint.background import PendingSave
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.huggingface import full_weights
 from lightstep.checkpoint.layout import holds_checkpoint
+from lightstep.checkpoint.run_state import refuse_partly_loaded
 from lightstep.checkpoint.saved import CHECKPOINT, FILE_LIST, write_file_list
 from lightstep.checkpoint.storage import recover_interrupted
 from lightstep.config import ConfigError, FSDP2Sharding
@@ -383,7 +384,13 @@ class LightstepAccelerator(SavesFolders, Accelerator):
     # -- weights and checkpoints
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full weights. Every process calls it; a sharded model is gathered on the first process only."""
+        """The full weights. Every process calls it; a sharded model is gathered on the first process only.
+
+        Raises:
+            CheckpointError: a failed load left a part of the weights.
+            RuntimeError: a failed step did.
+        """
+        refuse_partly_loaded(model, "saving its weights")
         if not sharded_modules(model) or self.is_fsdp2:
             return cast(dict[str, Any], super().get_state_dict(model, unwrap=unwrap))
         return full_weights(self.strategy.unwrap_model(model), keep=self.is_main_process)

@@ -25,7 +25,7 @@ from lightstep import CheckpointError
 from lightstep.checkpoint.errors import DamagedError, is_damage, list_names
 from lightstep.checkpoint.huggingface import full_weights, load_pretrained
 from lightstep.checkpoint.layout import holds_checkpoint
-from lightstep.checkpoint.run_state import has_adapters
+from lightstep.checkpoint.run_state import has_adapters, refuse_partly_loaded
 from lightstep.checkpoint.saved import CHECKPOINT, SavedCheckpoint
 from lightstep.checkpoint.storage import remove_folder
 from lightstep.config import ConfigError
@@ -121,7 +121,13 @@ class TrainerCheckpoints(SavesFolders, _AnyTrainer):
         return whole and not learns_prompts(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's; called by every process. Nothing is gathered if a thread writes the weights."""
+        """As the Trainer's; called by every process. Nothing is gathered if a thread writes the weights.
+
+        Raises:
+            CheckpointError: a failed load left a part of the weights.
+            RuntimeError: a failed step did.
+        """
+        refuse_partly_loaded(self.model, "saving its weights")  # alone: replicas may leave the call to the first one
         if self._writes_weights_later and self.is_fsdp_enabled:
             if "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type):
                 self._save(output_dir)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,26 @@ def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:
     loaded = type(trainer.model).from_pretrained(tmp_path / "saved", dtype="auto")
     assert loaded.dtype == torch.bfloat16
     same_weights(loaded, trainer.model)
+
+
+def test_weights_that_are_half_updated_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of the second step, and then ``save_model()``, as in a notebook."""
+    trainer, update, updates = trainer_of(tmp_path, BF16 | {"optimizer_state": STREAM}), torch.optim.AdamW.step, [0]
+
+    def interrupted(optimizer: torch.optim.AdamW, closure: Any = None) -> Any:
+        updates[0] += trainer.state.global_step
+        if updates[0] == 2:
+            raise KeyboardInterrupt
+        return update(optimizer, closure)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    for save in (trainer.save_model, partial(trainer.accelerator.save_model, trainer.model)):
+        with pytest.raises(RuntimeError, match=r"half updated\. Load a checkpoint before saving its weights"):
+            save(str(tmp_path / "saved"))
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_what_a_step_takes_is_said_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
