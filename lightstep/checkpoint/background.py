@@ -181,7 +181,8 @@ def completed_save(path: Path) -> PendingSave:
     return pending
 
 
-_pending: PendingSave | None = None
+_pending: list[PendingSave] = []
+"""More than one if a signal handler has started a save while another one was being started."""
 
 _NICENESS = 10
 """How much nicer a save's threads are than training: where processors are scarce, they get a tenth of the time."""
@@ -196,7 +197,6 @@ def start_save(
         until_written: closed when ``write`` has returned or raised.
         optimizer: its next step raises the thread's error.
     """
-    global _pending
 
     def write_at_low_priority() -> Path:
         if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
@@ -207,7 +207,7 @@ def start_save(
 
     pending = PendingSave()
     start_thread(pending, write_at_low_priority, until_written, "checkpoint-save")
-    _pending = pending
+    _pending.append(pending)
     if optimizer is not None:
         pending._hook = optimizer.register_step_pre_hook(lambda *_: pending.raise_if_failed())
     return pending
@@ -215,20 +215,19 @@ def start_save(
 
 def wait_for_pending() -> None:
     """Wait for the pending save, if there is one. Its error is kept for later."""
-    if _pending is not None:
-        _pending.join()
+    for pending in list(_pending):
+        pending.join()
 
 
 def finish_pending() -> None:
     """Wait for the pending save, if there is one, and raise its error."""
-    global _pending
     wait_for_pending()
-    pending, _pending = _pending, None
-    if pending is None:
-        return
-    if pending._hook is not None:
-        pending._hook.remove()
-    pending.raise_if_failed()
+    while _pending:
+        pending = _pending.pop(0)
+        pending.join()  # a signal handler may have started it just now
+        if pending._hook is not None:
+            pending._hook.remove()
+        pending.raise_if_failed()
 
 
 _groups: dict[tuple[tuple[int, ...], str], tuple[Any, Any]] = {}

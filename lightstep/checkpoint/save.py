@@ -402,8 +402,9 @@ def stage_sources(
     Raises:
         HostMemoryError: there is not enough host memory for the copies.
     """
-    copies = _kept.setdefault(model, HostCopyPool())
+    copies = _kept.pop(model, None) or HostCopyPool()  # a signal handler's save has other memory than one under way
     copies.reset()
+    until_written.callback(_keep, weakref.ref(model), copies)
     copies.reserve(sum(source.nbytes for source in sources if source.entry is None))
     for source in sources:  # first, because the next forward waits for these
         if source.entry is None and source.model_tensor is not None:
@@ -426,6 +427,13 @@ def stage_sources(
     found = [detached(source) for source in _pinned_first(sources)]
     copies.seal()
     return found, pinned.begin if pinned is not None else lambda: None
+
+
+def _keep(model: weakref.ref[nn.Module], copies: HostCopyPool) -> None:
+    """Keep the memory for the next save, as long as the model exists."""
+    owner = model()
+    if owner is not None:
+        _kept[owner] = copies
 
 
 def in_place(sources: Sequence[Source], optimizer: Any, until_written: ExitStack) -> list[Source]:

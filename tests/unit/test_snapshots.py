@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint import CheckpointError
+from lightstep.checkpoint import CheckpointError, save
 from lightstep.checkpoint.background import finish_pending
 from lightstep.checkpoint.saved import SavedCheckpoint
 from lightstep.state.host_copy_pool import HostCopyPool
@@ -262,6 +262,35 @@ def test_a_save_that_fails_lets_go_of_everything(tmp_path: Path, what: str) -> N
     training.train(1)
     assert training.optimizer._backend._versions.host_bytes() == 0
     ask(tmp_path / "a", asynchronous=True).result(PATIENCE)
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+def test_a_handler_saves_while_another_save_is_being_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """The save of SIGTERM's handler is still being written when training goes on and saves again."""
+    training = Training({"backend": backend}, parameters="bfloat16")
+    training.train(2)
+    written, write, copied = threading.Event(), save._write, save.writer_group
+
+    def write_slowly(plan: Any, ranks: Any) -> Path:
+        assert plan.path != tmp_path / "found" or written.wait(PATIENCE)
+        return write(plan, ranks)
+
+    def interrupted(ranks: Any) -> Any:
+        monkeypatch.setattr(save, "writer_group", copied)
+        ask_twice(training, tmp_path)
+        return copied(ranks)
+
+    monkeypatch.setattr(save, "_write", write_slowly)
+    monkeypatch.setattr(save, "writer_group", interrupted)
+    training.strategy.save_checkpoint(tmp_path / "step-2", training.model, training.optimizer, asynchronous=True)
+    training.train(1)
+    threading.Timer(0.5, written.set).start()
+    training.strategy.save_checkpoint(tmp_path / "step-3", training.model, training.optimizer, asynchronous=True)
+    training.train(1)
+    finish_pending()
+    check_saved(tmp_path)
 
 
 def test_the_records_are_not_copied(tmp_path: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
