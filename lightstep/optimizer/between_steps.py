@@ -262,8 +262,12 @@ class BetweenSteps:
             return self.guard.work("reading state", self._parameter_state, parameter, kept_only)
 
     def read_state(self, parameter: Tensor) -> dict[str, Any]:
-        """:meth:`parameter_state` without what the user has changed since the state was used last."""
-        self.refuse_if_closed()
+        """:meth:`parameter_state` without what the user has changed since the state was used last.
+
+        Raises:
+            RuntimeError: a step or a load has failed halfway, and no state has been loaded since.
+        """
+        self.refuse_unusable("Load a checkpoint before reading state")
         with self.reading("reading state"):
             return self.guard.work("reading state", self._parameter_state, parameter, False)
 

@@ -353,7 +353,7 @@ IN_PART = "failed after a part of it had been loaded"
 
 
 def check_stopped(run: Run, folder: Path, why: str, is_known: bool = True) -> None:
-    """It is neither trained nor saved nor exported, also where the optimizer is not named.
+    """It is neither trained nor saved nor exported, also where the optimizer is not named, and state is not read.
 
     Args:
         is_known: the optimizer is, to what has failed.
@@ -361,6 +361,9 @@ def check_stopped(run: Run, folder: Path, why: str, is_known: bool = True) -> No
     for _ in range(2 if is_known else 0):
         with pytest.raises(RuntimeError, match=why):
             run.train()
+    if is_known and not isinstance(run, PlainRun):
+        with pytest.raises(RuntimeError, match=f"{why}.*Load a checkpoint before reading state"):
+            dict(run.optimizer.state[next(run.model.parameters())])
     for what, call in (("saved", save_checkpoint), ("exported", export_model)):
         with pytest.raises(CheckpointError, match=rf"b was not {what}: .*{why}"):
             call(folder / "b", run.model)
