@@ -129,8 +129,6 @@ class DynamicLossScale(LossScale):
         self.min_scale = _positive("min_scale", min_scale)
         self.max_scale = _positive("max_scale", max_scale)
         init_scale = _positive("init_scale", init_scale)
-        if min_scale > max_scale:
-            raise ValueError(f"min_scale is {min_scale:g}, larger than max_scale {max_scale:g}")
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(
                 f"init_scale is {init_scale:g}, outside [min_scale, max_scale] = [{min_scale:g}, {max_scale:g}]"
