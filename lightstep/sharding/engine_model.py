@@ -48,9 +48,9 @@ class EngineModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module" or "module" not in self._modules:
+            if name == "module":
                 raise
-            return getattr(self._modules["module"], name)
+            return getattr(self.module, name)
 
 
 def tell_deepspeed_where_it_is() -> None:
