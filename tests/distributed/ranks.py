@@ -54,8 +54,9 @@ LINEAR = torch.nn.functional.linear
 SHARED_GPU = os.environ.get("LIGHTSTEP_SHARED_GPU") == "1"
 """So the streams of several ranks are tried where there is one GPU, which nccl refuses to share.
 
-gloo's thread counts what it receives as a write to a tensor: the tests fail in which replicas send each other weights
-while deferred updates are pending. torch 2.11 crashes in its own collectives where the loss has a penalty of shards."""
+Two kinds of tests fail there. While deferred updates are pending, weights that replicas send each other count as
+written: gloo seems to copy them back into the tensor. And a loss with a penalty of shards crashes inside torch 2.11's
+collectives; the cause is not known."""
 
 
 class Pool:
