@@ -328,6 +328,8 @@ class Program(Training):
         if "norm" in how:
             self.optimizer.grad_norm()
         self.last = [*self.reference.reduced, *self.reference.sums]
+        if self.in_place:
+            self.reference.reduced, self.reference.sums = self.reference.sums, {}
         result = self.optimizer.step()
         seed = self.own_chance.randrange(1 << 30)
         slow_lanes(self.optimizer, seed, 2e-2) if self.is_slow else delay_lanes(self.optimizer, seed)
@@ -619,7 +621,7 @@ class Program(Training):
             "gradients": [
                 f"{factor},{how}" for factor in (0.3, 2.0) for how in ("in_place", "", ",blocks.1.up.weight")
             ],
-            "penalty": [""] if self.alike and not SHARED_GPU else [],
+            "penalty": [""] if self.alike else [],
         }
         between = {
             "freeze": ["blocks.0.up", "blocks.1.norm", "embed"],

@@ -253,7 +253,9 @@ class ReplicatedLoop(DistributedLoop):
         for unit in self.units:
             for parameter in unit:
                 if parameter in gradients:
-                    averaged[parameter] = gradients[parameter] / dist.get_world_size()
+                    gradient, ranks = gradients[parameter], dist.get_world_size()
+                    by_torch = parameter.dtype == torch.float32  # DDP itself multiplies; by a third, these differ
+                    averaged[parameter] = gradient * (1 / ranks) if by_torch else gradient / ranks
                     dist.all_reduce(averaged[parameter])
         return averaged
 

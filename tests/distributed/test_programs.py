@@ -64,7 +64,8 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("fsdp2, resident, bf16", "fsdp2-on-three, stream, fp16", "hsdp, resident, bf16-reduced-in-bf16"),
             *("fsdp2, resident, bf16-reduced-in-bf16", "fsdp2-checkpointed, resident, fp32"),
             *("ddp, resident, bf16", "ddp, stream, fp16", "ddp, resident, bf16-reduced-in-bf16"),
-            *("ddp-checkpointed, resident, fp32", "ddp, resident, bf16, SGD", "fsdp2, resident, bf16, SGD"),
+            *("ddp-checkpointed, resident, fp32", "ddp-on-three, resident, fp32", "ddp, resident, bf16, SGD"),
+            "fsdp2, resident, bf16, SGD",
         ),
     ),
     "classes that need whole tensors": (
@@ -190,7 +191,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "state is edited": (
         "micro step micro step state:written micro step state:assigned micro step state:forgotten micro step",
-        ("ddp, resident, fp32", "ddp, stream, bf16", "fsdp2, overlap, fp32", "copies, next_forward, bf16"),
+        ("ddp-on-three, resident, fp32", "ddp, stream, bf16", "fsdp2, overlap, fp32", "copies, next_forward, bf16"),
     ),
     # -- memory
     "memory comes and goes": (
