@@ -77,7 +77,10 @@ def parameter_groups(module: nn.Module) -> list[ParameterGroup]:
 
 
 def _torchs_groups(module: FSDPModule) -> list[Any]:
-    state: Any = module._get_fsdp_state()
+    return _groups_of_state(module._get_fsdp_state())
+
+
+def _groups_of_state(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [group for group in [state._fsdp_param_group] if group is not None]  # torch 2.11 has at most one
@@ -292,6 +295,20 @@ def forget_interrupted(root: nn.Module, accumulates: bool) -> None:
             "the last backward ended with an error, and FSDP2 of this torch cannot go on after that: start again from "
             "the last checkpoint, or use torch 2.13"
         )
+    else:
+        _end_forward(context)
+
+
+def _end_forward(context: Any) -> None:
+    """What ``reset_iter_state()`` does, for a forward alone and before torch 2.13."""
+    context.iter_forward_root = None
+    for state in context.all_states:
+        state._training_state = type(state._training_state).IDLE
+        state._modules_to_run_forward.clear()
+        for group in _groups_of_state(state):
+            group._training_state = type(group._training_state).IDLE
+            group.wait_for_unshard()  # of a module that was not called any more
+            group._to_sharded()
 
 
 def keeps_unreduced(model: nn.Module, parameters: Collection[Tensor]) -> bool:

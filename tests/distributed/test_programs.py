@@ -256,6 +256,15 @@ def test_written_programs(sharding: dict[str, Any], case: list[str], text: str) 
 
 
 @on_ranks(2)
+def test_an_interrupted_forward_before_torch_2_13() -> None:
+    program = Program(FSDP2, case_of("next_forward", "bf16"), PROGRAMS["a forward that is interrupted"][0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "reset_iter_state", raising=False)
+        program.run()
+    program.strategy.close()
+
+
+@on_ranks(2)
 def test_what_waits_for_others_reads_its_own_gradient() -> None:
     """A shared unit waits for the turn that ranks have agreed on. FSDP2 reduces all matrices of the outermost module
     together, and only then do their gradients go to the host: after the updates, as on a device, where these do not run
