@@ -61,7 +61,9 @@ class Replicas:
 
     def broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
         """Start to fill ``tensor`` (contiguous, any dtype and device) with the owner's values; :meth:`wait` for it."""
-        values = tensor.view(-1).view(torch.uint8)
+        values = tensor.data.view(-1).view(
+            torch.uint8
+        )  # gloo writes what a GPU has sent back: not for versions to count
         return dist.broadcast(values, group=self.group_for(tensor.device), group_src=owner, async_op=True)
 
     @staticmethod

@@ -27,7 +27,6 @@ from lightstep.optimizer import queue
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.store import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.ranks import SHARED_GPU
 from tests.distributed.sharded_reference import DistributedLoop, GatheringLoop, ReplicatedLoop, ShardedLoop, units_of
 from tests.distributed.training import DEFERRED, OVERLAP, RESIDENT, STREAM, Training, slow_lanes
 from tests.reference.own_classes import EachParameter

@@ -33,6 +33,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from lightstep.strategy import process_group
 from tests.collector import collect_and_skip, collect_seldom
@@ -54,9 +56,9 @@ LINEAR = torch.nn.functional.linear
 SHARED_GPU = os.environ.get("LIGHTSTEP_SHARED_GPU") == "1"
 """So the streams of several ranks are tried where there is one GPU, which nccl refuses to share.
 
-Two kinds of tests fail there. While deferred updates are pending, weights that replicas send each other count as
-written: gloo seems to copy them back into the tensor. And a loss with a penalty of shards crashes inside torch 2.11's
-collectives; the cause is not known."""
+Tests fail there that make nccl groups themselves."""
+
+_REPLACED = torch.library.Library("_c10d_functional", "IMPL")
 
 
 class Pool:
@@ -226,6 +228,7 @@ def _serve(pipe: Connection) -> None:
     faulthandler.enable()
     if SHARED_GPU:
         process_group._has_nccl = lambda: True  # strategies take gloo for a group of CPUs
+        _replace_collectives()
     gc.freeze()  # what was imported before the fork is collected by nobody
     collect_seldom()  # _run() does after each check
     make_units_small(pytest.MonkeyPatch())
@@ -241,6 +244,31 @@ def _serve(pipe: Connection) -> None:
             _run(check, rank, world_size, port, meeting_place, arguments, partial(_tell, pipe))
         except BaseException:
             _tell(pipe, False, traceback.format_exc())
+
+
+def _replace_collectives() -> None:
+    """DTensor's collectives on a GPU are made of others: torch 2.11's own crash over gloo."""
+
+    def all_gather(values: Tensor, group_size: int, group: str) -> Tensor:
+        gathered = values.new_empty((group_size * values.shape[0], *values.shape[1:]))
+        dist.all_gather_into_tensor(gathered, values.contiguous(), group=_resolve_process_group(group))
+        return gathered
+
+    def all_reduce(values: Tensor, operation: str, group: str) -> Tensor:
+        reduced = values.contiguous().clone()
+        dist.all_reduce(reduced, getattr(dist.ReduceOp, operation.upper()), group=_resolve_process_group(group))
+        return reduced
+
+    def reduce_scatter(values: Tensor, operation: str, group_size: int, group: str) -> Tensor:
+        ranks, reduction = _resolve_process_group(group), getattr(dist.ReduceOp, operation.upper())
+        received = values.new_empty((values.shape[0] // group_size, *values.shape[1:]))
+        dist.reduce_scatter_tensor(received, values.contiguous(), op=reduction, group=ranks)
+        return received
+
+    _REPLACED.impl("all_gather_into_tensor", all_gather, "CUDA")
+    _REPLACED.impl("all_reduce", all_reduce, "CUDA")
+    _REPLACED.impl("reduce_scatter_tensor", reduce_scatter, "CUDA")
+    _REPLACED.impl("wait_tensor", lambda values: values, "CUDA")
 
 
 def _tell(pipe: Connection, ok: bool, value: Any) -> None:
