@@ -293,7 +293,8 @@ class Program(Training):
 
     def _penalties(self) -> Tensor:
         parts = [p.to_local() if isinstance(p, DTensor) else p for _, p, _ in self._penalized()]
-        return torch.stack([part.sum() for part in parts]).sum()
+        factors = [torch.ones_like(part) for part in parts]  # torch 2.11 gathers an expanded gradient of a shard
+        return torch.stack([(part * ones).sum() for part, ones in zip(parts, factors, strict=True)]).sum()
 
     def _add_penalties(self) -> None:
         for _, _, replica in self._penalized():
