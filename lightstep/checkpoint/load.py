@@ -370,9 +370,9 @@ def _restart_missing_averages(saved: SavedCheckpoint, destination: _Destination)
 
 
 def _refresh_masters(optimizers: Iterable[Any], path: Any) -> None:
-    """Rebuild the masters after only weights were loaded."""
+    """Rebuild the masters after only weights were loaded. After a failed step they wait for the state."""
     for optimizer in optimizers:
-        if hasattr(optimizer, "refresh_master_weights"):
+        if hasattr(optimizer, "refresh_master_weights") and not getattr(optimizer, "needs_state", False):
             optimizer.refresh_master_weights()
             logger.info("only weights were loaded from %s; the masters were rebuilt from them", path)
 

@@ -177,6 +177,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
         At stages 1 and 2 the next step does so by itself for weights that were changed in place. At stage 3 call this
         after changes under ``deepspeed.zero.GatheredParameters``.
         """
+        self._refuse_unusable()
         self._reload()
         self.engine.optimizer.refresh_fp32_params()
         self._seen_versions = self._versions()
@@ -215,6 +216,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
         """Does nothing: no update is deferred."""
 
     def synchronize(self) -> None:
+        self._refuse_unusable()
         device = torch.device(self.engine.device)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

@@ -96,7 +96,12 @@ class BaseOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all deferred work is done, in the parameters and in the state. The host waits."""
+        """Wait until all deferred work is done, in the parameters and in the state. The host waits.
+
+        Raises:
+            RuntimeError: a step or a load has failed halfway, and no state has been loaded since. The three methods
+                below do so, too.
+        """
 
     @abstractmethod
     def memory_report(self) -> dict[str, float]:

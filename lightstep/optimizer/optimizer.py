@@ -293,9 +293,16 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         if self.engine.queue.may_be_ahead:
             self.engine.queue.wait_on_stream_outside_step(self.engine.managed.lookup(parameters))
 
-    def synchronize(self) -> None:
-        with self.engine.reading("synchronize()"):
+    @contextmanager
+    def _after_whole_steps(self, call: str) -> Iterator[None]:
+        """In the body, which is in ``call``, no update is under way, and none has failed."""
+        with self.engine.reading(call):
+            self.engine.broken.refuse(f"Load a checkpoint before {call}")
             self.wait_for_update()
+            yield
+
+    def synchronize(self) -> None:
+        with self._after_whole_steps("synchronize()"):
             self._backend.synchronize()
             for device in self.engine.managed.devices:
                 if device.type != "cpu":
@@ -308,13 +315,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         if gib != "auto" and not (is_number and 0 <= gib < math.inf):
             raise ValueError(f"set_residency({gib!r}): a number of GiB of at least 0 is needed, or 'auto'")
         self.engine.refuse_if_closed()
-        with self.engine.reading("set_residency()"):
-            self.wait_for_update()
+        with self._after_whole_steps("set_residency()"):
             self.engine.guard.work("set_residency()", self._backend.set_residency, gib)
 
     def release_device_memory(self) -> None:
         self.engine.refuse_if_closed()
-        with self.engine.reading("release_device_memory()"):
+        with self._after_whole_steps("release_device_memory()"):
             self.synchronize()
             self.engine.guard.work("release_device_memory()", self.engine.release_device_memory)
         if any(device.type != "cpu" for device in self.engine.managed.devices):
@@ -322,6 +328,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def refresh_master_weights(self) -> None:
         with self.engine.reading("refresh_master_weights()"):
+            if self.engine.broken.needs_state:
+                self.engine.broken.refuse("Load a checkpoint before refresh_master_weights()")
             self.wait_for_update()
             self.engine.settle_edits()
             self.engine.guard.work("refresh_master_weights()", self.engine.refresh_masters)
@@ -461,6 +469,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def half_updated(self) -> bool:
         """Whether a step or a load has failed halfway and no checkpoint has been loaded since."""
         return bool(self.engine.broken)
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether it is half updated, and weights with masters made of them would not repair it."""
+        return self.engine.broken.needs_state
 
     def refuse_half_updated(self, remedy: str) -> None:
         """Raise if a step has failed halfway and no checkpoint has been loaded since, or if a step is under way.

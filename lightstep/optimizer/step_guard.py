@@ -171,6 +171,11 @@ class BrokenStep:
     def __bool__(self) -> bool:
         return self.reason is not None
 
+    @property
+    def needs_state(self) -> bool:
+        """Whether masters that are rebuilt from other weights do not repair it."""
+        return self.reason is not None and not self._weights_only
+
     def fail(self, what: str, error: BaseException) -> None:
         """Mark the step as broken: a part of it has failed. The caller raises the error again if this returns.
 

@@ -224,6 +224,16 @@ def goes_on_after_a_load(training: Training, spoil: Callable[[], None], expected
     spoil()
     with pytest.raises(RuntimeError, match=r"may be half updated.*Load a checkpoint"):
         training.optimizer.step()
+    optimizer = training.optimizer
+    calls: dict[str, Callable[[], object]] = {
+        "synchronize": optimizer.synchronize,
+        "set_residency": lambda: optimizer.set_residency(0),
+        "release_device_memory": optimizer.release_device_memory,
+        "refresh_master_weights": optimizer.refresh_master_weights,
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=rf"may be half updated\. Load a checkpoint before {name}\(\)"):
+            call()
     training.model.load_state_dict(weights)
     training.optimizer.load_state_dict(state)
     training.optimizer.zero_grad()
