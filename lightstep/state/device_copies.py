@@ -2,7 +2,8 @@
 
 The thread that reads the copies allocates their memory, which takes long the first time, and queues them in a lane,
 record by record. Meanwhile the caller goes on with forward and backward. Only the update of a record waits: on the host
-until its copy is queued, and on the device until it is complete.
+until its copy is queued, and on the device until it is complete. A copy that fails is an error of the reader alone: the
+state on the device is whole.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lightstep.error_text import error_text
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.lanes import Lanes, LanesOfDevices
 from lightstep.state.record import Record, Slot
@@ -88,8 +90,14 @@ class DeviceCopies:
         source, lane = self._sources[record].buffer, lanes.device_to_host
         shadow.host = self._copies.allocate(source)
         lane.wait(ready)
-        lane.copy(shadow.host, source, f"copying the state of {record.unit.label}")
+        lane.copy(shadow.host, source, on_error=partial(self._note, f"copying the state of {record.unit.label}"))
         return lane.record(lanes.event())
+
+    def _note(self, what: str, error: Exception) -> None:
+        """A copy has failed."""
+        noted = RuntimeError(f"{what} failed ({error_text(error)})")
+        noted.__cause__ = error
+        self._error = noted
 
     def before_write(self, record: Record) -> None:
         """Order the caller's next work after the copy of this record."""
@@ -107,11 +115,17 @@ class DeviceCopies:
             self._changed.wait_for(lambda: self._unqueued.isdisjoint(records))
 
     def wait_for(self, shadows: Collection[Record]) -> None:
-        """The host waits for the copies of these."""
+        """The host waits for the copies of these.
+
+        Raises:
+            RuntimeError: a copy has failed.
+        """
         for shadow in shadows:
             record = self._shadows[shadow]
             self._copied[record].synchronize()
             self._sources.pop(record, None)
+        if self._error is not None:
+            raise self._error
 
     def wait(self) -> None:
         """The host waits for all copies, and the references to their sources are dropped."""

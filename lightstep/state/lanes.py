@@ -58,9 +58,16 @@ class Lane(ABC):
         """:meth:`run` a job that may find no room on a device: its error is raised here as it is, and stops no lane."""
         self.run(job, label)
 
-    def copy(self, target: Tensor, source: Tensor, label: str = "") -> None:
-        """Submit a copy between two flat uint8 tensors of the same size."""
-        self.run(partial(target.copy_, source, non_blocking=True), label)
+    def copy(
+        self, target: Tensor, source: Tensor, label: str = "", on_error: Callable[[Exception], object] | None = None
+    ) -> None:
+        """Submit a copy between two flat uint8 tensors of the same size.
+
+        Args:
+            on_error: called with the error of a copy that fails, which then stops no lane.
+        """
+        job = partial(target.copy_, source, non_blocking=True)
+        self.run(job if on_error is None else partial(_tried, job, on_error), label)
 
     def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str = "") -> None:
         """Submit copies between contiguous tensors of the same shapes and dtypes."""
@@ -77,6 +84,13 @@ class Lane(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block the calling thread until all submitted jobs are done."""
+
+
+def _tried(job: Callable[[], object], on_error: Callable[[Exception], object]) -> None:
+    try:
+        job()
+    except Exception as error:
+        on_error(error)
 
 
 class Lanes:
@@ -283,9 +297,11 @@ class CopyLane(StreamLane):
         super().__init__(name, status, stream)
         self._other, self._reached, self._in_pieces = other, torch.Event(stream.device), in_pieces
 
-    def copy(self, target: Tensor, source: Tensor, label: str = "") -> None:
+    def copy(
+        self, target: Tensor, source: Tensor, label: str = "", on_error: Callable[[Exception], object] | None = None
+    ) -> None:
         if not self._in_pieces:
-            super().copy(target, source, label)
+            super().copy(target, source, label, on_error)
             return
         count = round(target.nbytes / self.PIECE)
         pieces = zip(target.chunk(count), source.chunk(count), strict=True) if count > 1 else [(target, source)]
@@ -293,7 +309,7 @@ class CopyLane(StreamLane):
             self.stream.record_event(self._reached)
             self._other.wait_event(self._reached)
             self.stream, self._other = self._other, self.stream
-            self.run(partial(piece.copy_, origin, non_blocking=True), label)
+            super().copy(piece, origin, label, on_error)
 
     def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str = "") -> None:
         for target, source in zip(targets, sources, strict=True):

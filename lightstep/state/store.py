@@ -806,10 +806,6 @@ class Store:
             return None
         if self._on_host:
             self.synchronize()
-        else:
-            for lanes in self._lanes.values():
-                if lanes.failed:  # copies for an earlier snapshot
-                    lanes.reset()
         kept = {item: keys for item, keys in wanted.items() if item.updated and self._can_pin(item, copies is not None)}
         on_device = any(item.local.device.type != "cpu" for item in kept)
         for item in self.changed(kept) if self._fingerprinted and on_device else ():

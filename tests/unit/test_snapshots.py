@@ -264,6 +264,31 @@ def test_a_save_that_fails_lets_go_of_everything(tmp_path: Path, what: str) -> N
     ask(tmp_path / "a", asynchronous=True).result(PATIENCE)
 
 
+@pytest.mark.parametrize("state", [OTHERS["resident"], {**STREAM, "resident_gib": 1.0}], ids=["resident", "stream"])
+def test_a_copy_for_a_save_that_fails_stops_nothing_else(tmp_path: Path, state: dict[str, Any]) -> None:
+    """What it copies is on the device, and whole."""
+    training, expected = Training(state), Training(OTHERS["resident"])
+    for run in (training, expected):
+        run.train(2)
+    ask = functools.partial(training.strategy.save_checkpoint, model=training.model, optimizer=training.optimizer)
+    allocate = HostCopyPool.allocate
+
+    def too_small(pool: HostCopyPool, tensor: Tensor) -> Tensor:
+        return allocate(pool, tensor[:3] if tensor.dtype == torch.uint8 else tensor)
+
+    with mock.patch.object(HostCopyPool, "allocate", too_small):
+        error = ask(tmp_path / "a", asynchronous=True).exception(PATIENCE)
+    assert isinstance(error, CheckpointError) and "copying the state of" in str(error)
+    training.optimizer.state_dict()
+    assert_same(training.snapshot(), expected.snapshot())
+    with pytest.raises(CheckpointError, match="copying the state of"):
+        ask(tmp_path / "b")
+    for run in (training, expected):
+        run.train(2)
+    assert_same(training.snapshot(), expected.snapshot())
+    ask(tmp_path / "a", asynchronous=True).result(PATIENCE)
+
+
 @pytest.mark.parametrize("backend", ["resident", "stream"])
 def test_a_handler_saves_while_another_save_is_being_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
