@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.state.record import Entry, History, Part, Record, coded_in, is_record_entry, make_layout
+from lightstep.state.record import Entry, History, Part, Record, coded_in, is_loaded_to_record, make_layout
 from lightstep.state.schema import EntrySpec, adopt_entry, entry_dtype
 from lightstep.state.segment import MasterSplitter
 
@@ -113,7 +113,7 @@ class Entries:
         part.clear_state()
         if not values and master is None:
             return
-        rows = {k: self._row(part, k, v) for k, v in values.items() if is_record_entry(k, v, part.owner.schema)}
+        rows = {k: self._row(part, k, v) for k, v in values.items() if is_loaded_to_record(k, v, part.owner)}
         known = part.block.layout
         layout = make_layout(part.coding, rows, part.shape, part.owner)
         if any(_has_negative(part.owner.schema.get(key), value) for key, value in rows.items()):

@@ -169,6 +169,15 @@ def coded_entries(owner: Managed) -> dict[str, int]:
     return {key: number for number, key in enumerate(listed)}
 
 
+def is_loaded_to_record(key: str, value: Any, owner: Managed) -> bool:
+    """:func:`is_record_entry` for an entry that is loaded: that of a 0-dim parameter is 0-dim, and had one dimension
+    in the updates of an element-wise class. It may be one that the first update does not make."""
+    spec = owner.schema.get(key)
+    is_new = isinstance(value, Tensor) and (spec is None or spec.dtype is None)
+    may_be_like_it = not owner.local.dim() and not owner.whole_tensors
+    return (is_new and may_be_like_it) or is_record_entry(key, value, owner.schema)
+
+
 def is_record_entry(key: str, value: Any, schema: Schema) -> bool:
     """Whether an entry belongs in the record. A 0-dim tensor does only if the parameter is 0-dim."""
     if not isinstance(value, Tensor):

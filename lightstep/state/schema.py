@@ -234,5 +234,5 @@ def adopt_entry(spec: EntrySpec | None, value: Any, owner: Managed) -> Any:
         return value.detach().to(device=device if value.dim() else value.device, copy=True)
     dtype, target = entry_dtype(spec, owner), device if spec.on_device else torch.device("cpu")
     if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=dtype, device=target)
+        return torch.tensor(value, dtype=dtype, device=target) if isinstance(value, (int, float)) else value
     return value.detach().to(device=target, dtype=dtype, copy=True)

@@ -446,6 +446,83 @@ def test_same_bits_after_a_resume(optimizer_class: Any, way: str, place: str, tm
     assert_same(model, expected)
 
 
+class SumsFromTheSecondStep(EachParameter):
+    """Its entry is ``None`` after the first step."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        total = state.get("total")
+        state["total"] = grad.clone() if "total" in state and total is None else total
+        if total is not None:
+            p.sub_(total.lerp_(grad, 0.5), alpha=group["lr"])
+
+
+class SumsEveryOtherStep(EachParameter):
+    """Its entry is a tensor after the first step, and ``None`` after the second."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        total = state.get("total")
+        state["total"] = grad.clone() if total is None else None
+        if total is not None:
+            p.sub_(total.add_(grad), alpha=group["lr"])
+
+
+class GrowsLater(EachParameter):
+    """An entry of the parameter's shape and a 0-dim one come in the second step."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state["n"] = state.get("n", 0) + 1
+        if state["n"] == 2:
+            state["total"], state["weight"] = grad.clone(), torch.tensor(0.0)
+        if "total" in state:
+            state["weight"] += 1
+            p.sub_(state["total"].lerp_(grad, 0.5), alpha=group["lr"] / float(state["weight"]))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gain, self.linear = nn.Parameter(torch.tensor(1.5)), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.linear(x)
+
+
+@every_value(
+    case=[(each, saved) for each in (SumsFromTheSecondStep, SumsEveryOtherStep, GrowsLater) for saved in (1, 2)],
+    place=["resident", "bulk", "stream"],
+    own=[0, 1, 2],
+    way=["state_dict", "checkpoint"],
+    whole=[False, True],
+)
+def test_a_0_dim_parameter_and_entries_that_come_and_go_after_a_resume(
+    case: tuple[Any, int], place: str, own: int, way: str, whole: bool, tmp_path: Path
+) -> None:
+    written, saved = case
+    optimizer_class: Any = type(written.__name__, (written,), {"whole_tensors": whole})
+    expected = Scaled()
+    train(expected, lambda loss: loss.backward(), optimizer_class(expected.parameters()), stop=6)
+
+    def built(steps: int) -> tuple[Any, nn.Module, Any]:
+        settings = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
+        strategy = lightstep.Strategy.load({**settings, "optimizer_state": PLACES[place]})
+        model = strategy.prepare_model(Scaled())
+        optimizer = strategy.create_optimizer(model, optimizer_class)
+        train(model, optimizer.backward, optimizer, stop=steps)
+        return strategy, model, optimizer
+
+    strategy, other, theirs = built(saved)
+    resumed, model, optimizer = built(own)
+    if way == "checkpoint":
+        strategy.save_checkpoint(tmp_path / "saved", other, theirs)
+        resumed.load_checkpoint(tmp_path / "saved", model, optimizer)
+    else:
+        model.load_state_dict(other.state_dict())
+        optimizer.load_state_dict(theirs.state_dict())
+    train(model, optimizer.backward, optimizer, start=saved, stop=6)
+    assert_same(model, expected)
+
+
 def test_state_that_is_no_parameters_is_read_and_loaded_from_a_plain_optimizer() -> None:
     expected, _ = plain_run(CountsInState)
     plain, theirs = plain_run(CountsInState, stop=4)
