@@ -266,9 +266,10 @@ def _dry_run(matched: Match) -> None:
     """Read everything that this rank will load, and change nothing.
 
     Raises:
-        CheckpointError: something cannot be read, or optimizer state has NaN.
+        CheckpointError: something cannot be read, or optimizer state has NaN, or lacks entries.
     """
     saved, optimizer = matched.saved, matched.optimizer
+    found: dict[str, dict[str, Any]] = {}
     for named, names in matched.tied:
         _refuse_different(saved, named, names)
     targets = [replace(target, allocate=None, on_filled=lambda _: None) for target in matched.tensors]
@@ -276,13 +277,17 @@ def _dry_run(matched: Match) -> None:
         _prepare(matched, optimizer, saved.optimizer)
         for name, wanted in matched.entries.items():
             if optimizer.keeps_state(name):
+                own = found[name] = dict(saved.optimizer["values"].get(matched.saved_names[name], {}))
                 targets += [
-                    _entry_target(optimizer, name, key, saved.index[key], partial(_check_entry, name, entry))
+                    _entry_target(optimizer, name, key, saved.index[key], partial(_check_entry, name, entry, own))
                     for entry, key in wanted.items()
                 ]
     matched.cache = ChunkCache(_cache_bytes())
     read_tensors(saved.data, saved.index, targets, matched.cache)
     matched.cache.close()
+    if optimizer is not None and saved.optimizer is not None:
+        with _as_checkpoint_error():
+            optimizer.check_complete(found, _groups_to_load(matched, saved.optimizer))
 
 
 def _prepare(matched: Match, optimizer: OptimizerContent, saved: Mapping[str, Any]) -> None:
@@ -290,9 +295,20 @@ def _prepare(matched: Match, optimizer: OptimizerContent, saved: Mapping[str, An
     entries = {
         name: {*wanted, *saved["values"].get(matched.saved_names[name], {})} for name, wanted in matched.entries.items()
     }
-    groups = {number: saved["groups"][origin] for number, origin in enumerate(matched.groups) if origin >= 0}
+    with _as_checkpoint_error():
+        listed = {name: names for name, names in entries.items() if names}
+        optimizer.prepare_to_load(listed, _groups_to_load(matched, saved))
+
+
+def _groups_to_load(matched: Match, saved: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """The saved groups, by the numbers of the live ones that they are loaded into."""
+    return {number: saved["groups"][origin] for number, origin in enumerate(matched.groups) if origin >= 0}
+
+
+@contextmanager
+def _as_checkpoint_error() -> Iterator[None]:
     try:
-        optimizer.prepare_to_load({name: names for name, names in entries.items() if names}, groups)
+        yield
     except ValueError as error:
         raise CheckpointError(str(error)) from error
 
@@ -386,11 +402,11 @@ def _entry_target(
     return Target(key, shard, None, on_filled)
 
 
-def _check_entry(name: str, entry: str, tensor: Tensor) -> None:
-    try:
+def _check_entry(name: str, entry: str, found: dict[str, Any], tensor: Tensor) -> None:
+    """Check an entry that has been read, and add it to ``found``, without what its dimensions hold."""
+    with _as_checkpoint_error():
         refuse_nan(name, {entry: tensor})
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+    found[entry] = tensor.to("meta") if tensor.dim() else tensor.clone()
 
 
 def _add_entry(

@@ -288,9 +288,21 @@ class OptimizerContent:
         Raises:
             ValueError: a parameter cannot have these entries. Nothing has been loaded.
         """
-        if not hasattr(self.optimizer, "prepare_to_load"):
-            return
-        settings = [
+        if hasattr(self.optimizer, "prepare_to_load"):
+            listed = {self.parameters[name]: names for name, names in entries.items()}
+            self.optimizer.prepare_to_load(listed, self._settings(hyperparameters))
+
+    def check_complete(
+        self, entries: Mapping[str, Mapping[str, Any]], hyperparameters: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """See :meth:`MixedPrecisionOptimizer.check_complete`."""
+        if hasattr(self.optimizer, "check_complete"):
+            listed = {self.parameters[name]: own for name, own in entries.items()}
+            self.optimizer.check_complete(listed, self._settings(hyperparameters))
+
+    def _settings(self, hyperparameters: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What of these will be loaded into each group."""
+        return [
             {
                 key: value
                 for key, value in hyperparameters.get(number, {}).items()
@@ -298,7 +310,6 @@ class OptimizerContent:
             }
             for number, live in enumerate(self.optimizer.param_groups)
         ]
-        self.optimizer.prepare_to_load({self.parameters[name]: names for name, names in entries.items()}, settings)
 
     def set_hyperparameters(self, group: int, saved: Mapping[str, Any]) -> None:
         """Load a group's hyper-parameters. A tensor learning rate is written in place."""

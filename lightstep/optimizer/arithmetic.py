@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightstep.distributed import Rows, rows_of
+from lightstep.distributed import Rows, local_tensor, rows_of
 from lightstep.error_text import error_text
 from lightstep.optimizer.class_trial import (
     UntriedError,
@@ -42,7 +42,6 @@ ADAMS = (torch.optim.AdamW, torch.optim.Adam)
 _CPU = torch.device("cpu")  # explicit everywhere: users may change torch's default device and dtype
 _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "defaults", "found_inf", "grad_scale"})
 _LARGE_ENOUGH = 136  # rows and columns: classes that factor moments do so from 128 on
-_PERIOD = 27  # steps; more than the periods after which classes drop an entry
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"})
 
 
@@ -192,14 +191,28 @@ class BaseArithmetic:
         return [(64, 128) if self._takes_matrices_only else (8192,)]
 
     def problem_without(
-        self, missing: frozenset[str], parameter: Tensor, device: torch.device, settings: Mapping[str, Any]
+        self,
+        missing: frozenset[str],
+        entries: Mapping[str, Any],
+        parameter: Tensor,
+        device: torch.device,
+        settings: Mapping[str, Any],
     ) -> str | None:
-        """What goes wrong in an update of state that lacks these entries; ``None``: the class makes them again, it
-        drops them itself, or such a parameter does not have them."""
+        """What goes wrong in an update of state that lacks these entries; ``None``: the class makes them again, or such
+        a parameter does not have them.
+
+        Args:
+            entries: those that the state has. Whether the class makes one again may depend on its counters; those that
+                are not given are as after one update.
+        """
         setting, shape = copy.deepcopy(self.resolved(settings, device)), self._small_shape(parameter.shape)
-        case = (missing, shape, device, repr(setting))
+        small = {key: _small(value, shape, parameter) for key, value in entries.items() if key != "master"}
+        case = (missing, shape, device, repr(setting), repr(small))
         if case not in self._problems:
-            self._problems[case] = self._try_without(missing, shape, setting, device)
+            found = self._try_without(missing, small, shape, setting, device)
+            # If it fails with these entries, too, small tensors of zeros are not what the class needs.
+            is_known = found is None or self._try_without(frozenset(), small, shape, setting, device) is None
+            self._problems[case] = found if is_known else None
         return self._problems[case]
 
     def _small_shape(self, shape: torch.Size) -> tuple[int, ...]:
@@ -210,18 +223,27 @@ class BaseArithmetic:
         return tuple(min(size, _LARGE_ENOUGH) for size in self._updated_shape(shape))
 
     def _try_without(
-        self, missing: frozenset[str], shape: tuple[int, ...], setting: dict[str, Any], device: torch.device
+        self,
+        missing: frozenset[str],
+        entries: Mapping[str, Any],
+        shape: tuple[int, ...],
+        setting: dict[str, Any],
+        device: torch.device,
     ) -> str | None:
         probe = torch.zeros(shape, dtype=torch.float32, device=device)
         probe.grad = torch.zeros_like(probe)
         with undisturbed(device), torch.no_grad():
             optimizer = self._construct([{**setting, "params": [probe]}], self._default_fused[device])
-            for _ in range(_PERIOD):
-                self._raw_step(optimizer)
-                if not missing & optimizer.state[probe].keys():  # it has dropped them itself
-                    return None
-            for key in missing & optimizer.state[probe].keys():
-                del optimizer.state[probe][key]
+            self._raw_step(optimizer)
+            state = optimizer.state[probe]
+            for key in missing & state.keys():
+                del state[key]
+            for key, value in copied(dict(entries)).items():
+                own = state.get(key)
+                if not isinstance(own, Tensor):
+                    state[key] = value.to(device) if isinstance(value, Tensor) and value.dim() else value
+                elif not own.dim():
+                    state[key] = torch.as_tensor(value, dtype=own.dtype, device=own.device)
             try:
                 self._raw_step(optimizer)
             except Exception as error:
@@ -510,6 +532,17 @@ def _kept_by(inner: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     own = {key: value for key, value in vars(inner).items() if key not in _OWN_ATTRIBUTES and is_carried(value)}
     state: Mapping[Any, Any] = inner.state
     return {"attributes": own, "state": {key: value for key, value in state.items() if isinstance(key, str)}}
+
+
+def _small(value: Any, shape: tuple[int, ...], parameter: Tensor) -> Any:
+    """A state entry of a parameter for one of this shape: zeros; counters and plain values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.dim():
+        return local_tensor(value)
+    is_like_it = value.shape in (parameter.shape, local_tensor(parameter).shape)
+    sizes = shape if is_like_it else [min(size, _LARGE_ENOUGH) for size in value.shape]
+    return torch.zeros(sizes, dtype=value.dtype, device=_CPU)
 
 
 def _changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

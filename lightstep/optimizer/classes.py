@@ -180,9 +180,12 @@ class GroupClasses:
                 self.exchanges[item.rows.group] = MatrixExchange(item.rows.group)
                 self.exchanges[item.rows.group].open(item.local.device)
 
-    def problem_without(self, item: Managed, missing: frozenset[str], settings: Group) -> str | None:
+    def problem_without(
+        self, item: Managed, missing: frozenset[str], entries: Mapping[str, Any], settings: Group
+    ) -> str | None:
         """See :meth:`BaseArithmetic.problem_without`."""
-        return self.arithmetic_for(item.group).problem_without(missing, item.param, item.local.device, settings)
+        arithmetic = self.arithmetic_for(item.group)
+        return arithmetic.problem_without(missing, entries, item.param, item.local.device, settings)
 
     # -- one step; until the next `prepare`, the answers depend on :attr:`GroupValues.kinds` alone
 

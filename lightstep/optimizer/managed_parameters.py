@@ -458,11 +458,11 @@ class ManagedParameters:
             settings: what will be loaded into the parameter's group; which entries there are depends on it.
         """
         self._check_shapes(item, entries)
+        self.check_complete(item, entries, settings or {})
         self.check_names(item, entries, settings or {})
 
     def check_names(self, item: Managed, entries: Collection[str], settings: Mapping[str, Any]) -> None:
         """:meth:`check_state` as far as it depends on the names of the entries alone."""
-        self._check_complete(item, entries, settings)
         self._moments.refuse_late(item, entries, self._classes, settings)
 
     def _check_shapes(self, item: Managed, entries: Mapping[str, Any], remedy: str = "") -> None:
@@ -481,17 +481,29 @@ class ManagedParameters:
             "after del optimizer.state[parameter] the whole state starts anew"
         )
         self._check_shapes(item, new, remedy)
-        kept = self._backend.describe(item)
-        if item.is_remote and item.updated:  # another replica keeps them
-            kept = dict(item.schema)
-        self._check_complete(item, edit.applied_to(lambda: kept), {})
+        if edit.whole or not item.updated:
+            self.check_complete(item, new, {})
+            return
+        # What an update has dropped is not missing. Where another replica keeps the entries, this one knows no values.
+        kept = item.schema if item.is_remote else self._backend.describe(item)
+        dropped = item.schema.keys() - kept.keys()
+        self.check_complete(item, dict.fromkeys([*edit.applied_to(lambda: kept), *dropped]), {}, is_named_only=True)
 
-    def _check_complete(self, item: Managed, names: Collection[str], settings: Mapping[str, Any]) -> None:
-        """Refuse state without an entry that the class does not make again: the step would fail halfway."""
+    def check_complete(
+        self, item: Managed, entries: Mapping[str, Any], settings: Mapping[str, Any], is_named_only: bool = False
+    ) -> None:
+        """Refuse state without an entry that the class does not make again: the step would fail halfway.
+
+        Args:
+            entries: values, or meta tensors of all that have dimensions.
+            is_named_only: they have no values.
+        """
+        names = entries.keys()
         missing = [key for key in item.schema if key not in names]
         if not missing or not {*names} - {"master"}:
             return
-        problem = self._classes.problem_without(item, frozenset(missing), {**item.group, **settings})
+        values = {} if is_named_only else entries
+        problem = self._classes.problem_without(item, frozenset(missing), values, {**item.group, **settings})
         if problem is not None:
             raise ValueError(
                 f"the state of {item.name} has {', '.join(sorted(names))} and no {' and no '.join(missing)}, which "

@@ -23,7 +23,7 @@ from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place, plain_numbers
 from lightstep.optimizer.queue import AT_STEP, UpdateTime
 from lightstep.optimizer.rounded_weights import MasterWeights
-from lightstep.optimizer.serialization import load_torch_state_dict, prepare_to_load, snapshot
+from lightstep.optimizer.serialization import check_complete, load_torch_state_dict, prepare_to_load, snapshot
 from lightstep.optimizer.state_view import StateView
 from lightstep.optimizer.step_guard import eager
 from lightstep.optimizer.update import StepResult
@@ -396,6 +396,19 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             ValueError: a parameter cannot have these entries under these settings. Nothing has been loaded.
         """
         prepare_to_load(self.engine, entries, settings)
+
+    def check_complete(
+        self, entries: Mapping[Tensor, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """After :meth:`prepare_to_load`: check that the class can go on from these entries.
+
+        Args:
+            entries: by parameter; in the place of tensors with dimensions, meta tensors.
+
+        Raises:
+            ValueError: some are missing. Nothing has been loaded.
+        """
+        check_complete(self.engine, entries, settings)
 
     def parameter_state(self, parameter: Tensor) -> dict[str, Any]:
         """Copies of ``state[parameter]``; DTensors for a DTensor; ``{}`` without state.

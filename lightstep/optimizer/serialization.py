@@ -142,6 +142,15 @@ def prepare_to_load(
             engine.managed.check_names(item, entries[item.param], loaded[id(item.group)])
 
 
+def check_complete(
+    engine: Engine, entries: Mapping[Tensor, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
+) -> None:
+    """See :meth:`MixedPrecisionOptimizer.check_complete`."""
+    loaded = {id(live): own for live, own in zip(engine.param_groups, settings, strict=True)}
+    for item in engine.managed.lookup(entries):
+        engine.managed.check_complete(item, entries[item.param], loaded[id(item.group)])
+
+
 @contextmanager
 def _previewing(engine: Engine, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """In the body the groups have these settings: which entries a parameter has, depends on them (amsgrad)."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
+from lightstep.checkpoint import CheckpointError
 from lightstep.optimizer.arithmetic import BaseArithmetic
 from tests import optimizer_classes
 from tests.covering import every_value
@@ -225,12 +226,14 @@ class ExchangesData(EachParameter):
 class AddsUpGradients(EachParameter):
     """Steps by the sum of four, and drops it."""
 
+    period = 4
+
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         state["t"] = state.get("t", 0) + 1
-        if state["t"] % 4 == 1:
+        if state["t"] % self.period == 1:
             state["sum"] = torch.zeros_like(p)
         state["sum"].add_(grad)
-        if state["t"] % 4 == 0:
+        if state["t"] % self.period == 0:
             p.sub_(state.pop("sum"), alpha=group["lr"])
 
 
@@ -521,6 +524,47 @@ def test_a_0_dim_parameter_and_entries_that_come_and_go_after_a_resume(
         optimizer.load_state_dict(theirs.state_dict())
     train(model, optimizer.backward, optimizer, start=saved, stop=6)
     assert_same(model, expected)
+
+
+class AddsUpWithATensor(AddsUpGradients):
+    """Counts in a 0-dim tensor."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state["t"] = int(state.get("t", 0))
+        super().update(p, grad, group, state)
+        state["t"] = torch.tensor(float(state["t"]))
+
+
+@every_value(
+    case=[(way, counts) for way in ("state_dict", "checkpoint") for counts in (AddsUpGradients, AddsUpWithATensor)],
+    place=["resident", "stream"],
+)
+def test_whether_an_entry_that_the_class_drops_is_missing_depends_on_its_counter(
+    case: tuple[str, Any], place: str, tmp_path: Path
+) -> None:
+    """After 30 steps a class makes it again that drops it then. After two steps it needs the one that it has."""
+    way, counts = case
+    late, early = (type("AddsUp", (counts,), {"period": period}) for period in (30, 2))
+    expected, _ = plain_run(late, stop=33)
+    for saving, steps in ((late, 30), (early, 2)):
+        strategy, model, optimizer = build(saving, place)
+        train(model, optimizer.backward, optimizer, stop=steps)
+        strategy.save_checkpoint(tmp_path / "saved", model, optimizer)
+        weights, saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        assert all("sum" not in entries for entries in saved["state"].values())
+        other, model, optimizer = build(late, place)
+        load = functools.partial(optimizer.load_state_dict, saved)
+        if way == "checkpoint":
+            load = functools.partial(other.load_checkpoint, tmp_path / "saved", model, optimizer)
+        if saving is late:
+            load()
+            model.load_state_dict(weights)
+        else:
+            with pytest.raises((ValueError, CheckpointError), match="has t and no sum, which AddsUp does not make"):
+                load()
+        train(model, optimizer.backward, optimizer, start=steps if saving is late else 0, stop=33)
+        optimizer.synchronize()
+        assert_same(model, expected)
 
 
 def test_state_that_is_no_parameters_is_read_and_loaded_from_a_plain_optimizer() -> None:
