@@ -283,6 +283,12 @@ class _Trial:
                 f"{', '.join(map(repr, sorted(whole.borrowed)))}, and lightstep uses their memory again in the next "
                 "update. Put tensor.clone() there"
             )
+        if not names and (shared := _shared_memory(plain)):
+            return (
+                f"{self._name} has the same memory in {shared}, and lightstep keeps each entry by itself between "
+                "steps: what is written into one does not reach the other. Keep it in one entry, or put tensor.clone() "
+                "into the other"
+            )
         written = f"; it writes {', '.join(map(repr, names))} into its groups" if names else " (a norm of its own?)"
         return (
             f"{self._name} computes something over all its parameters together{written}, and lightstep applies it to "
@@ -445,6 +451,22 @@ def _holds(value: Any, memory: Container[int], depth: int = 4) -> bool:
     else:
         values = getattr(value, "__dict__", {}).values()
     return depth > 0 and any(_holds(each, memory, depth - 1) for each in values)
+
+
+def _shared_memory(outcome: _Outcome) -> str | None:
+    """Two entries of a state that are, or hold, the same memory; or one that has the parameter's."""
+    for value, state in zip(outcome.values, outcome.states, strict=True):
+        tensors = {repr(key): entry for key, entry in state.items() if _is_in_memory(entry)}
+        for owner, tensor in {**tensors, "the parameter": value}.items():
+            memory = {tensor.untyped_storage().data_ptr()}
+            others = [key for key, entry in state.items() if repr(key) != owner and _holds(entry, memory)]
+            if others:
+                return f"{others[0]!r} and {owner}"
+    return None
+
+
+def _is_in_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
 
 
 def _has_gaps(value: Any) -> bool:

@@ -205,6 +205,36 @@ class KeepsASlice(EachParameter):
         p.sub_(grad, alpha=group["lr"] * (1 + last_bits))
 
 
+class KeepsOneTensorTwice(EachParameter):
+    """What it writes into one entry it reads from another."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if "sum" not in state:
+            state["sum"] = torch.zeros_like(p)
+            state["again"] = self.seen_again(state["sum"])
+        state["sum"].add_(grad)
+        again = state["again"]
+        p.sub_((again[0] if isinstance(again, list) else again).view(p.shape), alpha=group["lr"])
+
+    def seen_again(self, total: Tensor) -> Any:
+        return total
+
+
+class KeepsAViewOfIt(KeepsOneTensorTwice):
+    def seen_again(self, total: Tensor) -> Any:
+        return total.view(-1)
+
+
+class KeepsItInAList(KeepsOneTensorTwice):
+    def seen_again(self, total: Tensor) -> Any:
+        return [total]
+
+
+class KeepsItsParameter(EachParameter):
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.sub_(grad + 0.1 * state.setdefault("weight", p.detach()), alpha=group["lr"])
+
+
 class ExchangesEntries(EachParameter):
     """The older sum is the newer one of the next step."""
 
@@ -662,6 +692,10 @@ def test_values_that_differ_between_the_matrices_of_a_stack_are_refused() -> Non
         (QueuesTheGradientsThemselves, "keeps tensors that it was given.*in 'queue'.*clone"),
         (KeepsOlderSums, "KeepsOlderSums keeps tensors that it was given.*in 'sums'.*clone"),
         (KeepsASlice, "KeepsASlice keeps 'rows' as a slice of a larger tensor.*clone"),
+        (KeepsOneTensorTwice, "KeepsOneTensorTwice has the same memory in 'again' and 'sum', and .*clone"),
+        (KeepsAViewOfIt, "KeepsAViewOfIt has the same memory in 'again' and 'sum'"),
+        (KeepsItInAList, "KeepsItInAList has the same memory in 'again' and 'sum'"),
+        (KeepsItsParameter, "KeepsItsParameter has the same memory in 'weight' and the parameter"),
         (EstimatesARate, "EstimatesARate computes something over all its parameters together; it writes 'd' into"),
         (DifferentiatesGradients, "DifferentiatesGradients failed in the trial.*gradients that have no graph"),
         (NeedsAClosure, "NeedsAClosure failed in the trial.*a closure is needed.*without a closure"),
