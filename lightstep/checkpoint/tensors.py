@@ -387,7 +387,8 @@ def _fetch(source: Source) -> Tensor:
         return tensor
     if not tensor.is_contiguous() or not tensor.numel():
         return tensor.clone()
-    data = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())  # the same memory
+    # `Tensor.numpy()` would pin the storage at its size, and weights that rest on the host leave theirs.
+    data = torch.from_dlpack(tensor.view(-1).view(torch.uint8))  # the same memory
     return data.view(tensor.dtype).view(tensor.shape)
 
 

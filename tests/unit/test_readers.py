@@ -430,11 +430,37 @@ def test_a_handler_is_told_while_weights_move(history: History, tmp_path: Path) 
     run = Run("overlap", weights="host")
     run.step()
     reader = Reader(run, tmp_path)
-    reader.save = lambda: None  # of weights on a device: the CPU's are then lent to the file
     with at_each_line([host_weights, host_fields], reader):
         run.train(2)
     assert sum("copy of weights from or to the host" in said for said in reader.said) > 10
     reader.check(history, "copy of weights from or to the host")
+
+
+@pytest.mark.parametrize("name", ["stream", "overlap"])
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_a_handler_may_save_while_the_model_works_with_weights_that_rest_on_the_host(
+    name: str, moment: str, history: History, tmp_path: Path
+) -> None:
+    """Their memory on the device is emptied and filled again afterwards."""
+    run, resumed = Run(name, weights="host"), Run(name, weights="host")
+    run.train(2)
+    saved: list[Path] = []
+
+    def save(*_: Any) -> None:
+        if not saved:
+            saved.append(tmp_path / "save")
+            run.strategy.save_checkpoint(saved[0], run.model, run.optimizer)
+
+    def reach(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        save() if moment == "forward" else output.register_hook(save)
+
+    run.model[-1].register_forward_hook(reach)
+    run.train(2)
+    assert_ends_as(run, history)
+    resumed.strategy.load_checkpoint(saved[0], resumed.model, resumed.optimizer)
+    resumed.steps = 2
+    resumed.train(2)
+    assert_ends_as(resumed, history)
 
 
 def test_a_refusal_that_nobody_catches_ends_the_step_as_an_interrupt_does(history: History) -> None:
