@@ -318,6 +318,28 @@ def test_a_handler_saves_while_another_save_is_being_started(
     check_saved(tmp_path)
 
 
+@pytest.mark.parametrize("backend", ["bulk", "stream"])
+def test_an_edit_of_one_parameter_meanwhile_leaves_the_others_of_its_unit(
+    tmp_path: Path, reader: Reader, moved: list[bool], backend: str
+) -> None:
+    """The record that it is written to has other memory, as the save reads the old one."""
+    run, undisturbed_run = Training(OTHERS.get(backend, STREAM)), Training(OTHERS.get(backend, STREAM))
+    for training in (run, undisturbed_run):
+        training.train(2)
+    pending = ask_twice(run, tmp_path)
+    for training in (run, undisturbed_run):
+        training.optimizer.state[next(training.model.parameters())]["exp_avg"].mul_(0.5)
+        training.optimizer.state_dict()  # it is applied
+    assert True in moved
+    assert_same(run.snapshot(), undisturbed_run.snapshot())
+    reader.go.set()
+    pending.result(PATIENCE)
+    check_saved(tmp_path)
+    for training in (run, undisturbed_run):
+        training.train(1)
+    assert_same(run.snapshot(), undisturbed_run.snapshot())
+
+
 def test_the_records_are_not_copied(tmp_path: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it returns, a save copies the weights and nothing that is in the records."""
     training = Training(STREAM)
