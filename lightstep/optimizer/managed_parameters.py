@@ -342,15 +342,16 @@ class ManagedParameters:
         return is_converted
 
     def _adopt_moved(self, touched: Mapping[Managed, Tensor]) -> None:
-        """Some of these parameters may have other memory than in the last step."""
+        """Some of these parameters may have other memory than in the last step.
+
+        Where weights rest on the host, whoever holds them takes what is in other memory there.
+        """
         moved = {item: local for item, local in touched.items() if self._has_moved(item, local)}
         if moved:
             refuse_shared_memory((item.name, local_tensor(item.param)) for item in self)
         for item, local in moved.items():
             if item.home is None:
                 item.local = local.detach()
-            else:
-                item.home.group.adopt_replaced()
 
     def _has_moved(self, item: Managed, local: Tensor) -> bool:
         """Whether a parameter has another address than at the last :meth:`record`, or none, since it is empty."""
