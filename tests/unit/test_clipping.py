@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep import Strategy, clip_grad_norm_, global_grad_norm
+from lightstep.distributed import NormReduction
 from tests.reference.pair import strategy_values
 from tests.reference.plain_loop import check_norm
 from tests.training import made
@@ -53,6 +54,13 @@ def mixed(seed: int = 0) -> list[nn.Parameter]:
 
 def grads_of(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
+
+
+def test_norms_on_several_devices_are_brought_to_one() -> None:
+    """As no list that torch stacks."""
+    here, there = torch.zeros(3), torch.zeros(3, device="meta")
+    assert NormReduction([here]).as_torch and NormReduction([there]).as_torch
+    assert not NormReduction([here, there]).as_torch
 
 
 @norm_types
