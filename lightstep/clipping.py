@@ -176,7 +176,8 @@ class GradientNorm:
             raise RuntimeError(
                 f"{len(found)} sharded parameters (shapes {found[:3]}) have a gradient on other ranks and none on "
                 "this one: ranks have used different parameters of one FSDP module, and FSDP2 has added up gradients "
-                "that do not belong together. Call model.set_reduce_scatter_unused_params(True) (torch 2.13) before "
+                "that do not belong together; or p.grad was set to None on some ranks alone, which the others do not "
+                "see. For the first call model.set_reduce_scatter_unused_params(True) (torch 2.13) before "
                 "the first backward, or let all ranks use the same parameters. optimizer.zero_grad() drops the "
                 "gradients"
             )
