@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import starmap
+from itertools import count, starmap
 
 import torch
 from torch import Tensor
@@ -23,10 +23,18 @@ from lightstep.precision.gradients import refuse_sparse
 from lightstep.state.host_fields import Field
 from lightstep.state.host_weights import HostWeights, WeightGroup, WeightHome
 
-__all__ = ["HostGradients"]
+__all__ = ["HostGradients", "by_turns"]
 
 _UNDER_WAY = 2
 """Groups whose gradients may be on their way to the host before the model waits for the first of them."""
+
+_turns = count()
+
+
+def by_turns(takers: Iterable[HostGradients]) -> list[HostGradients]:
+    """The optimizer that was made last, or has begun a backward since, first: it takes what others would take, too.
+    One that was replaced may live until the garbage collector finds it."""
+    return sorted(takers, key=lambda taker: -taker.turn)
 
 
 class HostGradients:
@@ -43,12 +51,13 @@ class HostGradients:
         is_accumulating: whether another micro-batch follows in this step, as far as anybody has said.
         is_first: called with a parameter: whether ``step()`` will update it before all others. Its gradient is still
             on the device then, if no forward comes before.
+        turn: a number that grows from one maker, or backward, to the next.
     """
 
     is_incomplete = False
 
     def __init__(self, weights: HostWeights, float32: bool) -> None:
-        self._weights, self._float32 = weights, float32
+        self._weights, self._float32, self.turn = weights, float32, next(_turns)
         self._stored: dict[Tensor, Tensor] = {}  # by parameter: a field's tensor on the device, empty now
         self._fields: dict[Tensor, tuple[Field, Tensor]] = {}  # the last one that a parameter's gradient was in
         self._under_way: deque[tuple[WeightGroup, list[Field], dict[Tensor, Tensor]]] = deque()  # by parameter
@@ -74,6 +83,7 @@ class HostGradients:
 
     def begin(self) -> None:
         """A backward begins."""
+        self.turn = next(_turns)
 
     # -- arrivals
 

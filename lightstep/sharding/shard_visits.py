@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightstep.distributed import like, local_tensor
-from lightstep.optimizer.host_gradients import HostGradients
+from lightstep.optimizer.host_gradients import HostGradients, by_turns
 from lightstep.sharding.fsdp_groups import ParameterGroup, parameter_groups, sharded_modules
 from lightstep.sharding.parameter_reads import NO_BACKWARD, ModuleHook, await_host, called_modules, inputs_on, weakly
 from lightstep.sharding.weight_visits import AHEAD, VisitOrder, refuse_other_tensors
@@ -284,7 +284,7 @@ class ShardVisits:
 
     def take(self, group: ShardGroup) -> None:
         with torch.no_grad():
-            for taker in self.takers:
+            for taker in by_turns(self.takers):
                 taker.take(group)
 
     def _end_backward(self) -> None:

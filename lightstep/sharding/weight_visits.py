@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from lightstep.optimizer.host_gradients import HostGradients
+from lightstep.optimizer.host_gradients import HostGradients, by_turns
 from lightstep.optimizer.managed_parameters import refuse_shared_memory
 from lightstep.sharding.parameter_reads import (
     NO_BACKWARD,
@@ -229,7 +229,7 @@ class WeightVisits:
 
     @torch.no_grad()
     def _take_gradients(self, group: WeightGroup) -> None:
-        for taker in self.takers:
+        for taker in by_turns(self.takers):
             taker.take(group)
 
     def _end_interrupted(self) -> None:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import lightstep
 from lightstep.optimizer.serialization import refuse_nan
-from tests.covering import every_value
+from tests.covering import every_pair, every_value
 from tests.reference.pair import (
     BACKENDS,
     DTYPES,
@@ -34,6 +34,7 @@ from tests.reference.pair import (
 from tests.reference.tiny_model import TinyModel, loss_of
 from tests.training import made
 from tests.unit.test_classes_of_others import CountsInItsGroup
+from tests.unit.test_exactness import DEVICE, HOST
 
 backends = pytest.mark.parametrize("backend", ["stream"])
 
@@ -65,14 +66,16 @@ def test_a_lazy_module_needs_a_forward_first() -> None:
     assert optimizer.step()
 
 
-@every_value(parameters=DTYPES, backend=BACKENDS)
-def test_an_optimizer_that_was_replaced_takes_no_gradients(parameters: str, backend: str) -> None:
-    """A notebook cell run twice: the first optimizer is forgotten by its user, not yet by the garbage collector."""
-    pair = build(parameters, backend, micro_batches=3)
-    forgotten = pair.optimizer
+@every_pair(parameters=DTYPES, backend=BACKENDS, weights=[DEVICE, HOST])
+def test_an_optimizer_that_was_replaced_takes_no_gradients(
+    parameters: str, backend: str, weights: dict[str, Any]
+) -> None:
+    """A notebook cell run again: optimizers are forgotten by their user, and not yet by the garbage collector."""
+    pair = build(parameters, backend, micro_batches=3, weights=weights)
+    forgotten = [pair.optimizer, *(pair.build_optimizer(pair.strategy, pair.model) for _ in range(3))]
     pair.optimizer = pair.build_optimizer(pair.strategy, pair.model)
     pair.train(4)
-    assert not forgotten.state
+    assert not any(optimizer.state for optimizer in forgotten)
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
