@@ -162,6 +162,8 @@ class ManagedParameters:
         known = self.by_parameter
         items = [known.get(p) or self._manage(p, group, places.get(p), i) for i, (p, group) in enumerate(listed)]
         refuse_shared_memory((item.name, item.resting) for item in items)
+        if self._weights is not None:
+            self._weights.refuse_memory_of_weights((item.name, item.local) for item in items if item.home is None)
         new = [item for item in items if item.param not in known]
         self._classes.prepare(items, groups)
         self._moments.set_up(items, self._classes, self._rounding_seed)

@@ -404,6 +404,23 @@ class HostWeights:
         """``None`` if the parameter is none of these."""
         return self._homes.get(parameter)  # type: ignore[call-overload]
 
+    def refuse_memory_of_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Refuse parameters that are none of these, in memory where one of these rests, or rested (a parametrization
+        makes one of a weight).
+
+        Raises:
+            ValueError: with the name of such a parameter: copies from and to the device would undo its updates.
+        """
+        groups = {rest.data_ptr(): group for group in self.groups for rest in group.weights.on_host if rest.numel()}
+        for name, tensor in named:
+            group = groups.get(tensor.untyped_storage().data_ptr())
+            if group is not None:
+                raise ValueError(
+                    f"{name} came after prepare_model, and has the memory in which a weight of {group.name} rests "
+                    "(weights.placement: host): register parametrizations before prepare_model, or make the new "
+                    "parameter of a clone()"
+                )
+
     def drop_gradients(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
         """What ``zero_grad`` does to gradients of these parameters that are not in ``p.grad``."""
         for parameter in [parameter for taken in list(self.taken) for parameter in taken.drop(parameters)]:

@@ -700,6 +700,16 @@ def test_parameters_that_share_memory_are_refused_and_not_untied() -> None:
         Strategy.load("offload", overrides={"precision.parameters": "float32"}).prepare_model(model)
 
 
+def test_a_parameter_made_of_the_memory_of_a_weight_is_refused() -> None:
+    """A parametrization makes one of the weight: copies to the host would undo its updates now and then."""
+    strategy = Strategy.load("offload", overrides={"precision.parameters": "float32"})
+    model = nn.utils.parametrizations.weight_norm(strategy.prepare_model(nn.Linear(4, 4)))
+    optimizer = strategy.create_optimizer(model)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"original1 came after prepare_model, and has the memory in which a weight"):
+        optimizer.step()
+
+
 def test_other_tensors_are_refused() -> None:
     """A quantised weight would become what it stands for."""
     model = TinyTransformer()
