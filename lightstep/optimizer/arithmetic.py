@@ -26,14 +26,16 @@ from lightstep.optimizer.class_trial import (
     is_torchs_own,
     needs_whole_tensors,
     rates_differ,
+    read_settings,
     torchs_own_needs_whole_tensors,
     undecorated_step,
+    written_settings,
 )
 from lightstep.optimizer.matrix_stack import Matrix, MatrixStack
 from lightstep.optimizer.muon import is_installed_muon
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.optimizer.undisturbed import undisturbed
-from lightstep.optimizer.update import GroupValues, copied, equal_settings, same_value, settings_of
+from lightstep.optimizer.update import KEPT, GroupValues, copied, equal_settings, same_value, settings_of
 from lightstep.precision.adam_kernel import fused_kernel_on
 from lightstep.state.schema import EntrySpec, Schema
 from lightstep.state.segment import Segment
@@ -96,7 +98,11 @@ class BaseArithmetic:
 
     def inspect_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Update :attr:`whole_tensors` for these groups' settings; called at set-up."""
-        known = {*self.defaults, "initial_lr"}
+        if self.is_torchs_own:
+            return
+        own = {*self.defaults, "initial_lr", KEPT} | self._written_settings
+        others = [{key: value for key, value in settings_of(group).items() if key not in own} for group in groups]
+        known = ({*self.defaults, "initial_lr"} | read_settings(self, others)) - self._written_settings
         found: list[dict[str, Any]] = []
         for group in groups:
             settings = {key: value for key, value in settings_of(group).items() if key in known}
@@ -105,6 +111,10 @@ class BaseArithmetic:
             ):
                 found.append(settings)
         self._inspect(found)
+
+    @functools.cached_property
+    def _written_settings(self) -> set[str]:
+        return written_settings(self)
 
     def _inspect(self, settings: list[dict[str, Any]]) -> None:
         if self.is_torchs_own:

@@ -37,8 +37,10 @@ __all__ = [
     "is_torchs_own",
     "needs_whole_tensors",
     "rates_differ",
+    "read_settings",
     "torchs_own_needs_whole_tensors",
     "undecorated_step",
+    "written_settings",
 ]
 
 _CPU = torch.device("cpu")  # explicit everywhere: users may change torch's default device and dtype
@@ -143,6 +145,30 @@ def needs_whole_tensors(tried: TriedClass, settings: Sequence[Mapping[str, Any]]
         raise verdict.refusal[0](verdict.refusal[1])
     declared = getattr(tried.optimizer_class, "whole_tensors", None)
     return verdict.whole if declared is None else bool(declared)
+
+
+def read_settings(tried: TriedClass, settings: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The names of those of some groups' settings that a step of the class reads.
+
+    A key that is none of the class's defaults (``rank``) may switch to other arithmetic; names of groups are not read.
+    """
+    return _Trial(tried, settings, _CPU).read_settings() if any(settings) else set()
+
+
+def written_settings(tried: TriedClass) -> set[str]:
+    """The names of settings that a step writes into its groups: counts, and whether it was the first one.
+
+    In a trial they begin as the class makes them: state begins there, too.
+    """
+    trial = _Trial(tried, [{}], _CPU)
+    trial._steps = 1
+    try:
+        written = trial._run_plainly().groups[0]
+    except TypeError:
+        return set()
+    given = trial._groups()[0]
+    skipped = {"params", "fused", "foreach", "lr", "initial_lr"}
+    return {k for k in written.keys() - skipped if k not in given or not _same_setting(written[k], given[k])}
 
 
 @dataclass
@@ -349,7 +375,20 @@ class _Trial:
 
     # -- runs
 
-    def _in_a_plain_loop(self) -> _Outcome:
+    def read_settings(self) -> set[str]:
+        """The names of settings that a step reads; all of them if it fails."""
+        self._conditions, self._steps, read = _ATTEMPTS[-1], 1, set[str]()
+        try:
+            self._in_a_plain_loop(read)
+        except Exception:
+            return {key for settings in self._settings for key in settings}
+        return read
+
+    def _in_a_plain_loop(self, read: set[str] | None = None) -> _Outcome:
+        """
+        Args:
+            read: gets the names of settings that a step reads.
+        """
         values, steps = self._numbers()
         parameters = [nn.Parameter(value) for value in values]
         arguments = self._arguments()
@@ -362,6 +401,8 @@ class _Trial:
         with undisturbed(self._device) as generators:
             optimizer = tried.optimizer_class(groups, **arguments)
             before = _attributes(optimizer)
+            if read is not None:
+                optimizer.param_groups = [_WatchedGroup(group, read) for group in optimizer.param_groups]
             for gradients in steps:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient.clone()
@@ -399,6 +440,34 @@ class _Trial:
                         each.fill_(math.nan if each.is_floating_point() else 1)
                 numbers.write_back()
         return _Outcome([master.detach() for master in masters], states, groups, borrowed=borrowed)
+
+
+class _WatchedGroup(dict[str, Any]):
+    """A group that records the names of settings that are read. Who copies it reads all of them."""
+
+    def __init__(self, group: Mapping[str, Any], read: set[str]) -> None:
+        super().__init__(group)
+        self._read = read
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self._read.update(super().keys())
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._read.update(super().keys())
+        return super().items()
 
 
 @functools.lru_cache(maxsize=4)

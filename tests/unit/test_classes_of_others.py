@@ -81,6 +81,23 @@ class CountsInItsGroup(EachParameter):
         p.add_(grad, alpha=-group["lr"] / (float(group["t"]) + group["k"] * group["counts"][0]))
 
 
+class SetsUpItsGroup(EachParameter):
+    """One of its defaults says whether a group has what the class puts there, as in torch-optimi."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr, is_set_up=False)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["is_set_up"]:
+                group["t"], group["is_set_up"] = 0, True
+            group["t"] += 1
+        super().step()
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.add_(grad, alpha=-group["lr"] / group["t"])
+
+
 class ForLoopByDefault(EachParameter):
     """``foreach=False`` is a choice of the class, with other roundings than its ``None``."""
 
@@ -455,7 +472,7 @@ def test_a_group_without_gradients_counts_the_step(optimizer_class: Any, place: 
     optimizer_class=[
         *(CountsInStateFromTheStart, CountsInAttributes, CountsInItsGroup),
         *(AddsUpGradients, ExchangesData, SmallStates, LooksAhead, Projects),
-        torch.optim.Adafactor,
+        *(torch.optim.Adafactor, SetsUpItsGroup),
     ],
 )
 def test_same_bits_after_a_resume(optimizer_class: Any, way: str, place: str, tmp_path: Path) -> None:
@@ -723,20 +740,26 @@ def test_the_trial_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole and torch.equal(torch.get_rng_state(), before)
 
 
-def test_groups_whose_settings_change_the_verdict() -> None:
+@pytest.mark.parametrize("key", ["adapt", "rank"])
+def test_groups_whose_settings_change_the_verdict(key: str) -> None:
+    """A default of the class, or a key that it looks for (GaLore, APOLLO)."""
+
     class Adapts(EachParameter):
         def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0, adapt: bool = False) -> None:
             super().__init__(params, lr, weight_decay, adapt=adapt)
 
         def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-            p.add_(grad, alpha=-group["lr"] * (float(p.norm()) if group["adapt"] else 1.0))
+            adapts = group["adapt"] or "rank" in group
+            p.add_(grad, alpha=-group["lr"] * (float(p.norm()) if adapts else 1.0))
 
     def one_adapts(model: nn.Module) -> list[dict[str, Any]]:
-        return [{"params": [*model.parameters()][:2], "adapt": True}, {"params": [*model.parameters()][2:]}]
+        return [{"params": [*model.parameters()][:2], key: True}, {"params": [*model.parameters()][2:]}]
 
     strategy, model, optimizer = build(Adapts, "stream")
     assert not optimizer.has_whole_tensors
     assert strategy.create_optimizer(model, Adapts, adapt=True).has_whole_tensors
+    named = [{"params": [p], "name": name, "rank_of": 1} for name, p in model.named_parameters()]
+    assert not strategy.create_optimizer(model, Adapts, param_groups=named).has_whole_tensors
     optimizer, expected = strategy.create_optimizer(model, Adapts, param_groups=one_adapts(model)), network()
     assert optimizer.has_whole_tensors
     train(expected, lambda loss: loss.backward(), Adapts(one_adapts(expected)))
