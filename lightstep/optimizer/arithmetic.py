@@ -173,12 +173,11 @@ class BaseArithmetic:
     def schema(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> Schema:
         """The entries of the base optimizer's state under any of ``groups``, found by one update of small probes."""
         settings = [copy.deepcopy(self.resolved(group, device)) for group in groups]  # a class may change them
-        shapes = [self._probe_shape, *self._large_probe_shapes]
         with undisturbed(device), torch.no_grad():
             probed = [
                 {**copied(setting), "params": [torch.zeros(shape, dtype=torch.float32, device=device)]}
                 for setting in settings
-                for shape in shapes
+                for shape in self._probe_shapes(setting)
             ]
             optimizer = self._construct(probed, self._default_fused[device])
             probes = [group["params"][0] for group in probed]
@@ -193,12 +192,14 @@ class BaseArithmetic:
                 found[key] = replace(spec, dtype=None) if varies else spec
         return found
 
-    @property
-    def _large_probe_shapes(self) -> list[tuple[int, ...]]:
-        """Some classes keep the state of large tensors in another dtype than that of small ones."""
+    def _probe_shapes(self, setting: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        """Some classes keep the state of large tensors in another dtype than that of small ones. Some take matrices
+        only in groups of certain settings."""
         if self.is_torchs_own or not self.whole_tensors:
-            return []
-        return [(64, 128) if self._takes_matrices_only else (8192,)]
+            return [self._probe_shape]
+        if self._takes_matrices_only or not self._takes_probe((2,), setting):
+            return [(2, 2), (64, 128)]
+        return [self._probe_shape, (8192,)]
 
     def problem_without(
         self,
@@ -434,12 +435,13 @@ class BaseArithmetic:
     def _probe_shape(self) -> tuple[int, ...]:
         return (2,) if self._takes_probe((2,)) or not self._takes_probe((2, 2)) else (2, 2)
 
-    def _takes_probe(self, shape: tuple[int, ...]) -> bool:
+    def _takes_probe(self, shape: tuple[int, ...], setting: Mapping[str, Any] | None = None) -> bool:
         probe = torch.zeros(shape, dtype=torch.float32, device=_CPU)
         probe.grad = torch.ones_like(probe)
         try:
             with undisturbed(_CPU), torch.no_grad():
-                self._raw_step(self._construct([probe], fused=False))
+                own = probe if setting is None else {**copied(dict(setting)), "params": [probe]}
+                self._raw_step(self._construct([own], fused=False))
         except Exception:
             return False
         return True

@@ -768,6 +768,28 @@ def test_groups_whose_settings_change_the_verdict(key: str) -> None:
     assert_same(model, expected)
 
 
+def test_a_group_whose_settings_take_matrices_only() -> None:
+    """GaLore and APOLLO keep moments of fewer rows in a group with ``rank``, and fail on vectors there."""
+
+    class ByRank(EachParameter):
+        def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+            shape = (group["rank"], grad.shape[1]) if "rank" in group else grad.shape
+            moment = state.setdefault("moment", torch.zeros(shape))
+            moment.mul_(0.9).add_(grad.mean(0) if "rank" in group else grad)
+            p.sub_(moment.sum(0) if "rank" in group else moment, alpha=group["lr"])
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        parameters = [*model.parameters()]
+        matrices = [p for p in parameters if p.dim() == 2]
+        return [{"params": matrices, "rank": 2}, {"params": [p for p in parameters if p.dim() != 2]}]
+
+    expected, (_, model, optimizer) = network(), build(ByRank, "overlap", groups)
+    train(expected, lambda loss: loss.backward(), ByRank(groups(expected)))
+    train(model, optimizer.backward, optimizer)
+    optimizer.synchronize()
+    assert_same(model, expected)
+
+
 def test_a_class_that_reads_other_groups_is_refused_if_they_differ() -> None:
     class ReadsFirst(EachParameter):
         def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
