@@ -156,6 +156,29 @@ def test_one_graph_can_be_demanded_with_updates_at_the_step() -> None:
                 train(strategy, model, optimizer)
 
 
+class WithCompiledFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.multiply: Any = torch.compile(nn.functional.linear, backend="eager")
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.multiply(self.hidden(inputs), self.head.weight, self.head.bias)
+
+
+@pytest.mark.parametrize("weights", [{}, {"placement": "host", "device_mib": 0.001}])
+@pytest.mark.parametrize("update", ["at_step", "next_forward", "overlap"])
+def test_weights_that_are_passed_to_compiled_functions_are_waited_for(update: str, weights: dict[str, Any]) -> None:
+    def trained(**settings: Any) -> dict[str, Tensor]:
+        run = OnVectors(make=WithCompiledFunction, clipping={"max_norm": None}, **settings)
+        run.train(4)
+        run.optimizer.synchronize()
+        return run.snapshot()
+
+    tested = trained(state={"backend": "stream", "update": update}, weights=weights)
+    assert_same(tested, trained(state={"backend": "resident"}))
+
+
 def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(tmp_path: Path) -> None:
     strategy = Strategy.load(UPDATES["next_forward"])
     model = whole(strategy.prepare_model(TinyTransformer()), "eager")
