@@ -22,12 +22,20 @@ from lightstep.state.schema import Managed
 
 
 def snapshot(packed: dict[str, Any]) -> dict[str, Any]:
-    """The same dictionary with every tensor copied, so that later steps do not change it."""
-    return tree_map(_copied, packed)
+    """The same dictionary with every tensor copied, so that later steps do not change it.
 
+    A tensor that is there twice, as torch puts one learning rate into all groups, is one tensor in the copy, too.
+    """
+    copies: dict[int, Tensor] = {}
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().clone()
+        return copies[id(value)]
+
+    return tree_map(copied, packed)
 
 
 def load_torch_state_dict(optimizer: Optimizer, engine: Engine, state_dict: Mapping[str, Any]) -> None:

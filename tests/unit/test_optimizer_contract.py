@@ -160,9 +160,13 @@ def test_a_closure_with_fp16_scaling_is_refused_and_nothing_lost(backend: str) -
     pair.train(3)
 
 
-@every_value(optimizer_class=[torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop], backend=BACKENDS)
-def test_tensor_learning_rates(optimizer_class: type[Optimizer], backend: str) -> None:
-    first, second = {"lr": torch.tensor(3e-3)}, {"lr": torch.tensor(1e-3)}
+@every_value(
+    optimizer_class=[torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop], backend=BACKENDS, shared=[False, True]
+)
+def test_tensor_learning_rates(optimizer_class: type[Optimizer], backend: str, shared: bool) -> None:
+    """torch puts one tensor into all groups where it is given for all of them: it is still one after a resume."""
+    first = {"lr": torch.tensor(3e-3)}
+    second = first if shared else {"lr": torch.tensor(1e-3)}
     pair = Pair(optimizer_class, first, second, backend=backend, max_norm=0.35)
     own = [group["lr"] for group in pair.optimizer.param_groups]
     assert all(isinstance(lr, torch.Tensor) for lr in own)
@@ -176,6 +180,8 @@ def test_tensor_learning_rates(optimizer_class: type[Optimizer], backend: str) -
         optimizer.param_groups[0]["lr"].mul_(0.25)
     pair.train(2)
     pair.resume()
+    for optimizer in (pair.optimizer, pair.reference.optimizer):
+        optimizer.param_groups[0]["lr"].mul_(0.5)
     pair.train(2)
 
 
