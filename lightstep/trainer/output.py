@@ -34,6 +34,7 @@ from torch.utils.tensorboard import SummaryWriter
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.errors import UnreadableError
 from lightstep.checkpoint.layout import (
+    CHECKPOINT,
     MANIFEST,
     Manifest,
     checkpoints_in,
@@ -41,12 +42,14 @@ from lightstep.checkpoint.layout import (
     is_complete,
 )
 from lightstep.checkpoint.saved import is_undamaged
+from lightstep.checkpoint.storage import recover_interrupted
 from lightstep.config import ConfigError
 from lightstep.distributed import Ranks
 from lightstep.trainer.config import TrainConfig
 
 CONFIG = "config.yaml"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
+_SAVED = re.compile(r"(checkpoint|weights)-\d+")
 
 
 def newest_checkpoint(folder: Path) -> Path:
@@ -112,7 +115,8 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def start_run(config: TrainConfig, resume: bool) -> Path | None:
-    """Create the run's folder. An earlier run of that name is moved aside, never overwritten.
+    """Create the run's folder. An earlier run of that name is moved aside, never overwritten. In one that is resumed,
+    what a crash left under temporary names is renamed or removed: a run that has ended saves nothing that would do it.
 
     Returns:
         Where the earlier run is now, if there was one.
@@ -127,6 +131,8 @@ def start_run(config: TrainConfig, resume: bool) -> Path | None:
         moved = _free_place(folder)
         folder.rename(moved)
     folder.mkdir(parents=True, exist_ok=True)
+    if resume:
+        recover_interrupted(folder, CHECKPOINT, lambda name: _SAVED.fullmatch(name) is not None)
     content = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     (folder / CONFIG).write_text(content, encoding="utf-8")
     return moved

@@ -226,8 +226,9 @@ def test_resuming_goes_past_an_incomplete_checkpoint(configured: Configured, tmp
 
 
 def test_a_finished_run_says_so_and_a_longer_one_follows_its_schedule_from_the_first_step_on(
-    configured: Configured, monkeypatch: pytest.MonkeyPatch
+    configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A crash has left its last checkpoint under a temporary name, and a part of one."""
     rates: list[float] = []
     train_step = Loop._train_step
 
@@ -239,8 +240,12 @@ def test_a_finished_run_says_so_and_a_longer_one_follows_its_schedule_from_the_f
     _train(configured(steps=5, name="whole"))
     whole, rates[:] = rates[:], []
     _train(configured(steps=3))
+    last, folder = tmp_path / "runs/run/checkpoint-3", tmp_path / "runs/run"
+    last.rename(folder / ".checkpoint-3.saving-01234567")
+    (folder / ".weights-2.saving-01234567").mkdir()
     outcome, said = _train(configured(steps=3), resume=True)
     assert "nothing left to train" in said and not outcome.losses
+    assert outcome.checkpoint == last and last.is_dir() and not [*folder.glob(".*")]
     outcome, said = _train(configured(steps=5), resume=True)
     assert set(outcome.losses) == {4, 5} and "warning" not in said
     assert rates[3:] == whole[3:] and len(whole) == 5
