@@ -42,7 +42,7 @@ from lightstep.checkpoint.layout import (
     is_complete,
 )
 from lightstep.checkpoint.saved import is_undamaged
-from lightstep.checkpoint.storage import recover_interrupted
+from lightstep.checkpoint.storage import new_file, recover_interrupted
 from lightstep.config import ConfigError
 from lightstep.distributed import Ranks
 from lightstep.trainer.config import TrainConfig
@@ -134,7 +134,8 @@ def start_run(config: TrainConfig, resume: bool) -> Path | None:
     if resume:
         recover_interrupted(folder, CHECKPOINT, lambda name: _SAVED.fullmatch(name) is not None)
     content = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    (folder / CONFIG).write_text(content, encoding="utf-8")
+    with new_file(folder / CONFIG, Path.is_file, "a file") as file:  # a full disk leaves the settings of the run
+        file.write_text(content, encoding="utf-8")
     return moved
 
 

@@ -333,6 +333,22 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_the_logs_are_one_curve(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_a_full_disk_keeps_the_settings_of_the_run(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_text
+
+    def half(path: Path, content: str, **options: Any) -> int:
+        write(path, content[:9], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    output.start_run(configured(), resume=False)
+    written = (file := configured().folder / "config.yaml").read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half)
+        with pytest.raises(OSError, match="No space left"):
+            output.start_run(configured(steps=7), resume=True)
+    assert file.read_text() == written and [*file.parent.iterdir()] == [file]
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_training_goes_on_while_a_checkpoint_is_written(
     configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
