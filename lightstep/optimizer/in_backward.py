@@ -62,6 +62,7 @@ class FinalUpdates(Early):
             yield
             return
         (layers, _), values = prepared, GroupValues(step.param_groups, deferred=True)
+        values.note_tensors()
         try:
             in_lane = self._backend.supports_lanes
             self._arrivals.set_layers(layers, self._backend.units(), batched=in_lane)

@@ -164,20 +164,34 @@ class GroupValues:
         self.calls: dict[tuple[int, int], AdamCall | None] = {}
         self._written: dict[int, dict[str, Any]] = {}
         self._updated: set[int] = set()
+        self._noted: dict[tuple[int, str], tuple[Tensor, int]] = {}
+
+    def note_tensors(self) -> None:
+        """For :meth:`changed`: tensors on an accelerator that are still the same, unwritten, need no comparison."""
+        for group in self._groups:
+            tensors = {key: value for key, value in settings_of(group).items() if isinstance(value, Tensor)}
+            self._noted |= {(id(group), key): (value, writes(value)) for key, value in tensors.items()}
 
     def changed(self, groups: Sequence[dict[str, Any]]) -> list[str]:
-        """The names of settings that somebody has changed since. A tensor on an accelerator counts as unchanged: the
-        host does not wait for it."""
+        """The names of ``deferred`` settings that somebody has changed since."""
         known = [(group, self.initial[id(group)]) for group in groups if id(group) in self.initial]
         return sorted(
             {
                 key
                 for group, then in known
                 for key, now in settings_of(group).items()
-                if not (isinstance(now, Tensor) and now.device.type != "cpu")
-                and not (key in then and same_value(now, then[key]))
+                if not (key in then and self._is_unchanged(group, key, now))
             }
         )
+
+    def _is_unchanged(self, group: dict[str, Any], key: str, now: Any) -> bool:
+        """The host waits for a tensor on an accelerator only if somebody has put it there, or written to it."""
+        then = self.initial[id(group)][key]
+        if not (isinstance(now, Tensor) and isinstance(then, Tensor) and _is_on_accelerator(now)):
+            return same_value(now, then)
+        noted, version = self._noted.get((id(group), key), (then, 0))
+        is_same = now is noted and writes(now) == version
+        return is_same or (now.device == then.device and torch.equal(now, then))
 
     def settings(self, group: dict[str, Any], tensors: bool = False) -> dict[str, Any]:
         """A copy of one group's settings, lists included: the base optimizer may write into it.
@@ -238,6 +252,10 @@ class GroupValues:
         """The step is over: write what the base optimizer has changed to the live groups."""
         for group in self._groups:
             group.update(self._written.get(id(group), {}))
+
+
+def _is_on_accelerator(value: Tensor) -> bool:
+    return value.device.type != "cpu"
 
 
 def _is_as_given(value: Any, given: Any, initial: Any) -> bool:

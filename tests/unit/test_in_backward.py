@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightstep.config import ConfigError
+from lightstep.optimizer import update
 from lightstep.optimizer.in_backward import IN_BACKWARD, FinalUpdates
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision.loss_scale import DynamicLossScale
@@ -81,7 +82,12 @@ def test_gradient_hooks_that_are_registered_late_count(state: dict[str, Any]) ->
     assert_same(found[1], found[0])
 
 
-def test_hyperparameters_that_change_after_backward_are_refused() -> None:
+@pytest.mark.parametrize("as_on_accelerator", [False, True])
+def test_hyperparameters_that_change_after_backward_are_refused(
+    monkeypatch: pytest.MonkeyPatch, as_on_accelerator: bool
+) -> None:
+    if as_on_accelerator:
+        monkeypatch.setattr(update, "_is_on_accelerator", lambda value: True)
     expected, tested = Training({"backend": "resident"}), Training(in_backward())
     group = tested.optimizer.param_groups[0]
 
