@@ -153,8 +153,9 @@ def start_thread(pending: Pending[Result], work: Callable[[], Result], until_don
 
 @atexit.register
 def _log_unraised_errors() -> None:
-    """Runs when the process ends, after its threads."""
+    """Runs when the process ends, after its threads, and waits for those that other such functions have started."""
     for pending in list(_unreported):
+        pending.join()
         try:
             pending.raise_if_failed()
         except BaseException as error:
