@@ -529,19 +529,19 @@ def test_a_newest_checkpoint_that_a_network_hides_is_not_skipped(
 DEVICE_ERROR = OSError(errno.EIO, "Input/output error")
 
 
-@pytest.mark.parametrize("name", ["__0_0_0.distcp", "tensors.json", "state.pt"])
-@pytest.mark.parametrize(
-    ("storage", "error"),
-    [
-        ("", TIMED_OUT),
-        ("", DEVICE_ERROR),
-        ("", PermissionError(errno.EACCES, "Permission denied")),
-        ("", OSError(errno.ESTALE, "stale file handle")),
-        *((scheme, error) for scheme in STORAGES[1:] for error in (TIMED_OUT, FORBIDDEN, ServerError("503"))),
-    ],
-)
+CONTENT = ["__0_0_0.distcp", "tensors.json", "state.pt"]
+HIDDEN = [
+    ("", TIMED_OUT),
+    ("", DEVICE_ERROR),
+    ("", PermissionError(errno.EACCES, "Permission denied")),
+    ("", OSError(errno.ESTALE, "stale file handle")),
+    *((scheme, error) for scheme in STORAGES[1:] for error in (TIMED_OUT, FORBIDDEN, ServerError("503"))),
+]
+
+
+@pytest.mark.parametrize(("storage", "error", "name"), [(*where, CONTENT[row % 3]) for row, where in enumerate(HIDDEN)])
 def test_content_that_a_network_hides_is_not_damaged(place: str, name: str, error: BaseException) -> None:
-    """A run would go on from step-2, without a word."""
+    """A run would go on from step-2, without a word. Each storage with each file."""
     saved(place, 1, 2, 3)
     model, sentence = model_of(7.0), rf"step-3/.*{name} could not be read \(.*{error.args[-1]}.*; try again"
     with failing_reads(place, "step-3", error, name):
@@ -561,7 +561,7 @@ def test_content_that_a_network_hides_is_not_damaged(place: str, name: str, erro
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("name", ["__0_0_0.distcp", "tensors.json", "state.pt"])
+@pytest.mark.parametrize("name", CONTENT)
 def test_a_file_that_is_gone_is_damage(place: str, name: str) -> None:
     saved(place, 2, 3)
     with failing_reads(place, "step-3", FileNotFoundError(errno.ENOENT, "gone"), name):

@@ -11,7 +11,6 @@ from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy
 import pytest
@@ -428,26 +427,7 @@ def test_what_is_beside_the_model_is_kept_or_named(tmp_path: Path, monkeypatch: 
         assert torch.equal(back.weights[name].read(), weight.read())
 
 
-# -- what was at the destination; test_checkpoint_faults.py has faults at each change of a file ------------------------
-
-
-@pytest.fixture(scope="module")
-def old_and_new(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    return (Run("bfloat16").train(range(1)).save(folder / "old"), Run("bfloat16").train(BEFORE).save(folder / "new"))
-
-
-@pytest.mark.parametrize(("to", "method"), [("lightstep", "read"), ("torch", "copy_to")])
-def test_an_interrupt_amid_the_tensors_leaves_what_was_there(
-    tmp_path: Path, old_and_new: tuple[Path, Path], to: str, method: str
-) -> None:
-    convert_checkpoint(old_and_new[0], tmp_path / "out", to)
-    with mock.patch.object(LazyTensor, method, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(old_and_new[1], tmp_path / "out", to)
-    assert contents(tmp_path) == ["out"] and read_checkpoint(tmp_path / "out").step == 1
-
-
-# -- refusal × sentence ------------------------------------------------------------------------------------------------
+# -- refusal × sentence; test_checkpoint_faults.py has faults at each change of a file ---------------------------------
 
 
 def files(folder: Path, content: dict[str, bytes]) -> Path:
@@ -534,9 +514,9 @@ def test_destinations_that_are_refused(
     read_checkpoint(tmp_path / "a")
 
 
-def test_checkpoints_are_converted_from_and_to_urls(tmp_path: Path, old_and_new: tuple[Path, Path]) -> None:
+def test_checkpoints_are_converted_from_and_to_urls(tmp_path: Path) -> None:
     url = "memory://conversions"
-    convert_checkpoint(old_and_new[0], f"{url}/step-1", "lightstep")
+    convert_checkpoint(Run("bfloat16").train(range(1)).save(tmp_path / "a"), f"{url}/step-1", "lightstep")
     convert_checkpoint(f"{url}/step-1", tmp_path / "run.pt", "torch")
     convert_checkpoint(tmp_path / "run.pt", f"{url}/step-2", "lightstep")
     assert dict(describe_checkpoint(f"{url}/step-2"))["format"] == "lightstep"
