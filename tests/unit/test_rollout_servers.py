@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,7 +24,7 @@ from lightstep.rollout.server_calls import Sglang, engine_names, refuse_other_na
 from lightstep.rollout.servers import _in_thread
 from lightstep.rollout.transport import WeightInfo
 from tests.covering import every_value
-from tests.patience import PATIENCE
+from tests.python import python
 from tests.rollout_servers import FakeServer, FakeSglang, FakeVllm, FakeVllmNccl, NcclOnCpu, Process, Refusal
 
 KINDS: dict[str, tuple[type[FakeServer], Any]] = {
@@ -462,7 +460,7 @@ _in_thread(close)
 
 def test_a_process_ends_when_its_links_are_closed() -> None:
     """An interpreter that ends while gloo closes a group aborts."""
-    ended = subprocess.run([sys.executable, "-c", CLOSING], capture_output=True, text=True, timeout=PATIENCE)
+    ended = python("-c", CLOSING, cwd=Path.cwd())
     assert (ended.returncode, ended.stdout) == (0, "closed\n"), ended.stderr
 
 
