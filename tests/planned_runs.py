@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from lightstep.config import StrategyConfig, merge_overrides, parse_config, read_yaml
 from lightstep.plan.memory import rules_for, state_by_rules
-from lightstep.plan.model import SHAPES, from_values
+from lightstep.plan.model import SHAPES, load_shape
 from lightstep.plan.planning import Planner, Workload
 from lightstep.plan.timing import Link, profile_of_device
 from lightstep.presets import read_source
@@ -22,6 +23,9 @@ from lightstep.presets import read_source
 MEMORY_GOAL, TIME_GOAL = 0.05, 0.10
 _CLASSES = {"AdamW": torch.optim.AdamW, "Muon + AdamW": torch.optim.Muon}
 """By `optimizer.class` in a result."""
+
+shape = cache(load_shape)
+"""Planning changes no model."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,9 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
     if profile is None or model["name"] not in SHAPES:
         return
     profile = replace(profile, link=_measured_link(values["link_gb_per_s"]))
-    shape = from_values(SHAPES[model["name"]], torch.bfloat16)
     classes = values["optimizer"]["class"]
-    optimizer = state_by_rules(shape, rules_for(_CLASSES[classes]))
+    named = shape(model["name"])
+    optimizer = state_by_rules(named, rules_for(_CLASSES[classes]))
     planners: dict[int, Planner] = {}
     for row in values["rows"]:
         if row["kind"] != "lightstep" or not row.get("iteration_ms"):
@@ -80,7 +84,7 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
             continue
         work = Workload(tokens, values["sequence"], 1, True, model["loss_chunk_tokens"])
         if tokens not in planners:
-            planners[tokens] = Planner(shape, work, profile, values["ranks"], optimizer=optimizer)
+            planners[tokens] = Planner(named, work, profile, values["ranks"], optimizer=optimizer)
         label = row["label"] + ("" if classes == "AdamW" else ", Muon")
         config = _parse_label(row["label"])
         if config.sharding.kind == "deepspeed":

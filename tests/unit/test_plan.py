@@ -41,6 +41,7 @@ from lightstep.presets import read_source, read_yaml
 from tests import planned_runs, published_runs
 from tests.covering import every_value
 from tests.one_pass_on_cpu import one_pass_fixture
+from tests.planned_runs import shape
 
 __all__ = ["one_pass_fixture"]
 
@@ -63,10 +64,6 @@ def _config(**changes: Any) -> LlamaConfig:
 def _tiny(**changes: Any) -> LlamaForCausalLM:
     with torch.device("meta"):
         return LlamaForCausalLM(_config(**changes)).to(torch.bfloat16)
-
-
-shape = cache(load_shape)
-"""Planning changes no model."""
 
 
 def settings(name: str, **overrides: Any) -> Any:
