@@ -351,6 +351,9 @@ class WeightHome:
 class TakenGradients(Protocol):
     """Gradients that have been taken out of ``p.grad``."""
 
+    def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those of these parameters whose gradients it has taken."""
+
     def drop(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Drop those of these parameters; returns the parameters that had one."""
 

@@ -78,6 +78,21 @@ def test_an_optimizer_that_was_replaced_takes_no_gradients(
     assert not any(optimizer.state for optimizer in forgotten)
 
 
+def test_an_optimizer_says_that_another_one_has_its_gradients() -> None:
+    """Where weights rest on the host, one of them takes the gradients to itself."""
+    pair = build("bfloat16", "stream", weights=HOST)
+    first = pair.optimizer
+    second = pair.build_optimizer(pair.strategy, pair.model)
+    loss_of(pair.model, 0).backward()
+    with pytest.raises(RuntimeError, match="another optimizer of this model has taken the gradient"):
+        first.step()
+    assert second.step()
+    loss_of(pair.model, 1).backward()
+    pair.model.zero_grad()
+    first.backward(loss_of(pair.model, 1))
+    assert first.step()
+
+
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 
