@@ -198,7 +198,7 @@ class Clipping(_Frozen):
     def _positive(cls, value: float | None) -> float | None:
         if value is not None and not value > 0:
             raise ValueError("must be a positive number, or null to clip nothing")
-        return value
+        return None if value == math.inf else value
 
     @field_validator("norm_type")
     @classmethod

@@ -247,7 +247,7 @@ def _check_clipping(args: TrainingArguments, strategy: Strategy) -> None:
         logger.info("lightstep: clipping.max_norm %s of the strategy is used, not max_grad_norm", clipping.max_norm)
         return
     chosen = "max_norm" in dict(strategy.chosen.get("clipping", {}))
-    if chosen and max_norm(given) != max_norm(clipping.max_norm or 0.0):
+    if chosen and max_norm(given) != clipping.max_norm:
         raise ConfigError(
             f"{strategy.name}: max_grad_norm={given} in TrainingArguments, clipping.max_norm {clipping.max_norm} in "
             f"the strategy: gradients are clipped once, in step(). Leave max_grad_norm out, and give the strategy "

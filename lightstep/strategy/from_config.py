@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from lightstep.config import ConstantScale, DynamicScale, LossScaleConfig, OptimizerState, StrategyConfig
@@ -23,12 +22,11 @@ _UPDATE_TIMES = {time.name: time for time in (AT_STEP, NEXT_FORWARD, IN_BACKWARD
 def settings_of(config: StrategyConfig) -> dict[str, Any]:
     """Keyword arguments for one optimizer, with a loss scale of its own; the update time is the strategy's choice."""
     precision, clipping, state = config.precision, config.clipping, config.optimizer_state
-    max_norm = clipping.max_norm
     return {
         "master_weights": precision.master_weights,
         "reduce_float32": precision.reduce == "float32",
         "loss_scale": _loss_scale_of(precision.loss_scale),
-        "max_norm": None if max_norm is None or math.isinf(max_norm) else max_norm,
+        "max_norm": clipping.max_norm,
         "norm_type": clipping.norm_type,
         "clip_layers": clipping.scope == "unit",
         "moments": Moments(state.moments, state.moments_rounding),

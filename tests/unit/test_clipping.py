@@ -191,6 +191,10 @@ def test_bad_norms_are_named(name: str, bad: Any) -> None:
         lightstep.MixedPrecisionOptimizer(parameters, **{name: bad})
 
 
-@pytest.mark.parametrize("norm_type", ["inf", ".inf", math.inf])
-def test_infinity_may_be_written_in_a_file(norm_type: Any) -> None:
-    assert Strategy.load({"clipping": {"norm_type": norm_type}}).config.clipping.norm_type == math.inf
+@pytest.mark.parametrize("written", ["inf", ".inf", math.inf])
+def test_infinity_may_be_written_in_a_file(written: Any) -> None:
+    """As a norm it is the largest element; as a limit it clips nothing, so updates in backward take it."""
+    state = {"backend": "stream", "update": "in_backward"}
+    clipping = {"max_norm": written, "norm_type": written}
+    config = Strategy.load({"clipping": clipping, "optimizer_state": state}).config
+    assert config.clipping.norm_type == math.inf and config.clipping.max_norm is None
