@@ -160,7 +160,7 @@ def _class_buffers(module: nn.Module, dtype: torch.dtype) -> dict[Tensor, torch.
     if dtype not in by_dtype:
         by_dtype[dtype] = _buffers_of_class(module, dtype)
     buffers = by_dtype[dtype]
-    return {t: buffers[n] for n, t in _all(module) if buffers.get(n, dtype) != dtype and t.is_floating_point()}
+    return {t: buffers[n] for n, t in _all(module) if buffers.get(n, dtype) != dtype}
 
 
 def _buffers_of_class(module: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
