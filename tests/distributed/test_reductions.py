@@ -69,6 +69,23 @@ def test_replicas_get_weights_of_layers_in_which_some_gradients_are_missing(rank
     assert_same(runs)
 
 
+@on_ranks(2)
+def test_weights_that_a_static_graph_does_not_use_stay_as_they_are(rank: int, world_size: int) -> None:
+    """They have no gradient, so that weight decay leaves them alone, too."""
+    values = {"sharding": {"kind": "ddp", "static_graph": True}, "clipping": {"max_norm": None}}
+    strategy, model = lightstep.Strategy.load(values), Layers(bias=False)
+    model.idle = nn.Linear(8, 8)
+    inputs = torch.ones(2, 8, device=device_of(rank, world_size), dtype=torch.bfloat16)
+    model = strategy.prepare_model(model)
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=0.5, weight_decay=0.5)
+    before = [parameter.clone() for parameter in model.parameters()]
+    for _ in range(3):
+        optimizer.backward(model(inputs).float().square().mean())
+        assert optimizer.step()
+    stays = [torch.equal(was, now) for was, now in zip(before, model.parameters(), strict=True)]
+    assert stays == [False] * 4 + [True] * 2
+
+
 def prepared(parameters: str, sharding: dict[str, Any], frozen: bool = False) -> Any:
     values = {"sharding": sharding, "precision": {"parameters": parameters}, "clipping": {"max_norm": None}}
     strategy, model = lightstep.Strategy.load(values), Layers(bias=False)

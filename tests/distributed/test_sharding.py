@@ -48,6 +48,25 @@ def test_weights_of_the_first_rank(rank: int) -> None:
         load(FSDP2).prepare_model(model)
 
 
+class Transposed(nn.Module):
+    """A weight and a buffer whose memory is not row-major."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4).t())
+        self.register_buffer("shift", torch.randn(3, 2).t())
+
+
+@on_ranks(2, "role", ["trainer", "reference"])
+def test_replicas_have_weights_and_buffers_of_the_first_rank(rank: int, role: str) -> None:
+    torch.manual_seed(0)
+    expected = Transposed().bfloat16().state_dict()
+    torch.manual_seed(rank)
+    strategy = load(DDP)
+    made = strategy.unwrap_model(strategy.prepare_model(Transposed(), role=role)).state_dict()
+    same_tensors({name: value.cpu() for name, value in made.items()}, expected)
+
+
 @on_ranks(None, ("ranks", "sharding"), [(3, FSDP2), (4, HSDP), (2, DDP)])
 def test_meta_device(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     torch.manual_seed(rank)
