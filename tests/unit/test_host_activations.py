@@ -348,3 +348,12 @@ def test_what_cannot_rest_on_the_host_is_refused() -> None:
         strategy("host").prepare_model(Own())
     with pytest.raises(ConfigError, match=r"activation_checkpointing' is 'hots'.* true or false.*allowed: host"):
         strategy("hots")
+
+
+@pytest.mark.parametrize("wanted", [True, "host"])
+def test_a_model_without_repeated_blocks_is_refused(wanted: Any) -> None:
+    """Layers without weights are none, however many: recomputing them alone would free next to nothing."""
+    activations = nn.ModuleList([nn.ReLU(), nn.ReLU()])
+    for model in (nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), activations)):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} has no repeated blocks to recompute"):
+            strategy(wanted).prepare_model(model)
