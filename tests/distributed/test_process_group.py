@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightstep.distributed import LostRankError, Ranks, let_gloo_finish_at_exit, new_group
+from lightstep.distributed.groups import get_or_make_group
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import TIMEOUT, Pool, on_ranks
 from tests.distributed.training import DDP, FSDP2, load, train
@@ -27,11 +28,13 @@ def test_process_group(rank: int, world_size: int) -> None:
         model = strategy.prepare_model(TinyTransformer())
         assert dist.is_initialized()
         train(strategy, model, strategy.create_optimizer(model))
+        made = get_or_make_group((0, 1), torch.device("cpu"), number=1)
     assert not dist.is_initialized()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     assert let_gloo_finish_at_exit.cache_info().currsize == 1  # else some processes abort after they have ended
     let_gloo_finish_at_exit.cache_clear()
     dist.init_process_group("gloo")
+    assert get_or_make_group((0, 1), torch.device("cpu"), number=1) is not made, "it has gone with the default group"
     strategy.close()  # again: this group is not the one that it has started
     with load(FSDP2) as other:
         other.start()
