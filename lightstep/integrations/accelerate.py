@@ -316,11 +316,12 @@ class LightstepAccelerator(SavesFolders, Accelerator):
             super().backward(loss, **kwargs)
             return
         optimizer = trained.optimizer
-        optimizer.accumulating = not self.sync_gradients
+        in_no_sync = optimizer.accumulating is True
+        optimizer.accumulating = in_no_sync or not self.sync_gradients
         try:
             optimizer.backward(loss / self.gradient_accumulation_steps, **kwargs)
         finally:
-            optimizer.accumulating = False
+            optimizer.accumulating = in_no_sync
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -112,6 +112,24 @@ def test_accelerate_s_loop_is_the_textbook_loop(values: dict[str, Any]) -> None:
     assert training.scheduler.get_last_lr() == scheduler.get_last_lr()
 
 
+def test_no_sync_by_hand_is_a_micro_batch_before_the_last() -> None:
+    """Without ``accumulate``: accelerate takes each micro-batch for the last one, and layers may be updated in it."""
+    weights = []
+    for update in ("at_step", "in_backward"):
+        state = {"backend": "stream", "ring_mib": 0.05, "update": update}
+        training = Training(VALUES | {"clipping": {"max_norm": None}, "optimizer_state": state})
+        accelerator, model = training.accelerator, training.model
+        for step in range(3):
+            with accelerator.no_sync(model):
+                for micro in range(2):
+                    accelerator.backward(loss_of(model, step, micro))
+            accelerator.backward(loss_of(model, step, 2))
+            assert training.optimizer.step()
+        training.optimizer.synchronize()
+        weights.append(training.model)
+    same(weights[1], weights[0])
+
+
 @BOTH
 def test_save_state_and_load_state(tmp_path: Path, values: dict[str, Any]) -> None:
     """With a skipped step behind it, and by the automatic names; after a crash while the checkpoint was replaced."""
