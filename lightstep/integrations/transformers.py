@@ -228,6 +228,24 @@ class LightstepMixin(TrainerCheckpoints):
             _gather_for_generate(self.model, self.strategy)
         return prepared
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, which ``auto_find_batch_size`` calls again after an error that tells of too little memory.
+
+        Raises:
+            RuntimeError: weights are half updated, so that a smaller batch does not help.
+        """
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        except RuntimeError as error:
+            again = self.args.auto_find_batch_size and kwargs.get("resume_from_checkpoint") is None
+            if again and self.optimizer is not None and self.optimizer.half_updated:
+                raise RuntimeError(
+                    "auto_find_batch_size tries no smaller batch: an update has failed halfway, and weights and state "
+                    "may be half updated. Start again, or with resume_from_checkpoint, and set a smaller "
+                    "per_device_train_batch_size"
+                ) from error
+            raise
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         self._step_report.on_batch(model, inputs, self._lightstep_optimizer)
         return super().training_step(model, inputs, *args, **kwargs)

@@ -180,6 +180,27 @@ def test_updates_in_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [e["grad_norm"] for e in early.logs] == pytest.approx([e["grad_norm"] for e in late.logs], rel=2e-6)
 
 
+@pytest.mark.parametrize("update", ["at_step", "in_backward"])
+def test_a_smaller_batch_after_a_backward_without_memory(tmp_path: Path, update: str) -> None:
+    """It has the weights of a run with that batch from the first. Layers that are updated already end the run."""
+    values = BF16 | {"clipping": {"max_norm": None}, "optimizer_state": {"backend": "resident", "update": update}}
+    trainer = trainer_of(tmp_path, values, auto_find_batch_size=True, max_steps=3)
+    fails = [False, True]  # in the last micro-batch of the first step
+
+    def fail(_: Tensor) -> None:
+        if fails and fails.pop(0):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    trainer.model.model.layers[0].mlp.up_proj.weight.register_hook(fail)
+    if update == "in_backward":
+        with pytest.raises(RuntimeError, match="tries no smaller batch: an update has failed halfway"):
+            trainer.train()
+        return
+    trainer.train()
+    expected = trained(tmp_path, values, per_device_train_batch_size=1, max_steps=3)
+    same_weights(trainer.model, expected.model)
+
+
 def test_the_norm_is_read_only_when_it_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
 
