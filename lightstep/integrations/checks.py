@@ -236,8 +236,8 @@ def is_max_norm_chosen(args: TrainingArguments) -> bool:
 
 
 def max_norm(given: float) -> float | None:
-    """``max_grad_norm`` as ``clipping.max_norm``: the Trainer's 0 means no clipping, ``None``."""
-    return given if given and math.isfinite(given) else None
+    """``max_grad_norm`` as ``clipping.max_norm``: the Trainer's 0, or a value below, means no clipping, ``None``."""
+    return given if given and given > 0 and math.isfinite(given) else None
 
 
 def _check_clipping(args: TrainingArguments, strategy: Strategy) -> None:

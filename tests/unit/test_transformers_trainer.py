@@ -599,10 +599,11 @@ def test_the_norm_of_a_preset_gives_way(tmp_path: Path) -> None:
         ran = Ran(tmp_path, strategy, max_grad_norm=0.05)
         assert ran.trainer.optimizer.optimizer.max_norm == 0.05
         same_weights(ran.model, expected.model)
-    made, model = Strategy.load("resident"), make_llama()
-    optimizer = made.create_optimizer(model, lr=3e-3)
-    trainer_of(tmp_path, made, options={"optimizers": (optimizer, None)}, model=model, max_grad_norm=0.0)
-    assert optimizer.max_norm is None
+    for nothing in (0.0, -1.0):
+        made, model = Strategy.load("resident"), make_llama()
+        optimizer = made.create_optimizer(model, lr=3e-3)
+        trainer_of(tmp_path, made, options={"optimizers": (optimizer, None)}, model=model, max_grad_norm=nothing)
+        assert optimizer.max_norm is None
 
 
 def test_optimizers_that_were_made_elsewhere(tmp_path: Path) -> None:
