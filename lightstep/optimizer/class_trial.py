@@ -385,7 +385,8 @@ class _Trial:
         return read
 
     def _in_a_plain_loop(self, read: set[str] | None = None) -> _Outcome:
-        """
+        """What the class computes by itself.
+
         Args:
             read: gets the names of settings that a step reads.
         """
