@@ -61,9 +61,8 @@ class Replicas:
 
     def broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
         """Start to fill ``tensor`` (contiguous, any dtype and device) with the owner's values; :meth:`wait` for it."""
-        values = tensor.data.view(-1).view(
-            torch.uint8
-        )  # gloo writes what a GPU has sent back: not for versions to count
+        values = tensor.data  # with a version of its own: gloo writes what a GPU has sent back to it
+        values = values.view(-1).view(torch.uint8)
         return dist.broadcast(values, group=self.group_for(tensor.device), group_src=owner, async_op=True)
 
     @staticmethod

@@ -12,6 +12,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -253,7 +254,7 @@ class BaseArithmetic:
                 own = state.get(key)
                 if not isinstance(own, Tensor):
                     state[key] = value.to(device) if isinstance(value, Tensor) and value.dim() else value
-                elif not own.dim():
+                elif not own.dim() and isinstance(value, (Tensor, Real)):
                     state[key] = torch.as_tensor(value, dtype=own.dtype, device=own.device)
             try:
                 self._raw_step(optimizer)

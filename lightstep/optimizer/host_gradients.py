@@ -226,12 +226,12 @@ class HostGradients:
         """The gradients on the host, as tensors on the device that are empty until somebody holds them."""
         return self._stored
 
-    def refuse_taken_by_another(self) -> None:
+    def before_step(self) -> None:
         """Raise ``RuntimeError`` if another optimizer has the gradient of one of the parameters, and this has none."""
         if len(self._weights.taken) == 1:
             return
         for other in self._weights.taken:
-            for parameter in other.of(self._parameters - self._stored.keys()):
+            for parameter in other.taken_among(self._parameters - self._stored.keys()):
                 raise RuntimeError(
                     f"another optimizer of this model has taken the gradient of a parameter of shape "
                     f"{tuple(parameter.shape)} to the host (weights.placement: host): it was made later, or began the "
@@ -239,7 +239,7 @@ class HostGradients:
                     "model.zero_grad() before that backward if the gradient is an older one"
                 )
 
-    def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def taken_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Those of these parameters whose gradients it has taken."""
         return [parameter for parameter in parameters if parameter in self._stored]
 

@@ -7,6 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from lightstep.optimizer.update import versions_of
 from lightstep.state.entries import equals_rounded, was_rounded_from
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_weights import HostWeights
-from lightstep.state.schema import Managed
+from lightstep.state.schema import EntrySpec, Managed
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.store import Store
 
@@ -461,7 +462,7 @@ class ManagedParameters:
             settings: what will be loaded into the parameter's group; which entries there are depends on it.
         """
         self._check_shapes(item, entries)
-        self.check_complete(item, entries, settings or {})
+        self.check_complete(item, entries.keys(), entries, settings or {})
         self.check_names(item, entries, settings or {})
 
     def check_names(self, item: Managed, entries: Collection[str], settings: Mapping[str, Any]) -> None:
@@ -485,31 +486,32 @@ class ManagedParameters:
         )
         self._check_shapes(item, new, remedy)
         if edit.whole or not item.updated:
-            self.check_complete(item, new, {})
+            self.check_complete(item, new.keys(), new, {})
             return
         # What an update has dropped is not missing. Where another replica keeps the entries, this one knows no values.
         kept = item.schema if item.is_remote else self._backend.describe(item)
         dropped = item.schema.keys() - kept.keys()
-        self.check_complete(item, dict.fromkeys([*edit.applied_to(lambda: kept), *dropped]), {}, is_named_only=True)
+        self.check_complete(item, {*edit.applied_to(lambda: kept), *dropped}, new, {})
 
     def check_complete(
-        self, item: Managed, entries: Mapping[str, Any], settings: Mapping[str, Any], is_named_only: bool = False
+        self, item: Managed, names: Collection[str], values: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> None:
-        """Refuse state without an entry that the class does not make again: the step would fail halfway.
+        """Refuse state without an entry that the class does not make again: the step would fail halfway. So it would
+        with ``None`` in the place of a tensor, for most classes.
 
         Args:
-            entries: values, or meta tensors of all that have dimensions.
-            is_named_only: they have no values.
+            names: those of the entries.
+            values: of these, as far as they are known; meta tensors will do for those that have dimensions.
         """
-        names = entries.keys()
-        missing = [key for key in item.schema if key not in names]
+        schema = item.schema.items()
+        missing = [key for key, spec in schema if key not in names or _is_no_number(spec, values.get(key, 0))]
         if not missing or not {*names} - {"master"}:
             return
-        values = {} if is_named_only else entries
         problem = self._classes.problem_without(item, frozenset(missing), values, {**item.group, **settings})
         if problem is not None:
             raise ValueError(
-                f"the state of {item.name} has {', '.join(sorted(names))} and no {' and no '.join(missing)}, which "
+                f"the state of {item.name} has {', '.join(sorted({*names} - {*missing}))} and no "
+                f"{' and no '.join(missing)}, which "
                 f"{self._classes.arithmetic_for(item.group).name} does not make again ({problem}). Assign what is "
                 "missing, or delete the whole state: with del optimizer.state[parameter] it starts anew"
             )
@@ -602,6 +604,11 @@ def _refuse_new_shape(item: Managed) -> None:
             f"{item.name} has shape {tuple(shape)} now (a resized embedding?), and its optimizer state has "
             f"{tuple(item.local.shape)}: reset it with `del optimizer.state[parameter]`, or make a new optimizer"
         )
+
+
+def _is_no_number(spec: EntrySpec, value: Any) -> bool:
+    """Whether an update makes a tensor of one dtype, and this is neither a tensor nor a number."""
+    return spec.dtype is not None and not isinstance(value, (Tensor, Real))
 
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:

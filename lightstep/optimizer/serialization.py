@@ -156,7 +156,7 @@ def check_complete(
     """See :meth:`MixedPrecisionOptimizer.check_complete`."""
     loaded = {id(live): own for live, own in zip(engine.param_groups, settings, strict=True)}
     for item in engine.managed.lookup(entries):
-        engine.managed.check_complete(item, entries[item.param], loaded[id(item.group)])
+        engine.managed.check_complete(item, entries[item.param].keys(), entries[item.param], loaded[id(item.group)])
 
 
 @contextmanager

@@ -96,6 +96,10 @@ class SumsAside:
                 )
         self._beside = {}
 
+    def before_step(self) -> None:
+        """:meth:`forget_dropped`: a step is about to collect the sums."""
+        self.forget_dropped()
+
     def begin(self) -> None:
         """A backward begins.
 

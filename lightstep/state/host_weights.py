@@ -351,7 +351,7 @@ class WeightHome:
 class TakenGradients(Protocol):
     """Gradients that have been taken out of ``p.grad``."""
 
-    def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def taken_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Those of these parameters whose gradients it has taken."""
 
     def drop(self, parameters: Iterable[Tensor]) -> list[Tensor]:

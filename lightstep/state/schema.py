@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -234,5 +235,5 @@ def adopt_entry(spec: EntrySpec | None, value: Any, owner: Managed) -> Any:
         return value.detach().to(device=device if value.dim() else value.device, copy=True)
     dtype, target = entry_dtype(spec, owner), device if spec.on_device else torch.device("cpu")
     if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=dtype, device=target) if isinstance(value, (int, float)) else value
+        return torch.tensor(value, dtype=dtype, device=target) if isinstance(value, Real) else value
     return value.detach().to(device=target, dtype=dtype, copy=True)

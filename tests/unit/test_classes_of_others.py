@@ -6,6 +6,7 @@ import collections
 import copy
 import functools
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -571,6 +572,23 @@ def test_a_0_dim_parameter_and_entries_that_come_and_go_after_a_resume(
         optimizer.load_state_dict(theirs.state_dict())
     train(model, optimizer.backward, optimizer, start=saved, stop=6)
     assert_same(model, expected)
+
+
+@pytest.mark.parametrize("step", [None, "1", [1]])
+@pytest.mark.parametrize("way", ["load", "edit"])
+def test_a_counter_that_is_no_number_is_refused(step: Any, way: str) -> None:
+    """The class makes a tensor of it, and the next update would fail halfway."""
+    _, model, optimizer = build(torch.optim.AdamW, "stream")
+    train(model, optimizer.backward, optimizer, stop=1)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["step"] = step
+    if way == "edit":
+        optimizer.state[next(model.parameters())]["step"] = step
+    refused = partial(optimizer.load_state_dict, state) if way == "load" else optimizer.state_dict
+    with pytest.raises(ValueError, match="and no step, which AdamW does not make again"):
+        refused()
+    if way == "load":  # and nothing has changed
+        train(model, optimizer.backward, optimizer, start=1, stop=2)
 
 
 class AddsUpWithATensor(AddsUpGradients):
