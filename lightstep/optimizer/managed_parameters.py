@@ -503,11 +503,12 @@ class ManagedParameters:
             names: those of the entries.
             values: of these, as far as they are known; meta tensors will do for those that have dimensions.
         """
+        known = {} if item.is_remote else values  # another replica has them
         schema = item.schema.items()
-        missing = [key for key, spec in schema if key not in names or _is_no_number(spec, values.get(key, 0))]
+        missing = [key for key, spec in schema if key not in names or _is_no_number(spec, known.get(key, 0))]
         if not missing or not {*names} - {"master"}:
             return
-        problem = self._classes.problem_without(item, frozenset(missing), values, {**item.group, **settings})
+        problem = self._classes.problem_without(item, frozenset(missing), known, {**item.group, **settings})
         if problem is not None:
             raise ValueError(
                 f"the state of {item.name} has {', '.join(sorted({*names} - {*missing}))} and no "
